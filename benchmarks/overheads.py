@@ -30,7 +30,7 @@ from pipelines.execution.listener import Silent
 from pipelines.execution.opening import open_run, open_tracker
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
-from pipelines.services.home import Home, client_environment
+from pipelines.services.home import Home
 from pipelines.services.servers import private_server
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import fsync_tree
@@ -111,7 +111,7 @@ def _prefect_and_mlflow() -> Iterator[Home]:
     with tempfile.TemporaryDirectory() as folder:
         home = Home(Path(folder)).make()
         with private_server(home) as server:
-            os.environ.update(client_environment(home, prefect_port=server.port))
+            os.environ.update(server.environment)
             server.wait()
             _in_flow(home, SHORT, 1, -1)
             yield home

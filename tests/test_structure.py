@@ -37,7 +37,7 @@ TESTED_THROUGH = {
     "pipelines/prefect_flows/stage_flows.py": "pipelines/prefect_flows/test_deployments.py",
     "pipelines/services/mlflow_server.py": "pipelines/services/test_servers.py",
     "pipelines/services/prefect_server.py": "pipelines/services/test_servers.py",
-    "pipelines/services/sign_in.py": "pipelines/services/test_own_pages.py",
+    "pipelines/services/sign_in.py": "pipelines/cli/test_main.py",
     "rlhf_core/rewards/chat.py": "rlhf_core/rewards/test_judge.py",
     "rlhf_core/annotation/comparisons.py": "rlhf_core/annotation/test_proposing.py",
     "rlhf_core/config/annotators.py": "rlhf_core/annotation/test_annotators.py",
@@ -46,6 +46,8 @@ TESTED_THROUGH = {
     "rlhf_core/monitoring/base.py": "rlhf_core/monitoring/test_bands.py",
     "rlhf_core/algorithms/lazy_torch.py": "rlhf_core/algorithms/test_methods.py",
     "rlhf_core/http/body.py": "rlhf_core/rewards/test_server.py",
+    "rlhf_core/http/serving.py": "rlhf_core/rewards/test_server.py",
+    "rlhf_core/sampling/vllm_front.py": "pipelines/services/test_policy_server.py",
     "rlhf_core/models/head_pass.py": "rlhf_core/models/test_forward.py",
     "rlhf_core/data/worlds/instruction_answers.py": "rlhf_core/data/worlds/test_instruction_writer.py",
     "rlhf_core/data/worlds/instruction_phrases.py": "rlhf_core/data/worlds/test_instructions.py",
@@ -91,6 +93,7 @@ FOLDERS_TESTED_THROUGH = {
 """Folder of small modules of one kind -> the tests that try each of them, beside tests of some alone."""
 
 OF_SEVERAL_MODULES = {
+    "pipelines/test_doors.py": "every route of every server, against strangers",
     "pipelines/test_foreign_page.py": "a web page of others against all servers",
     "pipelines/test_gates_page.py": "a gate in Prefect's page, and the run that waits for the answer",
     "pipelines/test_people_page.py": "people at MLflow's Review page, and the run that waits for them",

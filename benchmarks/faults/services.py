@@ -27,7 +27,7 @@ from benchmarks.processes import family, kill_family
 from pipelines.services import servers
 from pipelines.services.health import healthy, wait_for
 from pipelines.services.home import Home
-from pipelines.services.ports import MLFLOW_PORT, claim_port
+from pipelines.services.ports import MLFLOW_PORT, bound_port, port_of
 from pipelines.services.running import running
 from pipelines.services.sign_in import basic
 
@@ -266,9 +266,11 @@ def _hit_private_server(folder: Path, number: signal.Signals) -> Outcome:
 def _mlflow_away(folder: Path, number: signal.Signals) -> Outcome:
     """MLflow's server dies or hangs, and nobody starts it again: the run must end well, its records wait."""
     home = Home(folder / f"away_{number.name}").make()
-    port = claim_port(MLFLOW_PORT)
-    url = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen(servers.mlflow_command(home, port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    listener = bound_port(MLFLOW_PORT)
+    url = f"http://127.0.0.1:{port_of(listener)}"
+    command, quiet = servers.mlflow_command(home, listener), subprocess.DEVNULL
+    server = subprocess.Popen(command, stdout=quiet, stderr=quiet, pass_fds=(listener.fileno(),))
+    listener.close()
     try:
         wait_for(lambda: healthy(f"{url}/health"), PATIENCE_S)
         with _running(home, folder, MLFLOW_TRACKING_URI=url) as (process, lines):

@@ -89,7 +89,6 @@ def _parser() -> argparse.ArgumentParser:
 
     up = verbs.add_parser("up", help="start Prefect, MLflow and the deployments on 127.0.0.1")
     up.add_argument("--foreground", action="store_true", help="stay and supervise until Ctrl-C")
-    up.add_argument("--new-auth", action="store_true", help="make a new auth string for Prefect; the old one is void")
     verbs.add_parser("down", help="stop what `rlhf up` started")
     verbs.add_parser("status", help="say what is running and where")
 

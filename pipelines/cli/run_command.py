@@ -24,8 +24,8 @@ from pipelines.execution.opening import import_tracker, open_run, open_tracker, 
 from pipelines.execution.plan import PlannedStage
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
-from pipelines.services.health import ServiceError, healthy, wait_for
-from pipelines.services.home import Home, client_environment
+from pipelines.services.health import ServiceError, proven, wait_for
+from pipelines.services.home import Home
 from pipelines.services.registry import tracking_uri
 from pipelines.services.running import running
 from pipelines.services.servers import SERVER_TIMEOUT_S, PrivateServer, private_server
@@ -139,7 +139,7 @@ def prefect_server(home: Home) -> Iterator[PrivateServer | None]:
         yield None
         return
     if services is not None:
-        if not wait_for(lambda: healthy(services.health["prefect"]), SERVER_TIMEOUT_S):
+        if not wait_for(lambda: proven(services.health["prefect"], home.prefect_auth_string), SERVER_TIMEOUT_S):
             raise ServiceError(
                 f"{services.prefect_url}: does not answer; read the logs in {home.logs}, or stop the services with `rlhf down`"
             )
@@ -147,7 +147,7 @@ def prefect_server(home: Home) -> Iterator[PrivateServer | None]:
         yield None
         return
     with private_server(home) as server:
-        os.environ.update(client_environment(home, prefect_port=server.port))
+        os.environ.update(server.environment)
         yield server
 
 

@@ -19,6 +19,7 @@ from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.pieces import encode as encode_text
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.http.serving import limited
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.model import Contract, verify_contract
@@ -45,8 +46,8 @@ def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -
     name = options.function or options.reward_model
     with open_score(options, store) as score:
         app = create_app(score, name=name, token=token, limits=limits)
-        config = uvicorn.Config(app, host=options.host, port=options.port, log_level="warning")
-        config.timeout_graceful_shutdown = int(options.timeout_s) + 1
+        patience_s = int(options.timeout_s) + 1
+        config = limited(app, host=options.host, port=options.port, timeout_graceful_shutdown=patience_s)
         url = f"http://{options.host}:{options.port}/get_reward"
         console.print(f"{name} at {url}  (/health, /metrics)", highlight=False, markup=False, soft_wrap=True)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again for the signal that ended the server

@@ -20,7 +20,7 @@ def up(options: argparse.Namespace) -> None:
     """Start the services and print their addresses."""
     home = Home.here()
     console.print(f"starting the services (logs in {home.logs}) ...", style="dim", highlight=False)
-    found = servers.up(home, foreground=options.foreground, new_auth=options.new_auth)
+    found = servers.up(home, foreground=options.foreground)
     console.print(f"Prefect          {_prefect_page(home, found)}", highlight=False, soft_wrap=True)
     console.print(f"MLflow           {found.mlflow_url}", highlight=False)
     command = "prefect deployment run rlhf-pipeline/full --watch"

@@ -15,6 +15,9 @@ from pipelines.services import user_settings
 from rlhf_core.errors import ConfigError, explain
 
 LOOPBACK = "127.0.0.1"
+SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
+PROOF_KEY = "RLHF_PROOF_KEY"
+"""Environment variable with the key by which our MLflow server proves that it is ours."""
 _OWNER_ONLY = 0o600
 ID_TRIES, ID_WAIT_S = 50, 0.1
 """Number and interval of attempts to read the identity while another process may still be writing it."""
@@ -175,7 +178,7 @@ def _without_our_auth(home: Home) -> dict[str, str]:
     """Return settings that keep our server's auth string, if the shell has it, from being sent to the user's server."""
     given = os.environ.get(user_settings.AUTH)
     ours = bool(given) and home.prefect_auth.exists() and given == home.prefect_auth_string
-    return {user_settings.AUTH: "", "PREFECT_SERVER_API_AUTH_STRING": ""} if ours else {}
+    return {user_settings.AUTH: "", SERVER_AUTH: ""} if ours else {}
 
 
 def client_environment(home: Home, *, prefect_port: int = 0, prefect_api: str = "") -> dict[str, str]:
@@ -188,7 +191,7 @@ def client_environment(home: Home, *, prefect_port: int = 0, prefect_api: str = 
         ours = {
             user_settings.API_URL: f"http://{LOOPBACK}:{prefect_port}/api",
             user_settings.AUTH: auth,
-            "PREFECT_SERVER_API_AUTH_STRING": auth,
+            SERVER_AUTH: auth,
         }
         api = user_settings.marked(json.loads(quiet[user_settings.OWN]) | ours)
     return (

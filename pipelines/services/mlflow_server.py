@@ -1,41 +1,44 @@
-"""Run `mlflow server` for this user's programs and pages: `python -m pipelines.services.mlflow_server server OPTIONS`.
+"""Run `mlflow server` at a socket of ours: `python -m pipelines.services.mlflow_server DESCRIPTOR server OPTIONS`.
 
 MLflow's command sets up its stores and then starts uvicorn with its application. It takes other applications only from
-installed plugins, and has none that checks the caller without a user database. We therefore replace the application in
-the command that it builds.
+installed plugins, and has none that checks the caller without a user database. We therefore become the server where the
+command would start one.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import mlflow.server
 from mlflow.cli import cli
 
-from pipelines.services.own_pages import OwnPages
-from pipelines.services.own_user import OwnUser
+from pipelines.services.home import PROOF_KEY
+from rlhf_core.http.door import Door
+from rlhf_core.http.serving import serve_at
 
-_build = mlflow.server._build_uvicorn_command
+LISTEN = "listen"
+"""Second argument of the process in which the application runs, with the variables that MLflow's command made for it."""
 
 
-def app() -> Any:
-    """Return MLflow's application behind `OwnPages` and `OwnUser`; a factory for uvicorn."""
+def app() -> Door:
+    """Return MLflow's application for this user and its own pages; a factory for uvicorn."""
     from mlflow.server.fastapi_app import app as theirs  # reads the settings that the command made for its workers
 
-    return OwnPages(OwnUser(theirs))
+    return Door(theirs, pages=True, key=os.environ[PROOF_KEY] if PROOF_KEY in os.environ else "")
 
 
-def uvicorn_command(
-    options: str | None, host: str, port: int, workers: int, name: str, env_file: str | None, is_factory: bool
-) -> list[str]:
-    """Return the command that MLflow would start, with our application.
-
-    Proxy headers that name the client are ignored, because without a proxy anybody could send them.
-    """
-    direct = f"{options or ''} --no-proxy-headers".strip()
-    return _build(direct, host, port, workers, "pipelines.services.mlflow_server:app", env_file, True)  # type: ignore[no-any-return]
+def become_server(_: list[str], *, extra_env: Mapping[str, str], **__: Any) -> None:
+    """Replace this process, which MLflow's command would only keep waiting, by the one that serves."""
+    command = [sys.executable, "-P", "-m", "pipelines.services.mlflow_server", sys.argv[1], LISTEN]
+    os.execve(sys.executable, command, os.environ | extra_env)
 
 
 if __name__ == "__main__":
-    mlflow.server._build_uvicorn_command = uvicorn_command
-    cli()
+    if sys.argv[2] == LISTEN:
+        serve_at(int(sys.argv[1]), app)
+    else:
+        mlflow.server._exec_cmd = become_server
+        cli(sys.argv[2:])

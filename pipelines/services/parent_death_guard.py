@@ -25,7 +25,13 @@ _PR_SET_PDEATHSIG = 1
 
 def run_guarded(command: list[str], patience_s: float) -> int:
     """Run `command` until it ends or standard input closes; return its status, 128 + the signal that ended it."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        close_fds=False,  # a bound socket, which the starter hands over
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+    )
 
     def stop(*_: object) -> None:
         threading.Thread(target=_stop, args=(child, patience_s), daemon=True).start()

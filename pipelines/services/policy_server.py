@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipelines.services.health import await_health, healthy
+from pipelines.services.health import await_health
 from pipelines.services.home import LOOPBACK, Home
-from pipelines.services.ports import claim_port, release_port
+from pipelines.services.ports import bound_port, port_of
+from pipelines.services.watchdog import start_guarded
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.processes.identity import process_stat, process_state
+from rlhf_core.sampling.vllm_front import TOKEN
 from rlhf_core.store.layout import write_json
 from rlhf_core.store.typed_json import Stored, read_stored
 
 SERVE_PORT = 8000
 START_TIMEOUT_S = 900.0
 STOP_PATIENCE_S = 10.0
-TOKEN = "VLLM_API_KEY"
-"""Environment variable from which vLLM reads the token: options of a command are visible to every user."""
 TEMPLATE = "chat_template.jinja"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for the largest rank of an adapter."""
@@ -89,9 +88,10 @@ def has_chat_template(folder: Path) -> bool:
     return config.is_file() and bool(json.loads(config.read_text(encoding="utf-8")).get("chat_template"))
 
 
-def serve_command(model: ServedModel, options: ServeOptions) -> list[str]:
-    """Return the command of the server; it holds no secrets."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.folder)]
+def serve_command(model: ServedModel, options: ServeOptions, descriptor: int) -> list[str]:
+    """Return the command of the server, which has the socket `descriptor`; it holds no secrets."""
+    command = [sys.executable, "-P", "-m", "rlhf_core.sampling.vllm_front", str(descriptor)]
+    command += ["--middleware", "rlhf_core.sampling.vllm_front.PolicyDoor", "--model", str(model.folder)]
     command += ["--served-model-name", model.name, model.digest[:12]]
     command += ["--host", LOOPBACK, "--port", str(options.port), "--uvicorn-log-level", "warning"]
     if options.max_model_len:
@@ -121,27 +121,21 @@ def policy_server(home: Home, model: ServedModel, options: ServeOptions, token: 
     Raises ServiceError, which names the log, if it does not start.
     """
     check_served(model)
-    port, log = claim_port(options.port), home.logs / "serve.log"
-    chosen = ServeOptions(port, options.max_model_len, options.kv_cache_gib, options.on_gpu)
-    guard = [sys.executable, "-P", "-m", "pipelines.services.parent_death_guard", str(STOP_PATIENCE_S)]
+    listener, log = bound_port(options.port), home.logs / "serve.log"
+    command = serve_command(model, replace(options, port=port_of(listener)), listener.fileno())
+    environment = serve_environment(token, on_gpu=options.on_gpu)
     with log.open("ab") as stream:
-        process = subprocess.Popen(
-            [*guard, *serve_command(model, chosen)],
-            env=serve_environment(token, on_gpu=options.on_gpu),
-            stdin=subprocess.PIPE,
-            stdout=stream,
-            stderr=stream,
-        )
+        process = start_guarded(command, environment, stream, patience_s=STOP_PATIENCE_S, listener=listener)
     found = process_stat(process.pid)
     note = ServingNote(
-        url=f"http://{LOOPBACK}:{port}/v1",
+        url=f"http://{LOOPBACK}:{port_of(listener)}/v1",
         name=model.name,
         digest=model.digest,
         pid=process.pid,
         started=0 if found is None else found[1],
     )
     try:
-        await_health(f"http://{LOOPBACK}:{port}/health", process, START_TIMEOUT_S, log)
+        await_health(health_url(note.url), token, process, START_TIMEOUT_S, log)
         write_json(home.serving, note.model_dump())
         yield note
     finally:
@@ -149,7 +143,7 @@ def policy_server(home: Home, model: ServedModel, options: ServeOptions, token: 
         if process.stdin is not None:
             process.stdin.close()  # the guard stops the server
         process.wait()
-        release_port(port)
+        listener.close()
 
 
 def wait_for_end(note: ServingNote, every_s: float = 5.0) -> None:
@@ -159,14 +153,14 @@ def wait_for_end(note: ServingNote, every_s: float = 5.0) -> None:
 
 
 def serving(home: Home) -> ServingNote | None:
-    """Return the policy server of this state folder that answers; None if there is none.
+    """Return the policy server of this state folder, which had answered when it was noted; None if there is none.
 
-    The address alone says nothing: once the server is gone, the port may be another user's.
+    The address alone says nothing: once the server is gone, the port may be another user's. Its guard keeps the port.
     """
     note = read_stored(home.serving, ServingNote)
     if note is None or not note.pid or process_state(note.pid, note.started) == "gone":
         return None
-    return note if healthy(health_url(note.url)) else None
+    return note
 
 
 def health_url(url: str) -> str:

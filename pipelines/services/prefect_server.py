@@ -1,12 +1,50 @@
-"""Prefect's server for this machine's own pages: `uvicorn --factory pipelines.services.prefect_server:app`."""
+"""Run Prefect's server for this machine's own pages: `python -m pipelines.services.prefect_server DESCRIPTOR`.
+
+Anyone who can create a flow run can run commands, because deployments take agent programs and paths. Every request to
+the API therefore needs Prefect's auth string (`Home.prefect_auth`), which Prefect's pages ask for once, or take from a
+link. The files of its pages hold nothing, and its WebSockets get the auth string as their first message, from Prefect.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+
 from prefect.server.api.server import create_app
+from starlette.responses import HTMLResponse
+from starlette.types import Receive, Scope, Send
 
-from pipelines.services.own_pages import OwnPages
+from pipelines.services.home import SERVER_AUTH
+from pipelines.services.sign_in import SIGN_IN, basic
+from rlhf_core.http.door import Door
+from rlhf_core.http.serving import serve_at
+
+_PROBES = ("/api/health", "/api/ready")
+_SIGN_IN_PAGE = """<!doctype html><title>Prefect</title>
+<script>localStorage.setItem("prefect-password", location.hash.slice(1)); location.replace("/")</script>
+"""
+"""Sign-in page. The part after `#` stays in the browser, so no log has it. Prefect's pages read this storage key."""
 
 
-def app() -> OwnPages:
-    """Return Prefect's application behind `OwnPages`; a factory for uvicorn."""
-    return OwnPages(create_app())
+def app() -> Door:
+    """Return Prefect's application behind our door; a factory for uvicorn."""
+    auth, prefect = os.environ[SERVER_AUTH], create_app()
+
+    async def pages(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == SIGN_IN:
+            await HTMLResponse(_SIGN_IN_PAGE)(scope, receive, send)
+        else:
+            await prefect(scope, receive, send)
+
+    return Door(pages, authorization=f"Basic {basic(auth)}", pages=True, open_to=_is_open, key=auth)
+
+
+def _is_open(scope: Scope) -> bool:
+    path = scope["path"]
+    read = scope["type"] == "websocket" or scope["method"] in ("GET", "HEAD")
+    return read and (scope["type"] == "websocket" or path in _PROBES or not path.startswith("/api"))
+
+
+if __name__ == "__main__":
+    # A stage may hold Python's global lock for a while; a missed ping does not mean that its process is gone.
+    serve_at(int(sys.argv[1]), app, ws_ping_interval=60.0, ws_ping_timeout=300.0)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipelines.services import user_settings
-from pipelines.services.health import ServiceError, healthy
-from pipelines.services.home import Home, client_environment
+from pipelines.services.health import ServiceError, proven
+from pipelines.services.home import Home
 from pipelines.services.registry import tracking_uri
 from pipelines.services.running import running
 from pipelines.services.servers import private_server
@@ -77,13 +77,13 @@ def some_prefect(home: Home) -> Iterator[bool]:
         yield services is not None and services.prefect_api == theirs
         return
     if services is not None:
-        if not healthy(services.health["prefect"]):
+        if not proven(services.health["prefect"], home.prefect_auth_string):
             rule = "does not answer; if it hangs, it is restarted within a minute or two"
             raise ServiceError(f"{services.prefect_url}: {rule}; read the logs in {home.logs}")
         os.environ.update(services.environment(home))
         yield True
         return
     with private_server(home) as server:
-        os.environ.update(client_environment(home, prefect_port=server.port))
+        os.environ.update(server.environment)
         server.wait()
         yield False

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from pipelines.services import user_settings
-from pipelines.services.health import healthy
+from pipelines.services.health import proven
 from pipelines.services.home import LOOPBACK, Home, client_environment
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.store.leases import is_gone
@@ -57,9 +57,9 @@ class Services:
         prefect = {} if self.prefect_api else {"prefect": f"{self.prefect_url}/api/health"}
         return prefect | ({} if self.mlflow_uri else {"mlflow": f"{self.mlflow_url}/health"})
 
-    def well(self) -> bool:
+    def well(self, home: Home) -> bool:
         """Return whether everything was started and answers now."""
-        return self.ready and all(healthy(url) for url in self.health.values())
+        return self.ready and all(proven(url, home.prefect_auth_string) for url in self.health.values())
 
     def environment(self, home: Home) -> dict[str, str]:
         """Return the settings of a process that uses this Prefect server."""

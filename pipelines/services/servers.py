@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from pipelines.services import user_settings
-from pipelines.services.health import ServiceError, answers, await_health, healthy, wait_for
-from pipelines.services.home import LOOPBACK, Home, client_environment, quiet_environment
-from pipelines.services.ports import PREFECT_PORT, claim_port, release_port
+from pipelines.services.health import ServiceError, answers, await_health, proven, wait_for
+from pipelines.services.home import LOOPBACK, PROOF_KEY, Home, client_environment, quiet_environment
+from pipelines.services.ports import PREFECT_PORT, bound_port, port_of
 from pipelines.services.running import Services, alive, running
 from pipelines.services.user_servers import connect_user_prefect, prefect_trouble, user_prefect
 from pipelines.services.watchdog import START_TIMEOUT_S, Child, keep_alive
@@ -32,23 +32,14 @@ MLFLOW_STORE = "MLFLOW_BACKEND_STORE_URI"
 """Environment variable that `mlflow server` reads in place of `--backend-store-uri`."""
 
 
-def up(home: Home, *, foreground: bool, new_auth: bool = False) -> Services:
-    """Start Prefect, MLflow and the deployments; return when all of them answer.
-
-    Prefect keeps its last auth string, which shells and browsers already have, unless a new one is requested.
-    """
+def up(home: Home, *, foreground: bool) -> Services:
+    """Start Prefect, MLflow and the deployments; return when all of them answer."""
     services = running(home)
-    if new_auth and services is not None:
-        raise ServiceError(
-            "--new-auth: the servers are using the current auth string; stop them with `rlhf down` first"
-        )
-    if new_auth:
-        home.prefect_auth.unlink(missing_ok=True)
     api = user_prefect(home)
     if services is not None and api and services.prefect_api != api:
         rule = f"the services that are running use Prefect at {services.prefect_url}"
         raise ServiceError(f"PREFECT_API_URL = {shown(api)}: {rule}; stop them with `rlhf down` first, or unset it")
-    if services is not None and services.well():
+    if services is not None and services.well(home):
         return services
     _check_user_servers(home)
     home.make()
@@ -93,21 +84,27 @@ def _check_user_servers(home: Home) -> None:
 
 def _ready(home: Home) -> bool:
     services = running(home)
-    return services is not None and services.well()
+    return services is not None and services.well(home)
 
 
 def down(home: Home) -> bool:
     """Stop the services that `up` started; return whether there were any. A Ray that others use is left alone."""
     services = running(home)
     if services is None:
-        home.services.unlink(missing_ok=True)
+        forget(home)
         return False
     os.kill(services.pid, signal.SIGTERM)
     if not wait_for(lambda: not alive(services.owner), DOWN_TIMEOUT_S):
         # The services notice that their starter is gone and end by themselves.
         os.kill(services.pid, signal.SIGKILL)
-    home.services.unlink(missing_ok=True)
+    forget(home)
     return True
+
+
+def forget(home: Home) -> None:
+    """Remove the record of services that have ended, and their auth string: browsers and shells keep it for longer."""
+    home.services.unlink(missing_ok=True)
+    home.prefect_auth.unlink(missing_ok=True)
 
 
 def states(home: Home, services: Services) -> dict[str, bool]:
@@ -115,9 +112,10 @@ def states(home: Home, services: Services) -> dict[str, bool]:
     if services.prefect_api:
         prefect = not prefect_trouble(services.environment(home))
     else:
-        prefect = healthy(services.health["prefect"])
+        prefect = proven(services.health["prefect"], home.prefect_auth_string)
     theirs = services.mlflow_uri
-    mlflow = answers(theirs) if theirs.startswith("http") else bool(theirs) or healthy(services.health["mlflow"])
+    ours = not theirs and proven(services.health["mlflow"], home.prefect_auth_string)
+    mlflow = answers(theirs) if theirs.startswith("http") else bool(theirs) or ours
     return {"Prefect": prefect, "MLflow": mlflow}
 
 
@@ -132,17 +130,16 @@ class PrivateServer:
     """
 
     child: Child
-    port: int
+    url: str
+    environment: dict[str, str]
+    """The settings of a process that uses this server."""
     stopped: threading.Event
-
-    @property
-    def url(self) -> str:
-        return f"http://{LOOPBACK}:{self.port}"
 
     def wait(self) -> None:
         """Return when the server answers; raise ServiceError if it ends or takes too long."""
         assert self.child.process is not None
-        await_health(f"{self.url}/api/health", self.child.process, SERVER_TIMEOUT_S, self.child.log)
+        auth = self.environment[user_settings.AUTH]
+        await_health(f"{self.url}/api/health", auth, self.child.process, SERVER_TIMEOUT_S, self.child.log)
         threading.Thread(target=keep_alive, args=(self.child, self.stopped), daemon=True, name="keep-prefect").start()
 
     def stop(self) -> None:
@@ -155,44 +152,45 @@ def private_server(home: Home) -> Iterator[PrivateServer]:
     """Start a Prefect server without waiting for it; it stops when the block, or this process, ends."""
     user_settings.check_databases()
     home.make()
-    port = claim_port(PREFECT_PORT)
+    listener = bound_port(PREFECT_PORT)
     log = home.logs / "prefect_run.log"
     log.unlink(missing_ok=True)
-    environment = os.environ | client_environment(home, prefect_port=port) | SAFE_PATH
-    health = f"http://{LOOPBACK}:{port}/api/health"
-    child = Child("the Prefect server of this run", prefect_command(port), environment, lambda: healthy(health), log)
+    environment = client_environment(home, prefect_port=port_of(listener))
+    url, auth = f"http://{LOOPBACK}:{port_of(listener)}", environment[user_settings.AUTH]
+    child = Child(
+        "the Prefect server of this run",
+        prefect_command(listener),
+        os.environ | environment | SAFE_PATH,
+        lambda: proven(f"{url}/api/health", auth),
+        log,
+        listener=listener,
+    )
     child.start()
-    server = PrivateServer(child, port, threading.Event())
+    server = PrivateServer(child, url, environment, threading.Event())
     try:
         yield server
     finally:
         server.stop()
-        release_port(port)
 
 
 # ---------------------------------------------------------------- commands
 
 
-SAFE_PATH = {"PYTHONSAFEPATH": "1", "UVICORN_APP_DIR": str(Path(__file__).parents[2])}
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 """Environment of the services that prevents imports from the folder in which they were started. `-P` alone is not
-enough: uvicorn adds that folder to the path, and MLflow and Prefect start processes of their own.
+enough: MLflow and Prefect start processes of their own.
 """
 
 
-def prefect_command(port: int) -> list[str]:
+def prefect_command(listener: socket.socket) -> list[str]:
     """Return the command of the Prefect server: the one of `prefect server start`, without waiting for its CLI.
 
-    It answers only this machine's own pages. Start it with `SAFE_PATH` in its environment.
+    It answers only this machine's own pages. Start it with `SAFE_PATH` in its environment and with the socket.
     """
-    return [
-        *(sys.executable, "-P", "-m", "uvicorn", "--factory", "pipelines.services.prefect_server:app"),
-        *("--host", LOOPBACK, "--port", str(port), "--timeout-keep-alive", "5", "--log-level", "warning"),
-        # A stage may hold Python's global lock for a while; a missed ping does not mean that its process is gone.
-        *("--ws-ping-interval", "60", "--ws-ping-timeout", "300"),
-    ]
+    return [sys.executable, "-P", "-m", "pipelines.services.prefect_server", str(listener.fileno())]
 
 
-def mlflow_command(home: Home, port: int) -> list[str]:
+def mlflow_command(home: Home, listener: socket.socket) -> list[str]:
     """Return the command of the MLflow server: one worker and no job runners (0.5 GB instead of 2.4).
 
     It answers only this user and this machine's own pages.
@@ -206,11 +204,12 @@ def mlflow_command(home: Home, port: int) -> list[str]:
             "-P",
             "-m",
             "pipelines.services.mlflow_server",
+            str(listener.fileno()),
             "server",
             "--host",
             LOOPBACK,
             "--port",
-            str(port),
+            str(port_of(listener)),
         ),
         *("--workers", "1"),
         *store,
@@ -222,3 +221,8 @@ def mlflow_environment() -> dict[str, str]:
     """Return the variables that point our MLflow server to the user's own database; {} without one."""
     store = user_settings.tracking_store()
     return {MLFLOW_STORE: store} if store else {}
+
+
+def proof_environment(home: Home) -> dict[str, str]:
+    """Return the variables with which our MLflow server proves that it is ours."""
+    return {PROOF_KEY: home.prefect_auth_string}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,11 +19,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipelines.services import user_settings
-from pipelines.services.health import await_health, healthy, wait_for
+from pipelines.services.health import await_health, proven, wait_for
 from pipelines.services.home import Home
-from pipelines.services.ports import MLFLOW_PORT, PREFECT_PORT, claim_port, is_free
+from pipelines.services.ports import MLFLOW_PORT, PREFECT_PORT, bound_port, is_free, port_of
 from pipelines.services.running import Services, read_note, running
-from pipelines.services.servers import SAFE_PATH, SERVER_TIMEOUT_S, mlflow_command, prefect_command
+from pipelines.services.servers import (
+    SAFE_PATH,
+    SERVER_TIMEOUT_S,
+    forget,
+    mlflow_command,
+    prefect_command,
+    proof_environment,
+)
 from pipelines.services.user_servers import user_prefect
 from pipelines.services.watchdog import Child, keep_alive
 from rlhf_core.tracking import owner
@@ -47,14 +55,14 @@ def supervise(home: Home) -> None:
         return
     home.make()
     await_end_of_last(home)
-    services = _planned(home)
+    services, listeners = _planned(home)
     services.write(home)
     mark = home.root / DEPLOYED_MARK
     mark.unlink(missing_ok=True)
-    servers, deployments = _children(home, services, mark)
+    servers, deployments = _children(home, services, listeners, mark)
     keepers: list[threading.Thread] = []
     try:
-        _start(servers, services, deployments, mark, stop)
+        _start(servers, services.health, home.prefect_auth_string, deployments, mark, stop)
         if not stop.is_set():
             replace(services, ready=True).write(home)
             logger.warning("ready: Prefect %s, MLflow %s", services.prefect_url, services.mlflow_url)
@@ -69,7 +77,7 @@ def supervise(home: Home) -> None:
         for child in [deployments, *servers]:  # the deployments first: they record the runs that they interrupt
             child.stop()
         mark.unlink(missing_ok=True)
-        home.services.unlink(missing_ok=True)
+        forget(home)
 
 
 def await_end_of_last(home: Home) -> None:
@@ -81,27 +89,36 @@ def await_end_of_last(home: Home) -> None:
         wait_for(lambda: all(is_free(port) for port in ports), LAST_TIMEOUT_S)
 
 
-def _planned(home: Home) -> Services:
-    """Return the services to start; the user's own servers need no port."""
+def _planned(home: Home) -> tuple[Services, dict[str, socket.socket]]:
+    """Return the services to start, and the sockets of ours; the user's own servers need none."""
     prefect_api, mlflow_uri = user_prefect(home), user_settings.remote_tracking_uri()
-    return Services(
+    listeners = {} if prefect_api else {"prefect": bound_port(PREFECT_PORT)}
+    listeners |= {} if mlflow_uri else {"mlflow": bound_port(MLFLOW_PORT)}
+    services = Services(
         owner.tags(),
-        0 if prefect_api else claim_port(PREFECT_PORT),
-        0 if mlflow_uri else claim_port(MLFLOW_PORT),
+        0 if prefect_api else port_of(listeners["prefect"]),
+        0 if mlflow_uri else port_of(listeners["mlflow"]),
         ready=False,
         prefect_api=prefect_api,
         mlflow_uri=mlflow_uri,
     )
+    return services, listeners
 
 
-def _children(home: Home, services: Services, mark: Path) -> tuple[list[Child], Child]:
+def _children(
+    home: Home, services: Services, listeners: dict[str, socket.socket], mark: Path
+) -> tuple[list[Child], Child]:
     environment = os.environ | services.environment(home) | SAFE_PATH
-    commands = {
-        "prefect": prefect_command(services.prefect_port),
-        "mlflow": mlflow_command(home, services.mlflow_port),
-    }
+    auth = home.prefect_auth_string
     servers = [
-        Child(name, commands[name], environment, lambda url=url: healthy(url), home.logs / f"{name}.log")  # type: ignore[misc]
+        Child(
+            name,
+            prefect_command(listeners[name]) if name == "prefect" else mlflow_command(home, listeners[name]),
+            environment | proof_environment(home),
+            lambda url=url: proven(url, auth),  # type: ignore[misc]
+            home.logs / f"{name}.log",
+            listener=listeners[name],
+        )
         for name, url in services.health.items()
     ]
     command = [sys.executable, "-P", "-m", "pipelines.prefect_flows.deployments", str(mark)]
@@ -117,11 +134,18 @@ def _beats(mark: Path) -> bool:
         return False
 
 
-def _start(servers: list[Child], services: Services, deployments: Child, mark: Path, stop: threading.Event) -> None:
+def _start(
+    servers: list[Child],
+    health: dict[str, str],
+    auth: str,
+    deployments: Child,
+    mark: Path,
+    stop: threading.Event,
+) -> None:
     for child in servers:
         child.start()
     with ThreadPoolExecutor() as pool:
-        list(pool.map(_await, servers, services.health.values()))
+        list(pool.map(_await, servers, health.values(), [auth] * len(servers)))
     deployments.start()
     deadline = time.monotonic() + SERVER_TIMEOUT_S
     while not mark.exists() and not stop.wait(0.1):
@@ -129,9 +153,9 @@ def _start(servers: list[Child], services: Services, deployments: Child, mark: P
             raise RuntimeError(f"the deployments were not served; read {deployments.log}")
 
 
-def _await(child: Child, health: str) -> None:
+def _await(child: Child, health: str, auth: str) -> None:
     assert child.process is not None
-    await_health(health, child.process, SERVER_TIMEOUT_S, child.log)
+    await_health(health, auth, child.process, SERVER_TIMEOUT_S, child.log)
 
 
 if __name__ == "__main__":

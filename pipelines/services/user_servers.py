@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from pipelines.services import user_settings
-from pipelines.services.health import ServiceError
+from pipelines.services.health import ServiceError, answered
 from pipelines.services.home import LOOPBACK, Home, client_environment
-from pipelines.services.ports import is_claimed, is_free
+from pipelines.services.ports import is_free
 from pipelines.services.running import running
 from rlhf_core.secrets.redaction import shown, without_secrets
 
@@ -30,7 +30,8 @@ def user_prefect(home: Home) -> str:
     note = home.prefect_address
     if note.is_file() and _plain(api) == note.read_text():
         port = urlsplit(api).port
-        if port is not None and (is_free(port) or is_claimed(port)):
+        # Nobody is there now, or a server of ours for another state folder or run, which may still be starting.
+        if port is not None and (is_free(port) or _is_of_rlhf(api)):
             return ""
     return api
 
@@ -71,6 +72,11 @@ def connect_user_prefect(home: Home, api: str) -> None:
     if trouble:
         remedy = "start it, or fix the address and the key; if it is unset (also with `prefect config unset`), rlhf starts a server"
         raise ServiceError(f"PREFECT_API_URL = {shown(api)}: does not answer ({trouble}); {remedy}")
+
+
+def _is_of_rlhf(api: str) -> bool:
+    status, proof = answered(f"{api}/health", "whose")
+    return not status or bool(proof)
 
 
 def _plain(api: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -40,11 +41,15 @@ class Child:
     log: Path
     patience_s: float = STOP_PATIENCE_S
     """Seconds that it may take to end when asked to."""
+    listener: socket.socket | None = None
+    """The socket at which it listens, which stays open while it is restarted."""
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            self.process = start_guarded(self.command, self.environment, log, patience_s=self.patience_s)
+            self.process = start_guarded(
+                self.command, self.environment, log, patience_s=self.patience_s, listener=self.listener
+            )
 
     def dead(self) -> bool:
         return self.process is not None and self.process.poll() is not None
@@ -52,6 +57,8 @@ class Child:
     def stop(self) -> None:
         if self.process is not None:
             stop_process(self.process, patience_s=self.patience_s + KILL_AFTER_S)
+        if self.listener is not None:
+            self.listener.close()
 
     def kill(self) -> None:
         if self.process is not None:
@@ -100,15 +107,24 @@ def _ailment(child: Child, stop: threading.Event, *, answered: bool) -> tuple[bo
 
 
 def start_guarded(
-    command: list[str], environment: Mapping[str, str], log: BinaryIO, *, patience_s: float
+    command: list[str],
+    environment: Mapping[str, str],
+    log: BinaryIO,
+    *,
+    patience_s: float,
+    listener: socket.socket | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a command that ends with this process. Ctrl-C reaches only this process, which then stops the command."""
+    """Start a command that ends with this process. Ctrl-C reaches only this process, which then stops the command.
+
+    The command has the descriptor of `listener`, under its number here.
+    """
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "pipelines.services.parent_death_guard", str(patience_s), *command],
         env=dict(environment),
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,
+        pass_fds=() if listener is None else (listener.fileno(),),
         start_new_session=True,
     )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import hmac
 import json
 import logging
 import secrets
@@ -30,6 +29,8 @@ from rlhf_core.agents.programs import EpisodeCut, ProgramEngine
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.pieces import token_text
 from rlhf_core.http.body import BodyLimits, BodyRefused, read_body
+from rlhf_core.http.door import Door
+from rlhf_core.http.serving import limited
 
 MODEL = "policy"
 """The name under which `/models` lists the policy; any name is answered."""
@@ -146,18 +147,20 @@ class Endpoint:
             return
         listening = socket.create_server(("127.0.0.1", 0))
         self._address = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        app = Starlette(
-            routes=[
-                Route("/session/{name}/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/session/{name}/v1/completions", self._complete, methods=["POST"]),
-                Route("/session/{name}/v1/models", self._models, methods=["GET"]),
-            ]
-        )
-        server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False))
+        server = _Server(limited(self.app(), lifespan="off"))
         # A context of its own: the server is not part of the episode that happens to come first.
         self._serving = asyncio.get_running_loop().create_task(
             server.serve(sockets=[listening]), context=contextvars.Context()
         )
+
+    def app(self) -> Door:
+        """Return the application of all sessions, which needs the run's API key."""
+        routes = [
+            Route("/session/{name}/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/session/{name}/v1/completions", self._complete, methods=["POST"]),
+            Route("/session/{name}/v1/models", self._models, methods=["GET"]),
+        ]
+        return Door(Starlette(routes=routes), authorization=f"Bearer {self._api_key}")
 
     async def _models(self, request: Request) -> Response:
         refusal = self._unknown(request)
@@ -206,9 +209,6 @@ class Endpoint:
         )
 
     def _unknown(self, request: Request) -> Response | None:
-        given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
-            return problem(401, "invalid_api_key", "the API key is not the one of this run")
         if request.path_params["name"] not in self._sessions:
             return problem(404, "unknown_session", "there is no episode at this address, or it is over")
         return None

@@ -2,14 +2,13 @@
 
 Requests that come within `max_wait_s` of each other are scored as one batch, one batch at a time, in a thread of its
 own, so that health and metrics answer while it works. If a batch fails, each of its requests is scored alone: what one
-client sends does not fail another's. Requests of web pages are refused (they carry an `Origin`): no page has business here.
+client sends does not fail another's. Requests of web pages are refused: no page has business here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import time
@@ -26,6 +25,7 @@ from starlette.routing import Route
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.http.body import BodyLimits, BodyRefused, read_body
+from rlhf_core.http.door import Door, health_alone
 from rlhf_core.rewards.outcomes import Logs, RewardOutcome
 from rlhf_core.types import encodable
 
@@ -67,9 +67,9 @@ class ServerLimits:
     body: BodyLimits = BodyLimits()
 
 
-def create_app(score: Score, *, name: str, token: str, limits: ServerLimits = ServerLimits()) -> Starlette:
-    """Return the application. With a `token`, rewards and metrics need it as bearer token (401 without)."""
-    service = _Service(score, name=name, token=token, limits=limits)
+def create_app(score: Score, *, name: str, token: str, limits: ServerLimits = ServerLimits()) -> Door:
+    """Return the application. All but `/health` needs the `token` as bearer token; without one, this user is answered."""
+    service = _Service(score, name=name, limits=limits)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -86,7 +86,8 @@ def create_app(score: Score, *, name: str, token: str, limits: ServerLimits = Se
         Route("/health", service.health),
         Route("/metrics", service.metrics),
     ]
-    return Starlette(routes=routes, lifespan=lifespan)
+    app = Starlette(routes=routes, lifespan=lifespan)
+    return Door(app, authorization=f"Bearer {token}" if token else "", open_to=health_alone, key=token)
 
 
 def read_request(body: bytes) -> list[Query]:
@@ -127,10 +128,9 @@ class _Waiting:
 
 
 class _Service:
-    def __init__(self, score: Score, *, name: str, token: str, limits: ServerLimits) -> None:
+    def __init__(self, score: Score, *, name: str, limits: ServerLimits) -> None:
         self._score = score
         self._name = name
-        self._token = token
         self._limits = limits
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
         self._left_over: _Waiting | None = None
@@ -158,15 +158,9 @@ class _Service:
         return JSONResponse({"status": "ok", "serves": self._name})
 
     async def metrics(self, request: Request) -> Response:
-        if not self._allowed(request):
-            return _problem(401, "the bearer token is missing or wrong")
         return PlainTextResponse(generate_latest(self._registry).decode())
 
     async def _answer(self, request: Request) -> Response:
-        if not self._allowed(request):
-            return _problem(401, "the bearer token is missing or wrong")
-        if "origin" in request.headers:
-            return _problem(403, "requests from web pages are not allowed")
         try:
             queries = read_request(await read_body(request, self._limits.body))
         except BodyRefused as refused:
@@ -183,10 +177,6 @@ class _Service:
             return _problem(500, str(error))
         means = {name: total / count for name, (total, count) in outcome.logs.items()}
         return JSONResponse({"rewards": outcome.values, "scores": outcome.values, "extra_logs": means})
-
-    def _allowed(self, request: Request) -> bool:
-        given = request.headers.get("authorization", "").encode()
-        return not self._token or hmac.compare_digest(given, f"Bearer {self._token}".encode())
 
     # ------------------------------------------------------------ batches
 

@@ -7,7 +7,7 @@
 vllm.entrypoints.openai.api_server --model <policy>` and the same options. This package must be installed there too: its
 worker extension loads weights and checks what arrived. Weights travel through a folder that the servers and this process
 see under one path. In this mode anyone who reaches a server can load weights into it, whatever its `--api-key`: keep it
-in a private network.
+in a private network, or start it with `--middleware rlhf_core.sampling.vllm_front.PolicyDoor` and a VLLM_API_KEY.
 
 Requests are spread over the servers, and sent elsewhere if one fails. The same seeds give the same answers up to
 rounding: the servers decide which requests share a batch.

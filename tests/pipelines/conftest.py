@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.services.home import Home, client_environment
+from pipelines.services.home import Home
 from pipelines.services.running import Services
 from pipelines.services.servers import private_server
 from tests.support.served import served
@@ -47,7 +47,7 @@ def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     home = Home(tmp_path_factory.mktemp("home"))
     with private_server(home) as server:
         before = dict(os.environ)
-        os.environ.update(client_environment(home, prefect_port=server.port))
+        os.environ.update(server.environment)
         from prefect.context import refresh_global_settings_context
 
         refresh_global_settings_context()

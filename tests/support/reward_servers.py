@@ -12,13 +12,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from rlhf_core.http.serving import limited
 
 
 @contextlib.contextmanager
-def serving(app: Starlette) -> Iterator[str]:
+def serving(app: ASGIApp) -> Iterator[str]:
     """Serve `app` on a free port; yield its URL without a path."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    server = uvicorn.Server(limited(app, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
     deadline = time.monotonic() + 30

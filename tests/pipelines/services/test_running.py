@@ -20,7 +20,7 @@ def test_servers_of_the_user_take_the_place_of_ours_and_secrets_are_not_printed(
     )
     found.write(home)
     assert home.services.stat().st_mode & 0o777 == 0o600
-    assert running(home) == found and found.health == {} and found.well()
+    assert running(home) == found and found.health == {} and found.well(home)
     assert (found.prefect_url, found.mlflow_url) == ("http://***@p:4200", "https://***@m")
     assert found.environment(home)["PREFECT_API_URL"] == "http://me:hunter2@p:4200/api"
     assert found.tracking_uri == "https://me:hunter2@m"

@@ -4,10 +4,12 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -61,11 +63,14 @@ def test_a_tracking_server_that_does_not_answer_is_one_error(
     assert capsys.readouterr().err.startswith("MLFLOW_TRACKING_URI = http://***@127.0.0.1:9: does not answer; start it")
 
 
+LISTENER = cast(socket.socket, SimpleNamespace(fileno=lambda: 3, getsockname=lambda: ("127.0.0.1", 5000)))
+
+
 class Replaced(Exception):
     """Stands for the supervisor that takes the place of this process."""
 
 
-def environment_of_up(home: Home, monkeypatch: pytest.MonkeyPatch, *, new_auth: bool = False) -> dict[str, str]:
+def environment_of_up(home: Home, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     given: dict[str, str] = {}
 
     def execve(_: str, command: list[str], environment: dict[str, str]) -> None:
@@ -75,28 +80,15 @@ def environment_of_up(home: Home, monkeypatch: pytest.MonkeyPatch, *, new_auth: 
 
     monkeypatch.setattr(os, "execve", execve)
     with pytest.raises(Replaced):
-        servers.up(home, foreground=True, new_auth=new_auth)
+        servers.up(home, foreground=True)
     return given
 
 
-def test_the_auth_string_stays_until_a_new_one_is_asked_for_while_nothing_runs(
-    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+def test_the_auth_string_ends_with_the_servers_it_was_for(home: Home) -> None:
     first = home.prefect_auth_string
-    environment_of_up(home, monkeypatch)
-    assert home.prefect_auth_string == first
-    environment_of_up(home, monkeypatch, new_auth=True)
-    second = home.prefect_auth_string
-    assert second != first and home.prefect_auth.stat().st_mode & 0o077 == 0
-    monkeypatch.setenv("RLHF_HOME", str(home.root))
-    monkeypatch.setattr(servers, "running", lambda home: Services({}, 4200, 5000, ready=True))
-    assert main(["up", "--new-auth"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "--new-auth: the servers are using the current auth string; stop them with `rlhf down` first\n"
-    )
-    assert home.prefect_auth_string == second
+    assert first == home.prefect_auth_string and home.prefect_auth.stat().st_mode & 0o077 == 0
+    servers.down(home)
+    assert home.prefect_auth_string != first
 
 
 @pytest.mark.parametrize("uri", ["postgresql+asyncpg://me:hunter2@db:5432/mlflow", "sqlite:///mine.db", "mlruns"])
@@ -106,11 +98,11 @@ def test_a_tracking_database_of_the_users_is_what_our_mlflow_server_shows_and_no
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "sqlite:///stale.db")
-    command = servers.mlflow_command(home, 5000)
+    command = servers.mlflow_command(home, LISTENER)
     assert "--backend-store-uri" not in command and "hunter2" not in " ".join(command)
     assert environment_of_up(home, monkeypatch)["MLFLOW_BACKEND_STORE_URI"] == uri
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    command = servers.mlflow_command(home, 5000)
+    command = servers.mlflow_command(home, LISTENER)
     assert command[command.index("--backend-store-uri") + 1] == home.mlflow_uri
 
 
@@ -127,7 +119,7 @@ def test_the_installed_mlflow_server_takes_its_store_from_the_environment(
     monkeypatch.setattr(mlflow.server, "_run_server", lambda **given: stores.append(given["file_store_path"]))
     theirs = "postgresql://me:hunter2@db:5432/mlflow"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", theirs)
-    command = servers.mlflow_command(home, 5000)
+    command = servers.mlflow_command(home, LISTENER)
     done = CliRunner().invoke(mlflow.cli.cli, command[command.index("server") :], env=servers.mlflow_environment())
     assert (done.exit_code, stores) == (0, [theirs]), done.output
     assert "hunter2" not in done.output, "it goes to the log"
@@ -150,7 +142,7 @@ def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_le
         found = running(home)
         assert found is not None and found.ready
         assert found.prefect_url in up.stdout and found.mlflow_url in up.stdout
-        assert healthy(f"{found.prefect_url}/api/health") and healthy(f"{found.mlflow_url}/health")
+        assert found.well(home)
         assert "answers" in cli(home, "status").stdout
         for page in (up.stdout, cli(home, "status").stdout, (home.logs / "supervisor.log").read_text()):
             assert home.prefect_auth_string not in page and "/sign-in" not in page, (

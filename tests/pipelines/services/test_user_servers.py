@@ -3,11 +3,14 @@ from __future__ import annotations
 import socket
 
 import pytest
+from starlette.responses import PlainTextResponse
 
 from pipelines.services.home import Home
 from pipelines.services.running import Services
 from pipelines.services.user_servers import user_prefect
+from rlhf_core.http.door import Door
 from rlhf_core.tracking import owner
+from tests.support.reward_servers import serving
 
 
 def test_the_address_that_up_printed_is_not_the_users_own(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,10 +27,14 @@ def test_the_address_that_up_printed_is_not_the_users_own(home: Home, monkeypatc
             assert user_prefect(home) == ""
             (home.root / "prefect_address").unlink()
             assert user_prefect(home) == f"http://{host}:{port}/api"
-    with socket.socket() as anothers:
-        anothers.bind(("127.0.0.1", 0))
-        anothers.listen()
-        address = f"http://127.0.0.1:{anothers.getsockname()[1]}/api"
-        (home.root / "prefect_address").write_text(address)
-        monkeypatch.setenv("PREFECT_API_URL", address)
-        assert user_prefect(home) == address, "somebody else has started a server there since"
+
+
+@pytest.mark.parametrize("of_rlhf", [True, False])
+def test_a_server_that_was_started_where_ours_was_is_the_users_unless_it_is_one_of_another_state_folder(
+    home: Home, monkeypatch: pytest.MonkeyPatch, of_rlhf: bool
+) -> None:
+    answer = PlainTextResponse("well")
+    with serving(Door(answer, authorization="Basic x", key="of another folder") if of_rlhf else answer) as url:
+        (home.root / "prefect_address").write_text(f"{url}/api")
+        monkeypatch.setenv("PREFECT_API_URL", f"{url}/api")
+        assert user_prefect(home) == ("" if of_rlhf else f"{url}/api")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -11,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 
 from rlhf_core.errors import RewardError
+from rlhf_core.http import serving as http_serving
 from rlhf_core.http.body import BodyLimits
 from rlhf_core.rewards.outcomes import RewardOutcome
 from rlhf_core.rewards.remote import RemoteRewardClient
@@ -146,7 +149,7 @@ def test_a_client_that_stops_half_way_is_sent_away_and_the_next_is_served() -> N
     with serving(create_app(Counting(), name="n", token="", limits=limits)) as url:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=20) as half:
-            half.sendall(b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+            half.sendall(b"POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
             assert asked(url, "abc").json()["rewards"] == [3.0]
             assert half.recv(64).startswith(b"HTTP/1.1 408 ")
 
@@ -157,7 +160,7 @@ def test_a_web_page_gets_no_reward() -> None:
         headers = {"Origin": "https://foreign.example", "Content-Type": "text/plain"}  # no preflight is asked for these
         answer = HTTP.post(url, content=b'{"query": ["x"]}', headers=headers)
         assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
-        assert HTTP.options(url, headers=headers | {"Access-Control-Request-Method": "POST"}).status_code == 405
+        assert HTTP.options(url, headers=headers | {"Access-Control-Request-Method": "POST"}).status_code == 403
     assert score.batches == []
 
 
@@ -211,3 +214,25 @@ def wait_until_queued(url: str, count: int) -> None:
     while f"reward_queued_requests {count}.0" not in HTTP.get(url + "/metrics").text.splitlines():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_client_that_never_ends_its_headers_is_sent_away_and_so_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_serving, "HEADERS_S", 0.3)
+    monkeypatch.setattr(http_serving, "MOST_CONNECTIONS", 3)
+    begun = b"POST /get_reward HTTP/1.1\r\nHost: 127.0.0.1\r\nX-"
+    with serving(create_app(Counting(), name="n", token="")) as url, contextlib.ExitStack() as stack:
+        host, port = url.removeprefix("http://").split(":")
+        silent, half, again = (
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20)) for _ in range(3)
+        )
+        half.sendall(begun)
+        again.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert again.recv(4096).startswith(b"HTTP/1.1 200 ")
+        again.sendall(begun)  # a further request on the same connection
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{url}/health")
+        for one in (silent, half, again):
+            with contextlib.suppress(ConnectionResetError):
+                while one.recv(4096):
+                    continue
+        assert asked(url, "abc").json()["rewards"] == [3.0]

@@ -1,12 +1,7 @@
-"""Who may talk to the Prefect server: programs of this machine and the server's own pages."""
+"""Who may enter a server: programs of this machine that have its token, and the server's own pages."""
 
 from __future__ import annotations
 
-import base64
-import os
-import stat
-
-import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -15,9 +10,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from pipelines.services.home import Home
-from pipelines.services.own_pages import OwnPages
-from pipelines.services.sign_in import basic, sign_in_link
+from rlhf_core.http.door import NONCE, PROOF, Door, proof
 
 OWN = "127.0.0.1:4200"
 FOREIGN_PAGES = [
@@ -39,9 +32,9 @@ FOREIGN_NAMES = [
 
 
 class Server:
-    """A server that counts what reaches it."""
+    """A server with pages that counts what reaches it; all of it is open to whoever the door lets in."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = OWN) -> None:
         self.reached = 0
 
         async def run(request: Request) -> PlainTextResponse:
@@ -54,7 +47,8 @@ class Server:
             await socket.send_text("events")
 
         routes = [Route("/run", run, methods=["GET", "POST", "OPTIONS"]), WebSocketRoute("/events", events)]
-        self.client = TestClient(OwnPages(Starlette(routes=routes)), base_url=f"http://{OWN}")
+        door = Door(Starlette(routes=routes), authorization="Basic x", pages=True, open_to=lambda scope: True, key="k")
+        self.client = TestClient(door, base_url=f"http://{address}")
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
@@ -93,30 +87,17 @@ def test_programs_and_own_pages_are_served(host: str, origin: str | None) -> Non
     assert server.reached == 2
 
 
-def test_a_link_signs_the_browser_in_and_tells_the_server_nothing() -> None:
-    server = Server()
-    link = sign_in_link(f"http://{OWN}", "rlhf:word")
-    page = server.client.get(link)
-    path, _, stays = link.removeprefix(f"http://{OWN}").partition("#")
-    assert path == "/sign-in" and base64.b64decode(stays) == b"rlhf:word"
-    assert page.headers["content-type"].startswith("text/html") and "location.hash" in page.text and server.reached == 0
+def test_a_server_of_other_machines_has_any_name_and_none_of_its_pages_may_be_framed() -> None:
+    server = Server("10.1.2.3:4200")
+    answer = server.client.post("/run", headers={"Host": "rewards.example"})
+    assert answer.text == "ran" and answer.headers["x-frame-options"] == "SAMEORIGIN"
+    refused = server.client.post("/run", headers={"Host": "rewards.example", "Origin": "http://rewards.example"})
+    for one in (answer, refused):
+        assert one.headers["content-security-policy"] == "frame-ancestors 'self'"
+    assert refused.status_code == 403 and server.reached == 1
 
 
-def test_the_api_answers_nobody_without_its_auth_string(prefect_home: Home) -> None:
-    """What another user of the machine can send: everything but the file that only its owner can read."""
-    url = os.environ["PREFECT_API_URL"]
-    assert stat.S_IMODE(prefect_home.prefect_auth.stat().st_mode) == 0o600
-    right = {"Authorization": f"Basic {basic(prefect_home.prefect_auth_string)}"}
-    wrong = [{}, {"Authorization": f"Basic {basic('rlhf:guess')}"}, {"Authorization": f"Bearer {basic('rlhf:guess')}"}]
-    asked = [
-        ("GET", "/admin/version"),
-        ("POST", "/deployments/filter"),
-        ("POST", "/flow_runs/"),
-        ("GET", "/admin/settings"),
-    ]
-    for method, path in asked:
-        assert [httpx.request(method, url + path, headers=headers, json={}).status_code for headers in wrong] == [
-            401
-        ] * 3
-    assert httpx.post(f"{url}/deployments/filter", headers=right, json={}).status_code == 200
-    assert httpx.get(f"{url}/health").status_code == 200
+def test_a_server_proves_that_it_knows_the_key_for_its_port_alone() -> None:
+    answer = Server().client.get("/run", headers={NONCE: "n1"})
+    assert answer.headers[PROOF] == proof("k", "n1", 4200)
+    assert len({proof(key, nonce, port) for key in "kl" for nonce in "nm" for port in (4200, 4201)}) == 8

@@ -1,0 +1,189 @@
+"""The one door of our HTTP servers: an ASGI middleware before all routes, mounted applications and WebSockets.
+
+A request enters only if
+1. `Host` names this machine, wherever the connection came over loopback. Any page in a browser can reach loopback
+   through a host name of the page's own that resolves to 127.0.0.1 (DNS rebinding).
+2. no page of others sent it, be it with `Origin`, or without, as images, scripts and frames do (`Sec-Fetch-Site`).
+3. it carries the server's `Authorization`; a server without one answers only the user who started it.
+What a server leaves open to everybody (its health, the files of its pages) needs the first two alone. Programs send
+neither `Origin` nor `Sec-Fetch-Site`.
+
+Every response forbids pages of others to frame it, and proves, if the request has a nonce, that the server knows the
+key: whoever asks can tell it from a stranger's server at the same port before a secret is sent there.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rlhf_core.http.peers import is_own
+
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+NONCE, PROOF = "x-rlhf-nonce", "x-rlhf-proof"
+FRAMES = (
+    (b"x-frame-options", b"SAMEORIGIN"),
+    (b"content-security-policy", b"frame-ancestors 'self'"),
+    (b"x-content-type-options", b"nosniff"),
+)
+"""Headers of every response. A response with a Content-Security-Policy of its own has two, and both count."""
+
+OpenTo = Callable[[Scope], bool]
+
+
+def nothing(scope: Scope) -> bool:
+    """Leave nothing open to requests without authorization."""
+    return False
+
+
+def health_alone(scope: Scope) -> bool:
+    """Leave `GET /health` open, which says nothing but that the server works."""
+    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and scope["path"] == "/health"
+
+
+class Door:
+    """An application that answers 403 to strangers' pages and host names, and 401 or 403 without authorization.
+
+    `authorization` is the value that the header must have; "" restricts the server to the user who started it.
+    `pages` lets the server's own pages in; `open_to` says which requests need no authorization; `key` proves the server.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        authorization: str = "",
+        pages: bool = False,
+        open_to: OpenTo = nothing,
+        key: str = "",
+    ) -> None:
+        self._app = app
+        self._authorization = authorization
+        self._pages = pages
+        self._open_to = open_to
+        self._key = key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request, or refuse it before its body is read."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        status, refusal = self._refusal(scope)
+        if scope["type"] == "websocket":
+            if refusal:
+                await receive()
+                await send({"type": "websocket.close", "code": 1008, "reason": refusal})
+            else:
+                await self._app(scope, receive, send)
+            return
+        guarded = self._with_headers(scope, send)
+        if refusal:
+            await JSONResponse({"error": refusal}, status_code=status)(scope, receive, guarded)
+        else:
+            await self._app(scope, receive, guarded)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str]:
+        host, address = _values(scope, "host"), scope.get("server")
+        stranger = refused(host, _values(scope, "origin"), loopback=_is_loopback(address), pages=self._pages)
+        stranger = stranger or refused_fetch(
+            *(_values(scope, f"sec-fetch-{name}") for name in ("site", "mode", "dest")), pages=self._pages
+        )
+        if stranger:
+            return 403, stranger
+        if self._open_to(scope):
+            return 200, ""
+        if self._authorization:
+            given = _values(scope, "authorization")
+            right = len(given) == 1 and hmac.compare_digest(given[0].encode(), self._authorization.encode())
+            return (200, "") if right else (401, "the token is missing or wrong")
+        client = scope.get("client")
+        if client and address and address[1] is not None and is_own((client[0], client[1]), (address[0], address[1])):
+            return 200, ""
+        return 403, "this server answers only the user who started it"
+
+    def _with_headers(self, scope: Scope, send: Send) -> Send:
+        added = list(FRAMES)
+        nonces, address = _values(scope, NONCE), scope.get("server")
+        if nonces and self._key and address:
+            added.append((PROOF.encode(), proof(self._key, nonces[0], address[1] or 0).encode()))
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept = [pair for pair in message.get("headers", ()) if bytes(pair[0]).lower() != FRAMES[0][0]]
+                message = {**message, "headers": [*kept, *added]}
+            await send(message)
+
+        return guarded
+
+
+def proof(key: str, nonce: str, port: int) -> str:
+    """Return what proves that a server on `port` knows `key`; no other server's proof fits, so none can be passed on."""
+    return hmac.new(key.encode(), f"{nonce} at {port}".encode(), "sha256").hexdigest()
+
+
+def refused(hosts: list[str], origins: list[str], *, loopback: bool = True, pages: bool = True) -> str:
+    """Return why a request with these headers is refused, or "" if it is accepted.
+
+    >>> refused(["127.0.0.1:4200"], []), refused(["localhost:4200"], ["http://127.0.0.1:4200"])
+    ('', '')
+    >>> refused(["evil.example:4200"], [])
+    'this server answers only requests to 127.0.0.1 and localhost'
+    >>> refused(["127.0.0.1:4200"], ["https://evil.example"])
+    'this server answers only requests from its own pages'
+    >>> refused(["127.0.0.1:4200"], ["http://127.0.0.1:4200"], pages=False)
+    'requests from web pages are not allowed'
+    """
+    places = [_place(f"//{host}") for host in hosts]
+    if loopback and (len(places) != 1 or places[0] is None):
+        return "this server answers only requests to 127.0.0.1 and localhost"
+    if origins and not pages:
+        return "requests from web pages are not allowed"
+    if any(None in places or [_place(origin)] != places or not origin.startswith("http://") for origin in origins):
+        return "this server answers only requests from its own pages"
+    return ""
+
+
+def refused_fetch(site: list[str], mode: list[str], dest: list[str], *, pages: bool) -> str:
+    """Return why what a browser says of a request without `Origin` keeps it out, or "".
+
+    Pages of others may link to ours, but not embed them or load anything from them.
+
+    >>> refused_fetch(["cross-site"], ["navigate"], ["document"], pages=True), refused_fetch([], [], [], pages=False)
+    ('', '')
+    >>> refused_fetch(["cross-site"], ["navigate"], ["iframe"], pages=True)
+    'this server answers only requests from its own pages'
+    """
+    if set(site) <= {"same-origin", "none"} or (pages and (mode, dest) == (["navigate"], ["document"])):
+        return ""
+    return "this server answers only requests from its own pages"
+
+
+def _values(scope: Scope, name: str) -> list[str]:
+    wanted = name.encode()
+    return [value.decode("latin-1") for key, value in scope["headers"] if key.lower() == wanted]
+
+
+def _is_loopback(address: tuple[str, int | None] | None) -> bool:
+    """Return whether a connection was made to a loopback address; True for what is no address (a socket file)."""
+    try:
+        found = ipaddress.ip_address(address[0]) if address else None
+    except ValueError:
+        return True
+    mapped = getattr(found, "ipv4_mapped", None)
+    return found is None or (mapped or found).is_loopback
+
+
+def _place(address: str) -> int | None:
+    """Return the port of an address on this machine; None for any other address."""
+    try:
+        parts = urlsplit(address)
+        port = parts.port
+    except ValueError:
+        return None
+    extra = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
+    return None if extra or parts.hostname not in LOOPBACK_NAMES else port or 80

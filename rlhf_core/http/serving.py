@@ -1,0 +1,72 @@
+"""Serve an application over HTTP with a deadline for headers and a limit on connections.
+
+Uvicorn waits for the end of a request's headers forever, so whoever stops halfway, or sends a byte a minute, would hold a
+connection and in the end all of them. `rlhf_core.http.body` has the limits on bodies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADERS_S = 20.0
+"""Seconds from the connection, or the first byte of a further request, to the end of the headers."""
+MOST_CONNECTIONS = 512
+"""Connections that are open at a time, half of the open files that many systems allow; more are closed at once."""
+MOST_HEADER_BYTES = 1 << 16
+
+
+class LimitedProtocol(H11Protocol):
+    """Uvicorn's HTTP/1.1, which closes connections that send no whole request in time, or that are too many."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        else:
+            self._deadline = self.loop.call_later(HEADERS_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.get_protocol() is not self or not (self.cycle is None or self.cycle.response_complete):
+            self._forget_deadline()  # a WebSocket now, or a request whose headers are complete
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADERS_S, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_deadline()
+        super().connection_lost(exc)
+
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def limited(app: Any, **settings: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration of a server with these limits.
+
+    Proxy headers that name the client are ignored, because without a proxy anybody could send them.
+    """
+    return uvicorn.Config(
+        app,
+        http=LimitedProtocol,
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+        proxy_headers=False,
+        log_level="warning",
+        access_log=False,
+        **settings,
+    )
+
+
+def serve_at(descriptor: int, app: Any, **settings: Any) -> None:
+    """Serve at a socket that the parent process has bound, until SIGTERM; `app` is a factory."""
+    listener = socket.socket(fileno=descriptor)
+    listener.set_inheritable(False)
+    uvicorn.Server(limited(app, factory=True, **settings)).run(sockets=[listener])

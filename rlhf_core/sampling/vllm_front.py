@@ -1,0 +1,42 @@
+"""Run vLLM's server at a socket that is already bound: `python -m rlhf_core.sampling.vllm_front DESCRIPTOR OPTIONS`.
+
+vLLM itself binds `--port` after seconds of imports, and asks for its token below `/v1`, `/v2` and `/inference` only;
+`PolicyDoor` is before all its routes. It is also for a `vllm serve` of your own:
+`--middleware rlhf_core.sampling.vllm_front.PolicyDoor`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+from starlette.types import ASGIApp
+
+from rlhf_core.http.door import Door, health_alone
+
+TOKEN = "VLLM_API_KEY"
+"""Environment variable from which vLLM reads the token: options of a command are visible to every user."""
+
+
+class PolicyDoor(Door):
+    """The door of vLLM's server, with the token in the environment; only `/health` is open."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        token = os.environ[TOKEN] if TOKEN in os.environ else ""
+        super().__init__(app, authorization=f"Bearer {token}" if token else "", open_to=health_alone, key=token)
+
+
+def main() -> None:
+    """Serve at the socket of the first argument, with vLLM's options in the others."""
+    from vllm.entrypoints.launchers import launcher
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    listener = socket.socket(fileno=int(sys.argv.pop(1)))
+    listener.set_inheritable(False)
+    launcher.create_server_socket = lambda *_, **__: listener
+    serve()
+
+
+if __name__ == "__main__":
+    main()
