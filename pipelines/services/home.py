@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipelines.services import user_settings
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.processes.private_folder import keep_others_out
 
 LOOPBACK = "127.0.0.1"
 SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
@@ -100,15 +101,18 @@ class Home:
         return _read_or_create(self.serve_token, lambda: secrets.token_urlsafe(32))
 
     def make(self) -> Home:
+        """Create the folders, for this user alone: the databases in them hold samples, parameters and logs."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keep_others_out(self.root)  # an earlier version, or `mkdir`, has left it open
         for folder in (self.store, self.prefect, self.mlflow_artifacts, self.logs):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
         return self
 
 
 def _read_or_create(path: Path, make: Callable[[], str]) -> str:
     """Return the text of a small file; the first process that needs it creates it, readable by this user only."""
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_first(path, make())
     for _ in range(ID_TRIES):
         text = path.read_text().strip()

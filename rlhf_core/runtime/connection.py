@@ -160,9 +160,16 @@ def _join(address: str) -> None:
         raise no_head(address) from error
 
 
+def ray_folder() -> Path:
+    """Return the folder of a Ray of our own: Ray opens it to everybody (0777), so it is in one that only we may enter.
+
+    Unix sockets are created below it and their paths are limited to 107 characters, so TMPDIR is ignored.
+    """
+    return private_folder(Path("/tmp") / f"rlhf-ray-{os.getuid()}") / "ray"
+
+
 def _start(cores: int) -> None:
-    # Unix sockets are created below this folder and their paths are limited to 107 characters, so TMPDIR is ignored.
-    folder = private_folder(Path("/tmp") / f"rlhf-ray-{os.getuid()}")
+    folder = ray_folder()
     keep_token_private()
     for attempt in range(START_ATTEMPTS):
         try:

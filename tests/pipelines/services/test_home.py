@@ -75,3 +75,10 @@ def test_an_identity_that_is_being_written_is_waited_for_and_one_that_never_come
     monkeypatch.setattr(module, "ID_WAIT_S", 0.0)
     with pytest.raises(ConfigError, match=r"home\.id': is empty: its writer was killed; remove it"):
         _ = Home(tmp_path).identity
+
+
+def test_a_state_folder_is_for_this_user_alone_also_one_that_was_left_open(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir(mode=0o755)
+    for name in ("new", "old"):
+        assert (Home(tmp_path / name).make().root.stat().st_mode & 0o777) == 0o700
+    assert Home(tmp_path / "third").prefect_auth_string and (tmp_path / "third").stat().st_mode & 0o777 == 0o700

@@ -24,6 +24,7 @@ from rlhf_core.config.engines import (
 from rlhf_core.errors import SamplingError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialise import initialise_llama
+from rlhf_core.runtime.connection import ray_folder
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
@@ -67,6 +68,8 @@ def test_a_ray_of_our_own_and_its_workers_serve_this_machine_alone(
             for connection in process.net_connections(kind="tcp")
             if connection.status == psutil.CONN_LISTEN
         }
+        closed = ray_folder().parent  # Ray opens the one below it to everybody
+        assert ray_folder().is_dir() and closed.stat().st_mode & 0o777 == 0o700
     assert {"raylet", "gcs_server", "ray::TrainWorker", "ray::SampleWorker"} <= {name for name, _ in listening}
     assert {ip for _, ip in listening} == {"127.0.0.1"}
     assert not (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o077
@@ -150,6 +153,7 @@ CLOSING = """
 import psutil, sys
 from pathlib import Path
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, TrainerConfig
+from rlhf_core.runtime.connection import ray_folder
 from rlhf_core.runtime.ray_runtime import RayRuntime
 runtime = RayRuntime(RuntimeConfig(trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig()))
 with runtime.sampler(Path(sys.argv[1])):
