@@ -14,6 +14,10 @@ PACKAGES = ("pipelines", "stages", "rlhf_core")
 TESTED_THROUGH = {
     "pipelines/cli/key_metric.py": "pipelines/cli/test_display.py",
     "pipelines/cli/common.py": "pipelines/cli/test_main.py",
+    "pipelines/importers/openrlhf/conditions.py": "pipelines/importers/openrlhf/test_shell.py",
+    "pipelines/importers/openrlhf/expansion.py": "pipelines/importers/openrlhf/test_shell.py",
+    "pipelines/importers/openrlhf/scanner.py": "pipelines/importers/openrlhf/test_shell.py",
+    "pipelines/importers/openrlhf/syntax.py": "pipelines/importers/openrlhf/test_shell.py",
     "pipelines/cli/import_openrlhf.py": "pipelines/importers/openrlhf/test_importing.py",
     "pipelines/cli/diff_verb.py": "pipelines/execution/test_diff.py",
     "pipelines/cli/reproduce_verb.py": "pipelines/execution/test_reproduce.py",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipelines.importers.openrlhf.flags import COMMANDS, DEFAULTS, FLAGS, Flag
 from pipelines.importers.openrlhf.shell import Command
-from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.errors import ConfigError, explain
 
 SYNTAX = {"--module", "-m", "--"}
 """Words of a launcher that only precede the command."""
@@ -68,15 +69,17 @@ def read_arguments(command: Command, *, lenient: bool) -> Arguments:
     for found in _split(command.words, known):
         if found.flag in known:
             flag = known[found.flag]
+            found, surplus = _without_unknown_values(flag, found)
+            unknown += surplus
             _check_words(flag, found)
             repeated += [given.pop(flag.name)] if flag.name in given else []
             given[flag.name] = found
-        elif lenient:
+        elif lenient or found.flag.startswith("$"):
             unknown.append(found)
         else:
             rule = f"OpenRLHF's {command.module} has no such flag"
             raise ConfigError(
-                explain(found.flag, found.text, rule, f"{nearest(found.flag, list(known))} (or --lenient)")
+                explain(found.flag, found.text, rule, f"{_remedy(found.flag, list(known))}, or --lenient")
             )
     launcher = tuple(_split(command.launcher, {}))
     return Arguments(command.module, name, given, tuple(repeated), tuple(unknown), launcher)
@@ -84,6 +87,23 @@ def read_arguments(command: Command, *, lenient: bool) -> Arguments:
 
 def _spellings(flag: Flag) -> list[str]:
     return [f"--{spelt}" for spelt in (flag.name, *flag.others.split())]
+
+
+def _remedy(flag: str, known: list[str]) -> str:
+    """Return what to do about a flag that a command does not have: its nearest, or the command that has it."""
+    owners = {name for one in FLAGS if flag in _spellings(one) for name in one.commands.split()}
+    if modules := [module for module, name in COMMANDS.items() if name in owners]:
+        return f"it is one of {', '.join(modules)}: remove it"
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else "remove it"
+
+
+def _without_unknown_values(flag: Flag, given: Given) -> tuple[Given, list[Given]]:
+    """Return a flag without words such as `$EXTRA` that it has no use for, since flags may be in them, and those words."""
+    room = {"switch": 0, "value": 1, "many": len(given.words)}[flag.kind]
+    extra = [word for word in given.words[room:] if word.startswith("$")]
+    kept = tuple(word for at, word in enumerate(given.words) if at < room or word not in extra)
+    return Given(given.flag, kept), [Given(word, ()) for word in extra]
 
 
 def _split(words: Sequence[str], known: dict[str, Flag]) -> list[Given]:

@@ -107,7 +107,7 @@ def chat(one: Sheet) -> None:
 def _raw_text(one: Sheet) -> None:
     """Write a template for text that OpenRLHF uses unchanged, with the input template around each prompt."""
     template = one.text("input_template") or "{}"
-    if one.arguments.command in ("sft", "kto") and not one.has("input_template"):
+    if one.arguments.command in ("sft", "kto", "kd") and not one.has("input_template"):
         template = "User: {}\nAssistant: "
     if "{}" not in template:
         one.ignore("input_template", "OpenRLHF does not use it without {}")

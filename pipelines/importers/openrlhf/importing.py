@@ -27,7 +27,7 @@ def import_script(script: str, *, out: str, lenient: bool, console: Console) -> 
         _refuse_to_overwrite(target)
     name = target.stem if out or script == STDIN else Path(script).stem
     translation = translate(_read(script), name=name, template_file=str(template), lenient=lenient)
-    if out:
+    if out and translation.profile:
         if translation.template:
             _refuse_to_overwrite(template)
             template.write_text(translation.template, encoding="utf-8")
@@ -39,7 +39,9 @@ def import_script(script: str, *, out: str, lenient: bool, console: Console) -> 
         console.print(part, highlight=False)
     if translation.template and not out:
         console.print(f"to do: write this into {template} (--out does it):\n{translation.template}", markup=False)
-    if out:
+    if not translation.profile:
+        console.print("no profile is needed for these commands", highlight=False)
+    elif out:
         written = f"{target} and {template}" if translation.template else str(target)
         console.print(f"wrote {written}: `rlhf plan {target}` says what it would do", highlight=False, soft_wrap=True)
     return translation

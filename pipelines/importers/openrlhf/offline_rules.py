@@ -1,4 +1,4 @@
-"""Translate the commands that learn from rows: train_sft, train_rm, train_dpo, train_kto."""
+"""Translate the commands that learn from rows: train_sft, train_rm, train_dpo, train_kto, train_prm, train_kd."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pipelines.importers.openrlhf.draft import Sheet
 from pipelines.importers.openrlhf.training_rules import (
     adapters,
     base_model,
+    external_model,
     loop,
     optimizer,
     start_from,
@@ -16,6 +17,8 @@ from pipelines.importers.openrlhf.training_rules import (
 
 STARTS = ("base", "sft", "rejection_sampling")
 """Policies from which [dpo] may start."""
+TEACHERS = (*STARTS[1:], "dpo", "iterative_dpo", "ppo")
+"""Sections whose policies may teach."""
 MADE_BY_SELECTION = "the rows are made by [{section}.select]"
 
 
@@ -33,14 +36,7 @@ def sft(one: Sheet, section: str) -> None:
     if section != "sft":
         _made_rows(one, section, ("input_key", "output_key"))
         return
-    held_out(one)
-    if one.text("output_key"):
-        columns = {"prompt": "input_key", "completion": "output_key"}
-        datasets(one, "demonstrations", row_format="prompt_completion", columns=columns)
-    elif plain_text:
-        datasets(one, "demonstrations", row_format="text", columns={"text": "input_key"})
-    else:
-        datasets(one, "demonstrations", row_format="messages", columns={"messages": "input_key"})
+    _demonstrations(one, plain_text=plain_text)
     base_model(one)
     chat(one)
 
@@ -117,7 +113,57 @@ def kto(one: Sheet, section: str) -> None:
     chat(one)
 
 
+def process_reward_model(one: Sheet, section: str) -> None:
+    """Write the process reward model. OpenRLHF judges a step by the token at a placeholder, we by a scalar head."""
+    _training(one, section)
+    _seed_and_lengths(one, f"{section}.max_length")
+    adapters(one, None)
+    held_out(one)
+    datasets(one, "steps", row_format="stepwise", columns={})
+    reason = "a row has columns prompt, completions (the steps) and labels (one for each step)"
+    nearest = f"split the text at {one.text('placeholder_token') or 'the placeholder'}; a label is true or false, or in [0, 1]"
+    for name in ("input_key", "label_key", "placeholder_token", "reward_tokens"):
+        one.refuse(name, reason, nearest)
+    one.draft.note(f"write the rows of {one.text('dataset')} anew: {reason}; {nearest}")
+    start = base_model(one)
+    if start not in ("base", "sft"):
+        one.refuse("pretrain", f"a process reward model starts from sft or the base model, not {start}", "sft")
+    chat(one)
+
+
+def distillation(one: Sheet, section: str) -> None:
+    """Write distillation: the cross-entropy with the teacher has the gradient of the forward divergence."""
+    _training(one, section)
+    _seed_and_lengths(one, f"{section}.max_length")
+    adapters(one, f"{section}.lora")
+    one.put(f"{section}.kl_weight", one.number("kd_coef"), "kd_coef")
+    one.put(f"{section}.divergence.kind", "forward", note="train_kd")
+    one.put(f"{section}.divergence.top_k", 0, note="the whole vocabulary, as in train_kd; 64 costs less memory")
+    path = one.needed("teacher_model")
+    if one.draft.made.get(path) in TEACHERS:
+        one.put(f"{section}.teacher", one.draft.made[path], "teacher_model")
+    else:
+        one.put(f"{section}.teachers.teacher", 1.0, note="the weight of the only teacher")
+        external_model(one, f"{section}.external.teacher", "teacher_model")
+    one.refuse("pretrain_mode", "the answers' tokens are learnt", 'sft.train_on = "all", without a teacher')
+    start_from(one, section, (*STARTS, "dpo", "iterative_dpo"))
+    _demonstrations(one, plain_text=False)
+    chat(one)
+
+
 # ---------------------------------------------------------------- private
+
+
+def _demonstrations(one: Sheet, *, plain_text: bool) -> None:
+    """Write demonstrations: prompt and answer in two columns, a text, or conversations."""
+    held_out(one)
+    if one.text("output_key"):
+        columns = {"prompt": "input_key", "completion": "output_key"}
+        datasets(one, "demonstrations", row_format="prompt_completion", columns=columns)
+    elif plain_text:
+        datasets(one, "demonstrations", row_format="text", columns={"text": "input_key"})
+    else:
+        datasets(one, "demonstrations", row_format="messages", columns={"messages": "input_key"})
 
 
 def _training(one: Sheet, key: str) -> None:

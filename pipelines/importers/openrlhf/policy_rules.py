@@ -12,6 +12,7 @@ _ADVANTAGES = {
     "group_norm": "grpo",
     "dr_grpo": "dr_grpo",
 }
+_LOSS_OF_GROUPS = "an estimator that divides by the spread of a group"
 _AGGREGATIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean_token_mean"}
 
 
@@ -63,7 +64,7 @@ def policy_loss(one: Sheet) -> None:
 
 
 def kl(one: Sheet) -> None:
-    """Write the KL penalty: k1 in the reward or k2 in the loss; the other estimators have no correct gradient there."""
+    """Write the KL penalty: k1 in the reward; in the loss k2, k3 as it is, or any value with the gradient of k2."""
     one.put("ppo.kl_coef", one.number("init_kl_coef"), "init_kl_coef")
     estimator = "k3" if one.has("use_kl_estimator_k3") else one.text("kl_estimator")
     name = "use_kl_estimator_k3" if one.has("use_kl_estimator_k3") else "kl_estimator"
@@ -77,18 +78,40 @@ def kl(one: Sheet) -> None:
         one.put("ppo.kl_in", "loss" if in_loss else "reward", "use_kl_loss" if in_loss else name)
     if not in_loss and one.text("advantage_estimator") in ("rloo", "reinforce_baseline", "dr_grpo"):
         one.put("ppo.kl_credit", "token", note="the baseline first, then the penalty on every token")
-    if estimator == ("k2" if in_loss else "k1"):
+    if one.has("use_kl_loss") and one.number("init_kl_coef") > 0:
+        _kl_in_loss(one, name, estimator)
+    elif one.has("use_kl_loss"):
+        one.ignore(name, "a coefficient of 0 is no penalty")
+    elif estimator == ("k2" if in_loss else "k1"):
         one.says(name, f"{estimator} is the estimator of ppo.kl_in")
     elif in_loss:
-        one.refuse(name, f"the gradient of {estimator} as a loss is not the KL's", 'k2, by kl_in = "loss"')
+        one.refuse(name, f"{estimator} in the reward is no part of {_LOSS_OF_GROUPS}", 'ppo.kl_in = "loss"')
     else:
         one.refuse(name, "the penalty in the reward is k1", 'k1, by kl_in = "reward"')
     one.ignore("kl_estimator", "--use_kl_estimator_k3 wins")
+    one.ignore("algo.kl.unbiased_gradient", "is read only with a penalty in the loss")
     if one.has("kl_target"):
         reason = "OpenRLHF's target is nats per token, ppo.kl_target per sequence"
         one.refuse("kl_target", reason, "ppo.kl_target = that * the mean length of an answer")
         one.refuse("kl_horizon", reason, f"ppo.kl_horizon = {one.text('kl_horizon')} with ppo.kl_target")
     one.ignore("kl_horizon", "is read only with a target")
+
+
+def _kl_in_loss(one: Sheet, name: str, estimator: str) -> None:
+    """Write the estimator of a penalty in the loss; `unbiased_gradient` gives each of them the gradient of k2."""
+    unbiased = "algo.kl.unbiased_gradient"
+    if one.has(unbiased):
+        one.put(
+            "ppo.kl_estimator", estimator, name, unbiased, note="with the gradient of k2, not weighted by pi / pi_old"
+        )
+    elif estimator == "k1":
+        one.refuse(
+            name, "the gradient of k1 as a loss is zero on average", 'kl_estimator = "k1", with the gradient of k2'
+        )
+    elif estimator == "k3":
+        one.put("ppo.kl_estimator", "k3_direct", name)
+    else:
+        one.put("ppo.kl_estimator", estimator, name)
 
 
 def correction(one: Sheet) -> None:
@@ -107,11 +130,13 @@ def correction(one: Sheet) -> None:
     masks = kind != "tis" or (one.has(mode) and one.text(mode) == "mask")
     bounds = one.numbers("vllm_is_truncated_threshold")
     from_type = "use_icepop" if one.has("use_icepop") else "vllm_is_correction_type"
-    note = "kept tokens weigh as their sequence" if kind == "seq-mask-tis" else ""
     value = "geometric" if sequence else "token"
-    one.put("ppo.correction.level", value, switch, level, "vllm_is_correction_type", note=note)
+    one.put("ppo.correction.level", value, switch, level, "vllm_is_correction_type")
     one.put("ppo.correction.mode", "mask" if masks else "truncate", mode, from_type)
     one.put("ppo.correction.cap", bounds[-1], "vllm_is_truncated_threshold")
+    if sequence and masks:
+        note = "tokens of a sequence that is kept weigh their own ratio, up to this; OpenRLHF has no bound"
+        one.put("ppo.correction.token_cap", bounds[-1], note=note)
     if masks and len(bounds) > 1:
         one.put("ppo.correction.low", bounds[0], "vllm_is_truncated_threshold")
     elif masks:
@@ -141,12 +166,25 @@ def shaping(one: Sheet, answer_tokens: int) -> None:
         one.refuse(
             "reward_clip_range", "rewards are clipped to +- one number", f"ppo.rewards.clip = {max(-low, high):g}"
         )
+    if one.has("stop_properly_penalty_coef"):
+        cut_off(one, one.number("stop_properly_penalty_coef"))
     if not one.has("overlong_buffer_len"):
         one.ignore("overlong_penalty_factor", "is read only with --overlong_buffer_len")
         return
     one.put("ppo.rewards.overlong.max_tokens", answer_tokens, note="sampling.max_tokens")
     one.put("ppo.rewards.overlong.buffer_tokens", one.integer("overlong_buffer_len"), "overlong_buffer_len")
     one.put("ppo.rewards.overlong.factor", one.number("overlong_penalty_factor"), "overlong_penalty_factor")
+
+
+def cut_off(one: Sheet, coefficient: float) -> None:
+    """Write what an answer that was cut off earns: OpenRLHF multiplies by a coefficient >= 0, and sets a negative one."""
+    name = "stop_properly_penalty_coef"
+    if coefficient >= 1:
+        one.ignore(name, "1 changes no reward")
+        return
+    one.put("ppo.rewards.truncated.type", "scale" if coefficient >= 0 else "value", name)
+    note = "rewards below 0 stay, where OpenRLHF multiplies them, too" if coefficient >= 0 else ""
+    one.put("ppo.rewards.truncated.amount", coefficient, name, note=note)
 
 
 def extras(one: Sheet) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelines.importers.openrlhf import policy_rules as policy
 from pipelines.importers.openrlhf.data_rules import add_source, chat, datasets, source
 from pipelines.importers.openrlhf.draft import Sheet
-from pipelines.importers.openrlhf.sampling_rules import reward_model
+from pipelines.importers.openrlhf.sampling_rules import prefix_caching, reward_model
 from pipelines.importers.openrlhf.training_rules import adapters, optimizer, start_from, trainer, workers
 
 _CRITIC = ("critic_learning_rate", "critic.adam.betas", "critic.adam.eps", "critic.adam.weight_decay")
@@ -127,7 +127,7 @@ def placement(one: Sheet) -> None:
             "enforce_eager",
             "vllm_enable_sleep",
         )
-        for name in (*engine_flags, "deepspeed_enable_sleep"):
+        for name in (*engine_flags, "deepspeed_enable_sleep", "enable_prefix_caching"):
             one.ignore(name, "there is no engine")
         return
     one.put("runtime.sampler.type", "vllm")
@@ -147,6 +147,7 @@ def placement(one: Sheet) -> None:
     one.ignore("deepspeed_enable_sleep", "a train worker with GPUs of its own need not sleep")
     one.ignore("vllm_enable_sleep", "an engine with GPUs of its own need not sleep")
     one.put("runtime.sampler.enforce_eager", one.has("enforce_eager"), "enforce_eager")
+    prefix_caching(one)
 
 
 def rewards(one: Sheet) -> None:
@@ -232,12 +233,25 @@ def saving(one: Sheet) -> None:
 
 
 def evaluation(one: Sheet, answer_tokens: int) -> None:
-    """Write the evaluation of the policy, which is a stage after training here."""
-    one.ignore("eval_steps", "[evaluate] judges the policy after training")
+    """Write the evaluation of the policy: a stage after training on the rows of --eval_dataset, and [ppo.evaluate]
+    every --eval_steps on prompts that are held out of the training prompts."""
     if not one.has("eval_dataset"):
-        for name in ("eval_split", "eval_temperature", "eval_n_samples_per_prompt"):
+        for name in ("eval_split", "eval_temperature", "eval_n_samples_per_prompt", "eval_steps", "best_metric_key"):
             one.ignore(name, "there is no --eval_dataset")
         return
+    if one.has("eval_steps") and one.integer("eval_steps") > 0:
+        note = "on prompts held out of the training prompts; [evaluate] has the rows of --eval_dataset, after training"
+        one.put("ppo.evaluate.every", one.integer("eval_steps"), "eval_steps", note=note)
+        one.put("ppo.evaluate.samples", one.integer("eval_n_samples_per_prompt"), "eval_n_samples_per_prompt")
+        best = one.has("best_metric_key") and one.text("best_metric_key") != "none"
+        if best and one.has("enable_ema"):
+            reason = "the average of the weights is the result"
+            one.refuse("best_metric_key", reason, 'ppo.evaluate.export = "best" with ppo.optimizer.ema_decay = 0')
+            best = False
+        note = "of eval/reward/mean; OpenRLHF keeps the last one, too" if best else ""
+        one.put("ppo.evaluate.export", "best" if best else "last", "best_metric_key", note=note)
+    one.ignore("eval_steps", "[evaluate] judges the policy after training")
+    one.ignore("best_metric_key", "is read only with --eval_steps")
     for path in one.text("eval_dataset").split(","):
         fields = source(one, path.strip(), row_format="prompt", columns={"prompt": "input_key", "label": "label_key"})
         fields["split"] = one.text("eval_split")

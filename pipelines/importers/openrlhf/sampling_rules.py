@@ -1,4 +1,5 @@
-"""Translate batch_inference: the answers and scores of rejection sampling, iterative DPO and conditional SFT."""
+"""Translate batch_inference (the answers and scores of rejection sampling, iterative DPO and conditional SFT), serve_rm
+and lora_combiner."""
 
 from __future__ import annotations
 
@@ -13,7 +14,18 @@ from pipelines.importers.openrlhf.training_rules import attention, base_model, p
 FLOWS = {"rs": "rejection_sampling", "iter_dpo": "iterative_dpo", "csft": "conditional_sft"}
 """Value of --post_processor -> the section that replaces the whole flow."""
 _LAST = {"rejection_sampling": "sft", "iterative_dpo": "dpo", "conditional_sft": "sft"}
-_OWN_SECTIONS = {"sft": "sft", "rm": "reward_model", "dpo": "dpo", "kto": "dpo", "ppo": "ppo", "infer": "evaluate"}
+_OWN_SECTIONS = {
+    "sft": "sft",
+    "rm": "reward_model",
+    "dpo": "dpo",
+    "kto": "dpo",
+    "prm": "process_reward_model",
+    "kd": "distill",
+    "ppo": "ppo",
+    "infer": "evaluate",
+    "serve": "",
+    "combine": "",
+}
 
 
 def sections(commands: Sequence[Arguments]) -> list[str]:
@@ -134,15 +146,61 @@ def reward_model(one: Sheet, name: str, key: str) -> None:
         one.draft.note(f"the reward model {first} is not a folder here: download it, and set import_reward_model.path")
 
 
+def serve(one: Sheet, section: str) -> None:
+    """Note the command that serves a reward model: no profile has one."""
+    path = one.needed("reward_pretrain")
+    made = one.draft.made.get(path, path)
+    words = ["rlhf serve-reward --reward-model", made, "--port", str(one.integer("port"))]
+    one.says("reward_pretrain", f"--reward-model {made}")
+    one.says("port", f"--port {one.text('port')}")
+    if one.has("batch_size"):
+        words += ["--max-batch", str(one.integer("batch_size"))]
+        one.says("batch_size", f"--max-batch {one.text('batch_size')}")
+    if one.text("host") not in ("127.0.0.1", "localhost"):
+        words += ["--host", one.text("host"), "--token-env", "REWARD_TOKEN"]
+        one.says("host", f"--host {one.text('host')}, for those who have the token in --token-env")
+    one.ignore("host", "is the default")
+    one.refuse("normalize_reward", "scores are served as the model gives them", "ppo.rewards.normalise of the reader")
+    one.refuse("max_len", "answers are read up to the length of the reward model", "reward_model.max_length")
+    one.refuse("load_in_4bit", "reward models are served whole", "a smaller reward model")
+    for name in ("bf16", "param_dtype", "attn_implementation"):
+        one.ignore(name, "the model is served in the precision of its weights")
+    where = f"{made} is the stage's label after the run" if path in one.draft.made else f"{path} is a folder"
+    one.draft.note(f"serve_rm: `{' '.join(words)}` serves the same contract ({where})")
+
+
+def combine(one: Sheet, section: str) -> None:
+    """Record that adapters are merged on export; those from outside are merged before, by peft."""
+    base, adapter, out = (one.needed(name) for name in ("model_path", "lora_path", "output_path"))
+    one.ignore("is_rm", "reward models are trained whole")
+    one.ignore("bf16", "an export has the precision of training")
+    if adapter in one.draft.made:
+        made = one.draft.made[out] = one.draft.made[adapter]
+        for name in ("model_path", "lora_path", "output_path"):
+            one.says(name, f"[{made}] exports its policy with the adapters merged in")
+        return
+    nearest = f"`rlhf serve {base} --adapter {adapter}`, or peft's merge_and_unload() into {out}"
+    for name in ("model_path", "lora_path", "output_path"):
+        one.refuse(name, "adapters from outside are not merged by a run", nearest)
+    one.draft.note(f"lora_combiner: merge {adapter} into {base} beforehand; nearest: {nearest}")
+
+
 def _engines(one: Sheet) -> None:
     workers(one)
     attention(one)
     precision(one)
     one.ignore("zero_stage", "scores need no partitioned optimizer")
+    prefix_caching(one)
     if one.has("max_num_seqs"):
         one.put("runtime.sampler.max_num_seqs", one.integer("max_num_seqs"), "max_num_seqs")
     if one.has("seed"):
         one.put("seed", one.integer("seed"), "seed")
+
+
+def prefix_caching(one: Sheet) -> None:
+    """Write whether engines keep the common prefixes of prompts."""
+    if one.has("enable_prefix_caching"):
+        one.put("runtime.sampler.prefix_caching", True, "enable_prefix_caching")
 
 
 def _named(one: Sheet) -> None:

@@ -1,55 +1,37 @@
-"""Read the OpenRLHF commands in a shell script. It handles the syntax that such scripts use, and runs nothing.
+"""Find the OpenRLHF commands of a shell script, by reading it as a shell would. Nothing is run.
 
-It handles quotes, escapes, continued lines, comments (also between continued lines, where a shell would stop), heredocs
-that fill a variable, arrays, `NAME=value`, `$NAME`, `${NAME:-default}`, and scripts inside `bash -c "..."`. A variable
-without a value in the script is left as written. An assignment inside `if` counts only for a name without a value.
+Assignments, arrays, here-documents, functions, `set --`, `eval` and scripts inside `bash -c "..."` have their effect.
+A condition is decided by the values of the script, if they suffice. Whatever is read in another way than a shell would,
+or not at all, has a note with its line: choices that the script leaves open, loops, `source`, and flags on a line of
+their own, which belong to the command before a forgotten backslash or before a comment between continued lines.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
 
+from pipelines.importers.openrlhf.conditions import double_test, test
+from pipelines.importers.openrlhf.expansion import Values, released
+from pipelines.importers.openrlhf.syntax import ASSIGNMENT, Block, Branch, Item, Simple, assigned_names, leaves, parse
 from rlhf_core.errors import ConfigError
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_HEREDOC = re.compile(
-    r"^(?P<head>[^\n#]*?)<<-?[ \t]*['\"]?(?P<end>\w+)['\"]?[^\n]*\n(?P<body>.*?)^[ \t]*(?P=end)[ \t]*$",
-    re.DOTALL | re.MULTILINE,
-)
 _MODULE = re.compile(r"openrlhf[./]cli[./](\w+?)(?:\.py)?$")
-_INSIDE = re.compile(r"\sopenrlhf[./]cli[./]\w", re.DOTALL)
-_KEYWORDS = {
-    "if",
-    "then",
-    "else",
-    "elif",
-    "fi",
-    "while",
-    "until",
-    "do",
-    "done",
-    "!",
-    "time",
-    "{",
-    "}",
-    "export",
-    "local",
-}
+_MENTION = re.compile(r"openrlhf[./]cli[./](\w+)")
+_INSIDE = re.compile(r"\s" + _MENTION.pattern)
 _PRINTERS = {"echo", "printf", "cat", "tee"}
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_BODY = "\0"
-_ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+_DECLARERS = {"export", "local", "declare", "typeset", "readonly"}
+_TESTS = {"[", "test", "[[", "((", "true", "false", ":"}
+_ARGUMENT = re.compile(r"\$(\d|OPTARG)")
+_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)\}|\$\(seq (-?\d+)(?: (-?\d+))?\)")
+_DEEPEST = 20
+"""Calls of functions inside each other."""
+_OTHERWISE = "the values in the script choose otherwise"
+_MOST_VALUES = 1000
+"""Values of a loop that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,247 +43,357 @@ class Command:
     words: tuple[str, ...]
 
 
-def read_commands(text: str) -> tuple[list[Command], dict[str, str]]:
-    """Return the OpenRLHF commands of a script in order, and the last value of each variable.
+class Script(NamedTuple):
+    """The OpenRLHF commands of a script in order, the last value of each variable, and notes on what was not plain."""
 
-    >>> read_commands("M=base; deepspeed --module openrlhf.cli.train_sft --pretrain $M")[0][0].words
+    commands: list[Command]
+    variables: dict[str, str]
+    notes: list[str]
+
+
+def read_commands(text: str) -> Script:
+    """Return the OpenRLHF commands of a script; raise ConfigError for a quote or a bracket that is not closed.
+
+    >>> read_commands("M=base; deepspeed --module openrlhf.cli.train_sft --pretrain $M").commands[0].words
     ('--pretrain', 'base')
     """
-    if _BODY in text:
+    if "\0" in text:
         raise ConfigError("script: has a NUL character, which no shell can read; remove it")
-    script = _Script({})
-    script.read(text)
-    return script.commands, {name: " ".join(words) for name, words in script.variables.items()}
+    text = text.replace("\r\n", "\n")
+    shell = _Shell()
+    try:
+        shell.script(text, 1)
+        shell.functions_without_a_call()
+    except RecursionError:
+        raise ConfigError("script: its blocks are nested too deeply; give the commands alone") from None
+    missing = dict.fromkeys(_MENTION.findall(re.sub(r"(?m)^\s*#.*", "", text)))
+    for module in missing:
+        if module not in {command.module for command in shell.commands}:
+            shell.note(0, f"openrlhf.cli.{module} is named, but no command of it was found; give that command alone")
+    commands = [
+        Command(one.module, *(tuple(map(released, words)) for words in (one.launcher, one.words)))
+        for one in shell.commands
+    ]
+    values = {name: released(" ".join(words)) for name, words in shell.values.variables.items()}
+    return Script(commands, values, shell.relevant_notes())
 
 
-class _Script:
-    """A reader of a script, from left to right, with the variables so far and the commands found."""
+class _Shell:
+    """A reader of a script in the order in which a shell runs it."""
 
-    def __init__(self, variables: dict[str, list[str]]) -> None:
-        self.variables = variables
+    def __init__(self) -> None:
+        self.values = Values()
         self.commands: list[Command] = []
-        self._bodies: list[str] = []
-        self._text = ""
-        self._at = 0
-        self._conditions = 0
-        self._words: list[str] = []
-        self._word: str | None = None
-        self._drop_next = False
+        self._notes: list[tuple[str, set[str] | None]] = []
+        self._functions: dict[str, Block] = {}
+        self._called: list[str] = []
+        self._ever_called: set[str] = set()
+        self._before: list[str] = []
+        self._follows = False
 
-    def read(self, text: str) -> None:
-        """Read all of `text`; raise ConfigError for an unterminated quote."""
-        self._text = _HEREDOC.sub(self._keep_body, _joined(text)) + "\n"
-        while self._at < len(self._text):
-            self._step(self._text[self._at])
+    # ------------------------------------------------------------ notes
 
-    def _keep_body(self, found: re.Match[str]) -> str:
-        target = re.search(rf"\bread\b.*?({_NAME.pattern})\s*$", found["head"])
-        if not target:
-            return found["head"]
-        self._bodies.append(found["body"])
-        return f"{target[1]}={_BODY}{len(self._bodies) - 1}{_BODY}"
+    def note(self, line: int, text: str, names: set[str] | None = None) -> None:
+        """Add a note; with `names`, one that matters only if the script uses one of these variables."""
+        self._notes.append((released(f"line {line}: {text}" if line else text), names))
 
-    # ------------------------------------------------------------ one character
+    def relevant_notes(self) -> list[str]:
+        """Return the notes that matter, each once."""
+        return list(dict.fromkeys(text for text, names in self._notes if names is None or names & self.values.used))
 
-    def _step(self, char: str) -> None:
-        if self._text.startswith("((", self._at) and not self._words and self._word is None:
-            self._at = self._closing(self._at, "(", ")")
-        elif char in " \t":
-            self._at += 1
-            self._end_word()
-        elif char in "<>" or self._text.startswith("&>", self._at):
-            self._redirection()
-        elif char in "\n;&|()":
-            self._punctuation(char)
-        elif char == "#" and self._word is None:
-            self._at = self._text.index("\n", self._at)
-        elif char == "'":
-            self._add(self._until("'"))
-        elif char == '"':
-            self._double_quoted()
-        elif char == "\\":
-            self._add(self._text[self._at + 1])
-            self._at += 2
-        elif char == _BODY:
-            self._add(_expanded(self._bodies[int(self._until(_BODY))], self.variables))
-        elif char in "$`":
-            self._expand_unquoted()
-        else:
-            self._add(char)
-            self._at += 1
+    # ------------------------------------------------------------ lists and blocks
 
-    def _punctuation(self, char: str) -> None:
-        array = _ASSIGNMENT.fullmatch(self._word or "")
-        self._at += 1
-        if char == "(" and array and not array[2]:
-            self._array(array[1])
-        else:
-            self._end_command()
+    def script(self, text: str, line: int) -> bool | None:
+        """Read a script that begins at a line; return its status as `_items` does."""
+        outside, self._before, self._follows = (self._before, self._follows), [], False
+        status = self._items(parse(text, line))
+        self._before, self._follows = outside
+        return status
 
-    def _array(self, name: str) -> None:
-        end = self._closing(self._at - 1, "(", ")")
-        inner = _Script(self.variables)
-        inner._bodies = self._bodies
-        inner._text = re.sub(r"(?m)#.*$", "", self._text[self._at : end - 1]).replace("\n", " ") + " "
-        while inner._at < len(inner._text):
-            inner._step(inner._text[inner._at])
-        self._word, self._at = None, end
-        self._assign(name, inner._words)
-
-    def _redirection(self) -> None:
-        if self._word is not None and self._word.isdigit():
-            self._word = None
-        self._end_word()
-        while self._text[self._at] in "<>&":
-            self._at += 1
-        self._drop_next = True
-
-    def _double_quoted(self) -> None:
-        self._at += 1
-        self._add("")
-        while (char := self._text[self._at : self._at + 1]) != '"':
-            if not char or self._at + 1 >= len(self._text):
-                raise ConfigError('script: a " is not closed; add the missing quote')
-            if char == "\\" and self._text[self._at + 1] in '"\\$`':
-                self._add(self._text[self._at + 1])
-                self._at += 2
-            elif char in "$`":
-                words, splice = self._expansion()
-                self._add(words[0] if words and splice else " ".join(words))
-                for word in words[1:] if splice else ():
-                    self._end_word()
-                    self._add(word)
+    def _items(self, items: Sequence[Item]) -> bool | None:
+        """Read a list of commands; return whether it succeeds: None if the script does not say."""
+        status: bool | None = True
+        for item in items:
+            runs = {"&&": status, "||": None if status is None else not status}.get(item.operator, True)
+            if runs:
+                status = self._node(item.node)
+            elif runs is None:
+                self._maybe(item.node.line, f"after {item.operator}", [item._replace(operator=";")])
             else:
-                self._add(char)
-                self._at += 1
-        self._at += 1
+                self._skipped(item.node.line, f"after {item.operator}", [item])
+            if item.negated and status is not None and runs:
+                status = not status
+        return status
 
-    def _expand_unquoted(self) -> None:
-        if self._text.startswith("$'", self._at):
-            self._at += 1
-            self._add(re.sub(r"\\(.)", lambda found: _ANSI.get(found[1], found[0]), self._until("'", escapes=True)))
+    def _node(self, node: Simple | Block) -> bool | None:
+        if isinstance(node, Simple):
+            return self._simple(node)
+        match node.kind:
+            case "if":
+                self._choice(node, [self._decided(one) if one.condition else True for one in node.branches])
+            case "case":
+                self._choice(node, [self._matches(node.head[0], one) for one in node.branches])
+            case "while" | "until":
+                self._while(node)
+            case "for":
+                self._for(node)
+            case "function":
+                self._functions[node.head[0]] = node
+            case "(":
+                before = dict(self.values.variables)
+                self._items(node.branches[0].body)
+                self.values.variables = before
+            case _:
+                return self._items(node.branches[0].body)
+        return True
+
+    # ------------------------------------------------------------ choices
+
+    def _choice(self, block: Block, decisions: list[bool | None]) -> None:
+        """Read the branches of `if` or `case` that may run: open ones up to the first that is true."""
+        maybe: list[bool] = []
+        done = False
+        for branch, decision in zip(block.branches, decisions, strict=True):
+            what = f"case {block.head[0]} in {branch.text}" if block.head else _shown(block, branch)
+            number = len(self.commands)
+            if done or decision is False:
+                self._skipped(branch.line, what, branch.body)
+                continue
+            if decision and not maybe:
+                self._items(branch.body)
+            else:
+                self._maybe(branch.line, what, branch.body)
+                maybe.append(len(self.commands) > number)
+            done = decision is True
+        if sum(maybe) > 1:
+            self.note(block.line, f"of the branches of `{block.kind}` a shell runs one; the commands of all are read")
+
+    def _decided(self, branch: Branch) -> bool | None:
+        """Return whether a condition holds, None if the script does not decide it."""
+        status = self._items(branch.condition)
+        last = branch.condition[-1].node if branch.condition else None
+        return status if isinstance(last, Simple) and last.words and last.words[0] in _TESTS else None
+
+    def _matches(self, subject: str, branch: Branch) -> bool | None:
+        if "*" in branch.patterns:
+            return True
+        text = self.values.text(subject)
+        patterns = [self.values.text(pattern) for pattern in branch.patterns]
+        if any("$" in one for one in (text, *patterns)):
+            return None
+        return any(fnmatchcase(text, pattern) for pattern in patterns)
+
+    def _maybe(self, line: int, what: str, items: Sequence[Item]) -> None:
+        """Read commands that may not run. Undo what they assign to a name that has a value, or from an argument."""
+        variables, before = self.values.variables, dict(self.values.variables)
+        self._items(items)
+        for name, words in list(variables.items()):
+            new, old = " ".join(words), " ".join(before.get(name, []))
+            if name in before and words != before[name]:
+                variables[name] = before[name]
+            elif name not in before and _ARGUMENT.search(new):
+                del variables[name]
+            else:
+                continue
+            change = f"{name}+={new.removeprefix(old)}" if old and new.startswith(old) else f"{name}={new}"
+            text = f"{change} ({what}) is not read: the script leaves open whether it runs"
+            self.note(line, text, {name.partition("[")[0]})
+
+    def _skipped(self, line: int, what: str, items: Sequence[Item]) -> None:
+        """Add a note on commands that do not run with the values of the script, if they could matter."""
+        nodes = list(leaves(items))
+        mentioned = [one for node in nodes for text in _texts(node) for one in _MENTION.findall(text)]
+        if mentioned:
+            self.note(line, f"{', '.join(mentioned)} ({what}) is not read: {_OTHERWISE}")
+        assigned = [word for node in nodes for word in node.words if ASSIGNMENT.fullmatch(word)]
+        if assigned:
+            self.note(line, f"{'; '.join(assigned)} ({what}) is not read: {_OTHERWISE}", assigned_names(assigned))
+
+    # ------------------------------------------------------------ loops
+
+    def _while(self, block: Block) -> None:
+        branch = block.branches[0]
+        what = _shown(block, branch)
+        runs = self._decided(branch)
+        if block.kind == "until" and runs is not None:
+            runs = not runs
+        if runs is False:
+            self._skipped(block.line, what, branch.body)
             return
-        words, _ = self._expansion()
-        pieces = [piece for word in words for piece in (word.split() if "$(" not in word else [word])]
-        for number, piece in enumerate(pieces):
-            if number:
-                self._end_word()
-            self._add(piece)
+        number = len(self.commands)
+        if runs:
+            self._items(branch.body)
+        else:
+            self._maybe(block.line, what, branch.body)
+        if runs or len(self.commands) > number:
+            names = assigned_names(word for node in leaves(branch.body) for word in node.words)
+            text = f"the commands of {what} are read once"
+            self.note(block.line, text, None if len(self.commands) > number else names)
 
-    # ------------------------------------------------------------ expansion
+    def _for(self, block: Block) -> None:
+        """Read the commands of a loop for each value, but an OpenRLHF command for the first value alone."""
+        name, body = block.head[0], block.branches[0].body
+        if name == "((":
+            self.values.number(block.head[1].partition(";")[0])
+            self._items(body)
+            self.note(block.line, f"the commands of for (({block.head[1]})) are read once")
+            return
+        raw = block.head[2:] if len(block.head) > 1 else ('"$@"',)
+        values = [value for word in raw for value in self._listed(word)]
+        if not values:
+            self._skipped(block.line, f"for {name} in nothing", body)
+        number = len(self.commands)
+        for value in values:
+            self.values.variables[name] = [value]
+            self._items(body)
+            if len(self.commands) > number:
+                if others := [other for other in values if other != value]:
+                    text = f"the commands of for {name} are read with {value} alone, not with {', '.join(others)}"
+                    self.note(block.line, text)
+                return
 
-    def _expansion(self) -> tuple[list[str], bool]:
-        """Return the words that the `$` at the cursor expands to, and whether they stay words inside quotes."""
-        start = self._at
-        if self._text[start] == "`":
-            return [f"`{self._until('`')}`"], False
-        if self._text.startswith("$(", start):
-            self._at = self._closing(start + 1, "(", ")")
-            return [self._computed(self._text[start : self._at])], False
-        if self._text.startswith("${", start):
-            self._at = self._closing(start + 1, "{", "}")
-            inner = self._text[start + 2 : self._at - 1]
-            name, _, default = inner.partition(":-")
-            splice = name.endswith(("[@]", "[*]"))
-            name = name.removesuffix("[@]").removesuffix("[*]")
-            if name in self.variables:
-                return self.variables[name], splice
-            return [default] if ":-" in inner else [self._text[start : self._at]], splice
-        found = _NAME.match(self._text, start + 1)
-        self._at = found.end() if found else start + 2
-        literal = self._text[start : self._at]
-        return (self.variables[found[0]] if found and found[0] in self.variables else [literal]), False
+    def _listed(self, raw: str) -> Sequence[str]:
+        """Return the words of a loop: those of `{1..5}` and `$(seq 5)`, too."""
+        text = self.values.text(raw)
+        if not (found := _RANGE.fullmatch(released(text))):
+            return self.values.fields(raw)
+        first, last = (found[1], found[2]) if found[1] else (found[3], found[4]) if found[4] else ("1", found[3])
+        return [str(number) for number in range(int(first), int(last) + 1)[:_MOST_VALUES]]
 
-    def _computed(self, text: str) -> str:
-        """Return the value of `$((a * 2 + 1))` if all its names have one; anything else is left as written."""
-        bare = _NAME.sub(lambda found: " ".join(self.variables.get(found[0], [found[0]])), text[3:-2].replace("$", ""))
-        if not text.startswith("$((") or not re.fullmatch(r"[\d\s+*/%()-]+", bare):
-            return text
-        try:
-            return str(_arithmetic(ast.parse(bare.strip(), mode="eval").body))
-        except (SyntaxError, ZeroDivisionError):
-            return text
+    # ------------------------------------------------------------ simple commands
 
-    def _until(self, mark: str, *, escapes: bool = False) -> str:
-        """Return the text between the mark at the cursor and the next one; move the cursor behind it."""
-        start = self._at + 1
-        end = self._text.find(mark, start)
-        while escapes and end > 0 and self._text[end - 1] == "\\":
-            end = self._text.find(mark, end + 1)
-        if end < 0:
-            raise ConfigError(f"script: a {mark} is not closed; add the missing quote")
-        self._at = end + 1
-        return self._text[start:end]
+    def _simple(self, node: Simple) -> bool | None:
+        """Read a simple command; return its status as `_items` does. One that is not known is taken to succeed."""
+        if node.words and node.words[0] == "((":
+            number = self.values.number(node.words[1])
+            return None if number is None else number != 0
+        if node.words and node.words[0] == "[[":
+            return None if re.search(r"[<>]|=~", node.words[1]) else double_test(parse(node.words[1]), self.values.text)
+        number = next((at for at, word in enumerate(node.words) if not ASSIGNMENT.fullmatch(word)), len(node.words))
+        assigned, words = node.words[:number], node.words[number:]
+        if not words or words[0] in _DECLARERS:
+            self._before, self._follows = [], False
+            for word in (*assigned, *words):
+                if ASSIGNMENT.fullmatch(word):
+                    self.values.assign(word)
+            return True
+        expanded = [field for raw in words if raw.strip("\\ \t") for field in self.values.fields(raw) if field != "\\"]
+        self._doubts(node.line)
+        before = {name: self.values.variables.get(name) for name in assigned_names(assigned)}
+        for word in assigned:
+            self.values.assign(word)
+        status = self._run(node, expanded) if expanded else True
+        for name, value in before.items():
+            self.values.variables.pop(name, None)
+            self.values.variables |= {} if value is None else {name: value}
+        return status
 
-    def _closing(self, start: int, opened: str, closed: str) -> int:
-        """Return the position after the bracket that closes the one at `start`."""
-        depth = 0
-        for at in range(start, len(self._text)):
-            depth += (self._text[at] == opened) - (self._text[at] == closed)
-            if depth == 0:
-                return at + 1
-        raise ConfigError(f"script: a {opened} is not closed; add the missing {closed}")
+    def _run(self, node: Simple, words: list[str]) -> bool | None:
+        """Read a command whose words are expanded."""
+        if node.bodies and (words[0] not in _PRINTERS or node.to_file) and self._reads(node, words):
+            return True
+        match words[0]:
+            case "[" | "test":
+                return test(words[1 : -1 if words[0] == "[" else None])
+            case "true" | ":" | "false":
+                return words[0] != "false"
+            case "grep" | "command" | "which" | "type":
+                return None
+            case "set":
+                self.values.arguments = words[words.index("--") + 1 :] if "--" in words else self.values.arguments
+            case "shift" if self.values.arguments:
+                self.values.arguments = self.values.arguments[
+                    int(words[1]) if words[1:2] and words[1].isdigit() else 1 :
+                ]
+            case "unset":
+                for name in words[1:]:
+                    self.values.variables.pop(name, None)
+            case "source" | ".":
+                self.note(node.line, f"{' '.join(words)} is not read; what it sets has no value here")
+            case "eval":
+                return self.script(" ".join(words[1:]), node.line)
+            case name if name in self._functions:
+                self._call(name, words[1:])
+            case name if name not in _PRINTERS:
+                self._program(node.line, words)
+                return True
+        self._before, self._follows = [], False
+        return True
 
-    # ------------------------------------------------------------ words and commands
+    def _reads(self, node: Simple, words: list[str]) -> bool:
+        """Read the here-document of a command, into a variable or as a script; return whether it is either."""
+        body, name = node.bodies[-1], words[-1]
+        if words[0] == "read":
+            self.values.variables[name] = [self.values.read(node)]
+        elif words[0] in ("mapfile", "readarray"):
+            self.values.variables[name] = self.values.read(node).split("\n")
+        elif _MENTION.search(body.text):
+            if node.to_file:
+                self.note(node.line, f"the text of {words[0]} goes to a file; its commands are read as if that ran")
+            self.script(body.text if body.literal else self.values.body(body.text), node.line + 1)
+        else:
+            return False
+        return True
 
-    def _add(self, text: str) -> None:
-        self._word = (self._word or "") + text
+    def _call(self, name: str, arguments: list[str]) -> None:
+        if len(self._called) > _DEEPEST:
+            return
+        outside, self.values.arguments = self.values.arguments, arguments
+        self._called.append(name)
+        self._items(self._functions[name].branches[0].body)
+        self._called.pop()
+        self._ever_called.add(name)
+        self.values.arguments = outside
 
-    def _end_word(self) -> None:
-        if self._word is not None and not self._drop_next:
-            self._words.append(self._word)
-        self._drop_next = self._drop_next and self._word is None
-        self._word = None
+    def functions_without_a_call(self) -> None:
+        """Read the commands of functions that the script defines and does not call."""
+        for name, block in self._functions.items():
+            number = len(self.commands)
+            if name not in self._ever_called:
+                self._items(block.branches[0].body)
+            if len(self.commands) > number:
+                self.note(block.line, f"function {name} is not called; its commands are read")
 
-    def _end_command(self) -> None:
-        self._end_word()
-        words, self._words, self._drop_next = self._words, [], False
-        while words and (words[0] in _KEYWORDS or _ASSIGNMENT.fullmatch(words[0])):
-            first = words.pop(0)
-            self._conditions += (first == "if") - (first == "fi")
-            if assignment := _ASSIGNMENT.fullmatch(first):
-                self._assign(assignment[1], [assignment[2]])
-        if words and words[0] not in _PRINTERS:
-            self._find_module(words)
+    def _program(self, line: int, words: list[str]) -> None:
+        """Read a call of a program: a line that begins with a flag goes on with the command before."""
+        loose = words[0].startswith("-")
+        if loose:
+            if self._follows:
+                self.commands.pop()
+            words = [*self._before, *words]
+        elif self._follows and words[0].startswith("$"):
+            self.note(line, f"{words[0]} begins a line and has no value; flags of the command before it are not read")
+        shown = " ".join(words[len(self._before) :])
+        found = self._find(words, line)
+        if loose and found:
+            text = f"{shown} is a line of its own, which a shell does not pass on; it is read as part of the command"
+            self.note(line, f"{text} before (a backslash is missing there, or a comment or a blank follows it)")
+        elif loose:
+            self.note(line, f"{shown} follows no command of OpenRLHF and is not read")
+        self._before, self._follows = words, found
 
-    def _assign(self, name: str, words: list[str]) -> None:
-        if self._conditions == 0 or name not in self.variables:
-            self.variables[name] = words
-
-    def _find_module(self, words: list[str]) -> None:
+    def _find(self, words: list[str], line: int) -> bool:
+        """Add the OpenRLHF command among the words, or those of a script in one of them; return whether it is one."""
         for number, word in enumerate(words):
             if found := _MODULE.search(word):
                 self.commands.append(Command(found[1], tuple(words[:number]), tuple(words[number + 1 :])))
-                return
+                return True
             if _INSIDE.search(word) and not word.startswith(("$", "`")):
-                inner = _Script(self.variables)
-                inner._bodies = self._bodies  # a heredoc inside quotes is not filled in yet
-                inner.read(word)
-                self.commands += inner.commands
+                self.script(word, line)
+        return False
+
+    def _doubts(self, line: int) -> None:
+        for doubt in self.values.doubts:
+            self.note(line, doubt)
+        self.values.doubts.clear()
 
 
-def _arithmetic(node: ast.expr) -> int:
-    """Return the value of whole numbers joined by + - * / %; a quotient is truncated to a whole number."""
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            return _OPERATORS[type(sign)](_arithmetic(left), _arithmetic(right))
-        case _:
-            raise SyntaxError("only + - * / % of whole numbers")
+# ---------------------------------------------------------------- private
 
 
-def _joined(text: str) -> str:
-    """Return `text` with continued lines joined; comment lines are removed first, so that they do not interrupt any."""
-    without = re.sub(r"(?m)^[ \t]*#.*\n?", "", text.replace("\r\n", "\n"))
-    return re.sub(r"\\[ \t]*(\n|\Z)", " ", without)
+def _shown(block: Block, branch: Branch) -> str:
+    return branch.text if branch.text == "else" else f"{block.kind} {branch.text}"
 
 
-def _expanded(body: str, variables: dict[str, list[str]]) -> str:
-    """Return a heredoc's body with the known variables replaced."""
-
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
-        return " ".join(variables[name]) if name in variables else found[0]
-
-    return re.sub(rf"\$(?:\{{({_NAME.pattern})\}}|({_NAME.pattern}))", value, body)
+def _texts(node: Simple) -> list[str]:
+    return [*node.words, *(body.text for body in node.bodies)]

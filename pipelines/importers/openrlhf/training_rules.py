@@ -21,11 +21,17 @@ def base_model(one: Sheet) -> str:
         one.says("pretrain", f"the result of [{one.draft.made[path]}]")
         return one.draft.made[path]
     one.put("prepare_data.model.type", "pretrained")
-    one.put("prepare_data.model.path", path, "pretrain")
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        one.put("prepare_data.model.revision", "", note="the commit of the model, if it is one of the Hub")
-        one.draft.note(f"set prepare_data.model.revision to the commit of {path}, or its path to a local folder")
+    external_model(one, "prepare_data.model", "pretrain")
     return "base"
+
+
+def external_model(one: Sheet, key: str, name: str) -> None:
+    """Write a model from outside, given by the flag `name`: its folder, or its name on the Hub and a commit to be set."""
+    path = one.text(name)
+    one.put(f"{key}.path", path, name)
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        one.put(f"{key}.revision", "", note="the commit of the model, if it is one of the Hub")
+        one.draft.note(f"set {key}.revision to the commit of {path}, or its path to a local folder")
 
 
 def start_from(one: Sheet, section: str, allowed: tuple[str, ...]) -> None:

@@ -10,9 +10,9 @@ from pipelines.flows.profile import parse
 from pipelines.importers.openrlhf.arguments import read_arguments
 from pipelines.importers.openrlhf.draft import Draft, Outcome, Sheet
 from pipelines.importers.openrlhf.flags import COMMANDS, OTHER_COMMANDS
-from pipelines.importers.openrlhf.offline_rules import dpo, kto, reward_model, sft
+from pipelines.importers.openrlhf.offline_rules import distillation, dpo, kto, process_reward_model, reward_model, sft
 from pipelines.importers.openrlhf.rollout_rules import ppo
-from pipelines.importers.openrlhf.sampling_rules import generate, score, sections
+from pipelines.importers.openrlhf.sampling_rules import combine, generate, score, sections, serve
 from pipelines.importers.openrlhf.shell import read_commands
 from pipelines.importers.openrlhf.toml import render
 from pipelines.importers.openrlhf.treatments import IGNORED, MISSING
@@ -23,8 +23,13 @@ _RULES: dict[str, Callable[[Sheet, str], None]] = {
     "rm": reward_model,
     "dpo": dpo,
     "kto": kto,
+    "prm": process_reward_model,
+    "kd": distillation,
     "ppo": ppo,
+    "serve": serve,
+    "combine": combine,
 }
+_NO_FLAG = "OpenRLHF's {module} has no such flag"
 _ROUNDS = "TRAINING_ITERS"
 """Loop limit variable in OpenRLHF's own script of iterative DPO."""
 
@@ -34,6 +39,7 @@ class Translation:
     """A profile that `load_profile` accepts, and the report on the script."""
 
     profile: str
+    """The profile; empty if the script has only commands that need none, such as serve_rm."""
     outcomes: tuple[Outcome, ...]
     notes: tuple[str, ...]
     """Notes that the user must read or act on before the first run."""
@@ -47,8 +53,8 @@ def translate(script: str, *, name: str, template_file: str, lenient: bool = Fal
     Raises ConfigError for a script without a command that is translated, an unknown flag (unless `lenient`), and
     settings that no profile may have.
     """
-    commands, variables = read_commands(script)
-    draft = Draft(template_file=template_file)
+    commands, variables, notes = read_commands(script)
+    draft = Draft(template_file=template_file, notes=notes)
     for command in commands:
         if command.module not in COMMANDS:
             instead = OTHER_COMMANDS.get(command.module, "there is no equivalent")
@@ -67,8 +73,12 @@ def translate(script: str, *, name: str, template_file: str, lenient: bool = Fal
         _unread(one)
     if "iterative_dpo.dpo.loss.type" in draft.values and variables.get(_ROUNDS, "").isdigit():
         one.put("iterative_dpo.rounds", int(variables[_ROUNDS]), note=f"{_ROUNDS} of the script")
-    profile = render(draft, name=name)
-    parse(tomllib.loads(profile), origin="the translated profile")
+    profile = render(draft, name=name) if draft.values else ""
+    try:
+        if profile:
+            parse(tomllib.loads(profile), origin="the translated profile")
+    except ConfigError as error:
+        raise _of_the_script(error, draft) from None
     return Translation(profile, tuple(draft.outcomes), tuple(draft.notes), draft.template)
 
 
@@ -96,7 +106,19 @@ def _unread(one: Sheet) -> None:
     for given in one.arguments.repeated:
         one.extra(given, "ignored", "is given more than once, and the last one counts")
     for given in one.arguments.unknown:
-        one.extra(given, "not translatable", f"OpenRLHF's {one.arguments.module} has no such flag")
+        open_value = given.flag.startswith("$")
+        what = "the script gives it no value; flags in it are not read" if open_value else _NO_FLAG
+        one.extra(given, "not translatable", what.format(module=one.arguments.module))
+
+
+def _of_the_script(error: ConfigError, draft: Draft) -> ConfigError:
+    """Return an error in the profile with the flag of the script, or the default, from which its key has its value."""
+    message = str(error)
+    keys = [key for key in draft.values if message.startswith((f"{key} ", f"{key}.", f"{key}:"))]
+    if not keys:
+        return error
+    rule = message.partition("; change it in the translated profile")[0]
+    return ConfigError(f"{draft.values[max(keys, key=len)].comment}: {rule}; change it in the script")
 
 
 def _is(text: str, off: str) -> bool:

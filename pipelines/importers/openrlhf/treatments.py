@@ -20,7 +20,6 @@ IGNORED = {
     "max_ckpt_mem": _RESUME,
     "load_checkpoint": _RESUME,
     "use_ds_universal_ckpt": _RESUME,
-    "best_metric_key": "`rlhf run` keeps every result; [publish] has the gate",
     "use_wandb": _TRACKER,
     "wandb_org": _TRACKER,
     "wandb_group": _TRACKER,
@@ -39,9 +38,9 @@ IGNORED = {
     "grad_accum_dtype": "gradients are summed in float32",
     "dataloader_num_workers": _SPEED,
     "gradient_checkpointing_use_reentrant": _SPEED,
-    "enable_prefix_caching": _SPEED,
     "ref_offload": "the reference's log-probs are computed once, then its memory is free",
     "ref_reward_offload": "the runtime places the models",
+    "teacher_offload": "the runtime places the models",
     "actor_init_on_gpu": "the runtime places the models",
     "micro_rollout_batch_size": "forward passes take the trainer's micro_batch too",
     "micro_batch_size": "scores are computed in batches of the trainer's micro_batch",
@@ -105,12 +104,6 @@ MISSING = {
         "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
     ),
     "save_value_network": Missing("", "the value model is not an artifact", "the reward model, which is"),
-    "stop_properly_penalty_coef": Missing(
-        "", "rewards of answers that were cut off have a section of their own", "[ppo.rewards.truncated]"
-    ),
-    "algo.kl.unbiased_gradient": Missing(
-        "", "no straight-through estimator", 'kl_in = "loss" (k2), which has that gradient'
-    ),
     "actor.freeze_visual_encoder": Missing("", "models read text only", "a text model"),
     "data.max_images_per_prompt": Missing("0", "models read text only", "a text model"),
     "repetition_penalty": Missing("1", "answers are drawn from the policy as it is", "sampling.temperature"),

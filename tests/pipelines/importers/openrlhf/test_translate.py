@@ -47,7 +47,10 @@ def fates(translation: Translation) -> dict[str, str]:
 
 def dig(config: Any, dotted: str) -> Any:
     for name in dotted.split("."):
-        config = config[name] if isinstance(config, dict) else getattr(config, name)
+        if isinstance(config, tuple):
+            config = config[int(name)]
+        else:
+            config = config[name] if isinstance(config, dict) else getattr(config, name)
     return config
 
 
@@ -166,7 +169,7 @@ def test_limits_of_both_generations_come_to_prompt_answer_and_sum(
         ("--kl_estimator k1", "reward", "translated"),
         ("--kl_estimator k3", "reward", "not translatable"),
         ("--use_kl_loss --kl_estimator k2", "loss", "translated"),
-        ("--use_kl_loss --kl_estimator k3", "loss", "not translatable"),
+        ("--use_kl_loss --kl_estimator k3", "loss", "translated"),
         ("--algo.kl.use_loss --algo.kl.estimator k1", "loss", "not translatable"),
         ("--advantage_estimator group_norm --n_samples_per_prompt 4 --kl_estimator k1", "loss", "not translatable"),
     ],
@@ -226,6 +229,11 @@ def test_an_estimator_that_we_have_not_names_the_nearest(tmp_path: Path) -> None
     assert fates(translation)["--advantage_estimator"] == "not translatable"
 
 
+PRM = "deepspeed --module openrlhf.cli.train_prm --pretrain m --dataset d.jsonl --placeholder_token x --reward_tokens + - "
+KD = "deepspeed --module openrlhf.cli.train_kd --pretrain m --teacher_model t --dataset d.jsonl --apply_chat_template "
+LORA = "deepspeed --module openrlhf.cli.train_sft --pretrain m --save_path l --dataset d.jsonl --apply_chat_template --lora_rank 8\n"
+MERGED = "python -m openrlhf.cli.lora_combiner --model_path m --lora_path l --output_path o\n"
+EVALUATED = PPO + "--eval_dataset e.jsonl --eval_steps 5 "
 TWO_SERVERS = ("http://a:1/get_reward", "http://b:1/get_reward")
 SETTINGS = [
     (GRPO_09, "ppo.loss.clip_low", 0.2),
@@ -298,6 +306,23 @@ SETTINGS = [
     (SFT_010, "sft.loop.eval_every", 50),
     (SFT_010, "sft.loop.epochs", 3),
     (SFT_010, "runtime.train_workers", 4),
+    (PRM, "process_reward_model.optimizer.learning_rate", 1e-6),
+    (PRM, "prepare_data.data.sources.0.use.steps", 1.0),
+    (KD, "distill.kl_weight", 0.4),
+    (KD, "distill.external.teacher.path", "t"),
+    (KD, "distill.divergence.top_k", 0),
+    (LORA + KD.replace("teacher_model t", "teacher_model l"), "distill.teacher", "sft"),
+    (LORA + MERGED + DPO.replace("models/sft", "o"), "dpo.start_from", "sft"),
+    (EVALUATED, "ppo.evaluate.every", 5),
+    (EVALUATED, "ppo.evaluate.export", "last"),
+    (EVALUATED + "--best_metric_key x", "ppo.evaluate.export", "best"),
+    (EVALUATED + "--best_metric_key x --enable_ema", "ppo.evaluate.export", "last"),
+    (PPO + "--enable_prefix_caching", "runtime.sampler.prefix_caching", True),
+    (PPO + "--use_kl_loss --kl_estimator k3", "ppo.kl_estimator", "k3_direct"),
+    (PPO + "--algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.unbiased_gradient", "ppo.kl_estimator", "k3"),
+    (PPO + "--reward.stop_properly_penalty_coef 0.5", "ppo.rewards.truncated.type", "scale"),
+    (PPO + "--reward.stop_properly_penalty_coef -2", "ppo.rewards.truncated.amount", -2.0),
+    (PPO + "--enable_vllm_is_correction --vllm_is_correction_type seq-mask-tis", "ppo.correction.token_cap", 5.0),
     (RM_010, "reward_model.use_margin", True),
     (RM_010, "reward_model.max_length", 8192),
     (RM_010, "runtime.trainer.attention", "flash_attention_2"),
@@ -325,12 +350,32 @@ def test_a_setting_has_its_value_in_the_profile(script: str, key: str, value: ob
         (PPO + "--reward_clip_range -5 10", "--reward_clip_range"),
         (DPO + "--ref_pretrain models/other", "--ref_pretrain"),
         (DPO + "--lr_scheduler polynomial", "--lr_scheduler"),
+        (PRM, "--placeholder_token"),
+        (PPO + "--use_kl_loss --kl_estimator k1", "--kl_estimator"),
     ],
 )
 def test_what_cannot_be_said_here_has_a_reason_and_the_nearest_thing(script: str, flag: str, tmp_path: Path) -> None:
     _, translation = translated(script, tmp_path)
     outcome = next(one for one in translation.outcomes if one.flag == flag)
     assert outcome.fate == "not translatable" and "; nearest: " in outcome.what[0]
+
+
+def test_a_command_that_serves_is_a_command_here_and_needs_no_profile() -> None:
+    script = "python -m openrlhf.cli.serve_rm --reward_pretrain models/rm --port 5001 --batch_size 8 --host 127.0.0.1"
+    translation = translate(script, name="x", template_file="x.jinja")
+    assert translation.profile == ""
+    assert translation.notes[0].startswith(
+        "serve_rm: `rlhf serve-reward --reward-model models/rm --port 5001 --max-batch 8` serves"
+    )
+
+
+def test_words_without_a_value_are_no_error_where_flags_may_be_in_them() -> None:
+    translation = translate(DPO + "--bf16 $MORE --seed 3 $OTHERS", name="x", template_file="x.jinja")
+    assert [one.flag for one in translation.outcomes if "flags in it are not read" in one.what[0]] == [
+        "$MORE",
+        "$OTHERS",
+    ]
+    assert "seed = 3" in translation.profile
 
 
 @pytest.mark.parametrize(

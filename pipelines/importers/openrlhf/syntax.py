@@ -1,0 +1,285 @@
+"""Parse a shell script to commands. Their words stay as written, with quotes and `$`; `shell` expands them.
+
+The grammar is that of POSIX with bash's arrays, `[[ ]]`, `(( ))`, `<<<`, `$'...'` and `function`. A block that is not
+closed at the end, or closed twice, is read as far as it goes, since people paste parts of scripts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pipelines.importers.openrlhf.scanner import Body, Scanner
+
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=(.*)", re.DOTALL)
+"""Name, subscript, `+` and value of an assignment."""
+_REDIRECTION = re.compile(r"(\d*|\{\w+\})(&>>|&>|<<<|<<-|<<|<&|<>|<(?!\()|>>|>&|>\||>(?!\())")
+
+
+@dataclass(frozen=True)
+class Simple:
+    """A simple command: its words, the texts that it reads, and whether its output goes to a file.
+
+    `[[ x ]]` has the words "[[" and "x", `((x))` the words "((" and "x".
+    """
+
+    line: int
+    words: tuple[str, ...]
+    bodies: list[Body] = field(default_factory=list)
+    to_file: bool = False
+
+
+class Item(NamedTuple):
+    """A command in a list, with the operator before it: `;` (also for a line end, `&` and `|`), `&&` or `||`."""
+
+    operator: str
+    node: Simple | Block
+    negated: bool
+
+
+class Branch(NamedTuple):
+    """A part of a block: its condition or patterns as written, the condition parsed, and the commands."""
+
+    line: int
+    text: str
+    condition: tuple[Item, ...]
+    body: tuple[Item, ...]
+    patterns: tuple[str, ...] = ()
+
+
+class Block(NamedTuple):
+    """A compound command; `head` has the words of `for NAME in ...` and `case WORD`, and a function's name."""
+
+    kind: str
+    line: int
+    head: tuple[str, ...]
+    branches: tuple[Branch, ...]
+
+
+def parse(text: str, line: int = 1) -> tuple[Item, ...]:
+    """Return the commands of `text`, which begins at `line`; raise ConfigError for a quote or bracket that is open."""
+    return _Parser(text, line).items()
+
+
+def dollar_end(text: str, at: int, *, quoted: bool) -> int:
+    """Return where the expansion ends that begins with the `$` or backtick at `at`."""
+    scan = _Parser(text, 1).scan
+    scan.at = at
+    scan.dollar(quoted=quoted)
+    return min(scan.at, len(text))
+
+
+def array_words(text: str) -> list[str]:
+    """Return the words, as written, of an array `(...)`."""
+    return _Parser(text, 1).scan.array()
+
+
+def leaves(items: Sequence[Item]) -> Iterator[Simple]:
+    """Yield the simple commands of a list and of the blocks in it."""
+    for item in items:
+        if isinstance(item.node, Simple):
+            yield item.node
+        else:
+            for branch in item.node.branches:
+                yield from leaves((*branch.condition, *branch.body))
+
+
+def assigned_names(words: Iterable[str]) -> set[str]:
+    """Return the variables that assignments among the words set."""
+    return {found[1] for word in words if (found := ASSIGNMENT.fullmatch(word))}
+
+
+class _Parser:
+    def __init__(self, text: str, line: int) -> None:
+        self.scan = Scanner(text, line, self.items)
+
+    # ------------------------------------------------------------ lists
+
+    def items(self, *closers: str) -> tuple[Item, ...]:
+        """Parse commands up to one of `closers`, which is not consumed, or the end."""
+        found: list[Item] = []
+        operator = ";"
+        while True:
+            self.scan.blanks()
+            if self.scan.at >= len(self.scan.text) or any(self.scan.sees(closer) for closer in closers):
+                return tuple(found)
+            read = self._operator()
+            if read == "\n":
+                continue
+            if read:
+                operator = read
+                continue
+            while self.scan.takes("time"):
+                self.scan.blanks()
+            negated = self.scan.takes("!")
+            self.scan.blanks()
+            found.append(Item(operator, self._node(), negated))
+            operator = ";"
+
+    def _operator(self) -> str:
+        """Consume an operator between commands, or a closer that nothing opened; return "" if there is none."""
+        for sign in ("&&", "||", ";;&", ";;", ";&", "|&", ";", "|", ")"):
+            if self.scan.text.startswith(sign, self.scan.at):
+                self.scan.at += len(sign)
+                return sign if sign in ("&&", "||") else ";"
+        if self.scan.peek() == "\n":
+            self.scan.newline()
+            return "\n"
+        if self.scan.peek() == "&" and not self.scan.text.startswith("&>", self.scan.at):
+            self.scan.at += 1
+            return ";"
+        return ";" if any(self.scan.takes(word) for word in ("then", "do", "done", "fi", "esac", "}")) else ""
+
+    def _node(self) -> Simple | Block:
+        line = self.scan.line()
+        block = self._block(line)
+        if block is None:
+            return self._simple(line)
+        self._redirections([])
+        return block
+
+    def _block(self, line: int) -> Simple | Block | None:
+        if self.scan.takes("if"):
+            return self._if(line)
+        for kind in ("while", "until"):
+            if self.scan.takes(kind):
+                text, condition = self._condition("do")
+                return Block(kind, line, (), (Branch(line, text, condition, self._closed("do", "done")),))
+        if self.scan.takes("for") or self.scan.takes("select"):
+            return self._for(line)
+        if self.scan.takes("case"):
+            return self._case(line)
+        if self.scan.takes("function"):
+            self.scan.blanks()
+            return self._function(line, self.scan.word())
+        if self.scan.takes("[["):
+            start = self.scan.at
+            while not self.scan.sees("]]") and self.scan.at < len(self.scan.text):
+                self.scan.piece()
+            inner, self.scan.at = self.scan.text[start : self.scan.at], self.scan.at + 2
+            return Simple(line, ("[[", inner))
+        if self.scan.sees("(("):
+            start = self.scan.at + 2
+            self.scan.parentheses()
+            return Simple(line, ("((", self.scan.text[start : self.scan.at].removesuffix(")").removesuffix(")")))
+        for kind, closer in (("{", "}"), ("(", ")")):
+            if self.scan.takes(kind):
+                return Block(kind, line, (), (Branch(line, "", (), self._closed("", closer)),))
+        return None
+
+    # ------------------------------------------------------------ compound commands
+
+    def _if(self, line: int) -> Block:
+        branches: list[Branch] = []
+        while True:
+            started = self.scan.line()
+            text, condition = self._condition("then", "fi")
+            self.scan.takes("then")
+            branches.append(Branch(started, text, condition, self.items("elif", "else", "fi")))
+            if not self.scan.takes("elif"):
+                break
+        if self.scan.takes("else"):
+            branches.append(Branch(self.scan.line(), "else", (), self.items("fi")))
+        self.scan.takes("fi")
+        return Block("if", line, (), tuple(branches))
+
+    def _condition(self, *closers: str) -> tuple[str, tuple[Item, ...]]:
+        start = self.scan.at
+        condition = self.items(*closers)
+        return self.scan.text[start : self.scan.at].strip(" \t\n;"), condition
+
+    def _for(self, line: int) -> Block:
+        self.scan.blanks()
+        if self.scan.sees("(("):
+            start = self.scan.at + 2
+            self.scan.parentheses()
+            head: list[str] = ["((", self.scan.text[start : self.scan.at - 2]]
+        else:
+            head = [self.scan.word()]
+            self.scan.space()
+            if self.scan.takes("in"):
+                head.append("in")
+                self.scan.blanks()
+                while self.scan.peek() not in (*"\n;&|", ""):
+                    head.append(self.scan.some_word())
+                    self.scan.blanks()
+        while self.scan.peek() in (*" \t\n;",):
+            self.scan.newline() if self.scan.peek() == "\n" else self.scan.step()
+        opener, closer = ("{", "}") if self.scan.sees("{") else ("do", "done")
+        return Block("for", line, tuple(head), (Branch(line, "", (), self._closed(opener, closer)),))
+
+    def _case(self, line: int) -> Block:
+        self.scan.blanks()
+        subject = self.scan.word()
+        self.scan.space()
+        self.scan.takes("in")
+        branches: list[Branch] = []
+        while True:
+            self.scan.space()
+            if self.scan.takes("esac") or self.scan.at >= len(self.scan.text):
+                return Block("case", line, (subject,), tuple(branches))
+            started = self.scan.line()
+            self.scan.takes("(")
+            patterns = []
+            while self.scan.peek() not in (*")\n", ""):
+                patterns.append(self.scan.some_word())
+                self.scan.blanks()
+                if self.scan.text.startswith("|", self.scan.at):
+                    self.scan.step()
+                self.scan.blanks()
+            self.scan.step()
+            body = self.items(";;", ";&", "esac")
+            while self.scan.peek() in (";", "&"):
+                self.scan.step()
+            branches.append(Branch(started, "|".join(patterns), (), body, tuple(patterns)))
+
+    def _function(self, line: int, name: str) -> Block:
+        self.scan.blanks()
+        if self.scan.text.startswith("(", self.scan.at):
+            self.scan.parentheses()
+        self.scan.space()
+        body = (Item(";", self._node(), False),) if self.scan.at < len(self.scan.text) else ()
+        return Block("function", line, (name,), (Branch(line, name, (), body),))
+
+    def _closed(self, opener: str, closer: str) -> tuple[Item, ...]:
+        self.scan.blanks()
+        self.scan.takes(opener)
+        body = self.items(closer)
+        self.scan.takes(closer)
+        return body
+
+    # ------------------------------------------------------------ simple commands
+
+    def _simple(self, line: int) -> Simple | Block:
+        words: list[str] = []
+        bodies: list[Body] = []
+        to_file = False
+        while True:
+            to_file = self._redirections(bodies) or to_file
+            char = self.scan.peek()
+            if char == "(" and len(words) == 1 and re.match(r"\([ \t]*\)", self.scan.text[self.scan.at :]):
+                return self._function(line, words[0])
+            if char in (*"\n;|&()", ""):
+                return Simple(line, tuple(words), bodies, to_file)
+            words.append(self.scan.some_word())
+
+    def _redirections(self, bodies: list[Body]) -> bool:
+        """Consume blanks and redirections; return whether one of them sends the output to a file."""
+        to_file = False
+        while True:
+            self.scan.blanks()
+            found = _REDIRECTION.match(self.scan.text, self.scan.at)
+            if not found:
+                return to_file
+            self.scan.at = found.end()
+            self.scan.blanks()
+            target = self.scan.word()
+            to_file = to_file or (found[2] in (">", ">>", ">|", "&>", "&>>") and found[1] in ("", "1"))
+            if found[2] in ("<<", "<<-"):
+                bodies.append(Body("", literal=bool(re.search(r"['\"\\]", target))))
+                self.scan.awaited.append((re.sub(r"['\"\\]", "", target), bodies[-1]))
+            elif found[2] == "<<<":
+                quote = target[:1] if target[:1] in ("'", '"') else ""
+                bodies.append(Body(target.removeprefix(quote).removesuffix(quote), literal=quote == "'"))
