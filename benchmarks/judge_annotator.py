@@ -104,9 +104,9 @@ def measured(options: argparse.Namespace, url: str, model: str, kept: Path) -> s
     seconds = time.monotonic() - began
     sides = rewards_of_sides(GOLD, asked, code={}, timeout_s=60.0)
     gold = {one.id: first - second for one, (first, second) in zip(asked, sides, strict=True)}
-    report = judgment_report(asked, judged.judgments, seed=options.seed, gold=gold)
+    report = judgment_report(asked, judged.judgments, gold=gold)
     wanted = ("judgments", "choices", "first_chosen", "gold")
-    judge = judge_report(judged.verdicts, seed=options.seed)
+    judge = judge_report(judged.verdicts, asked)
     return json.dumps({name: report[name] for name in wanted} | {"judge": judge, "seconds": round(seconds)}, indent=1)
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 CHAMPION = "champion"
 """Name in reports, and alias in the registry, of the policy that is in use."""
+FEWEST_PROMPTS = 6
+"""The fewest prompts that can show anything at 95 %: n of n in one direction have p = 2 * 0.5^n, below 0.05 from 6 on."""
 FinishReason: TypeAlias = Literal["stop", "length"]
 
 

@@ -42,7 +42,7 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
     context.tracker.dataset("comparisons", comparisons.digest, "training")
     judgments, extra = judge(config, asked, comparisons, context)
     gold = known_rewards(config, asked, context)
-    report = judgment_report(asked, judgments, seed=context.seed, gold=gold) | extra
+    report = judgment_report(asked, judgments, gold=gold) | extra
     trusted = attentive(config, judgments, report)
     verdicts = settled(config, asked, trusted)
     if not verdicts.pairs:
@@ -101,7 +101,7 @@ def judged_by_model(
     context.tracker.file(context.out / VERDICTS, "annotators")
     for reason, count in Counter(judged.failures.values()).most_common(1):
         logger.warning("%s: %d comparisons got no verdict, e.g. (%d) %s", path, len(judged.failures), count, reason)
-    return judged.judgments, {"judge": judge_report(judged.verdicts, seed=context.seed)}
+    return judged.judgments, {"judge": judge_report(judged.verdicts, asked)}
 
 
 def rubric(config: JudgeAnnotator, context: StageContext) -> str:

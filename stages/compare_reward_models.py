@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Preference, read_preferences
 from rlhf_core.errors import DataError, explain
-from rlhf_core.evaluation.reward_report import reward_model_report
+from rlhf_core.evaluation.reward_report import accuracy_difference, hits_of, reward_model_report
 from rlhf_core.evaluation.reward_suites import SuiteRow, read_suite, suite_metrics, suite_report
 from rlhf_core.interfaces import Metrics, ModelSpec
 from rlhf_core.rewards.model import Contract, verify_contract
 from rlhf_core.stage.context import StageContext
-from rlhf_core.types import PreferencesRef, ReportRef, RewardModelRef, RewardPair
+from rlhf_core.types import PreferencesRef, ReportRef, RewardModelRef
 from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.reward_model import RewardModelConfig
 from stages.config.suites import suites_as_planned
-from stages.reward_model import reward_pairs
-
-Rendered = list[tuple[str, RewardPair]]
-"""Pairs with their sources."""
+from stages.reward_model import RenderedPair, reward_pairs
 
 
 def run(
@@ -31,7 +29,10 @@ def run(
     preferences: PreferencesRef,
     context: StageContext,
 ) -> ReportRef:
-    """Return a report with the accuracy, calibration and length dependence of each reward model on `preferences`."""
+    """Return a report with the accuracy, calibration and length dependence of each reward model on `preferences`.
+
+    Of each other model, `over/<other>` has the difference of the accuracies, pair by pair, with its interval.
+    """
     with suites_as_planned(config, context.files):
         suites = {name: read_suite(name, suite) for name, suite in config.suites.items()}
     folder = context.path(preferences)
@@ -45,21 +46,28 @@ def run(
     if not shared:
         rule = "holds no pair whose answers differ within the tokens of every reward model"
         raise DataError(explain(context.label, config.split, rule, "compare shorter answers"))
-    reports = {}
+    reports: dict[str, dict[str, Any]] = {}
+    hits = {}
     metrics: Metrics = {"pairs": float(len(shared))}
     for name, ref in sorted(reward_models.items()):
         context.tracker.input_model(ref.digest)
         pairs = [pair for at in shared for pair in seen[name][at]]
-        reports[name] = measured(ref, pairs, suites, context)
+        reports[name], hits[name] = measured(ref, pairs, suites, context)
         if suites:
             metrics |= {f"{name}/{key}": value for key, value in suite_metrics(reports[name]["suites"]).items()}
-        for figure in ("accuracy", "accuracy_low", "accuracy_high", "ece", "length_correlation"):
+        for figure in ("accuracy", "accuracy_low", "accuracy_high", "prompts", "ece", "length_correlation"):
             metrics[f"{name}/{figure}"] = reports[name][figure]
+    prompts = [rows[at].prompt for at in shared]
+    for name, other in permutations(hits, 2):
+        found = accuracy_difference(hits[name], hits[other], prompts)
+        reports[name].setdefault("over", {})[other] = found
+        metrics[f"{name}/over/{other}"] = found["mean"]
+        metrics |= {f"{name}/over/{other}_{end}": found[end] for end in ("low", "high", "prompts")}
     (context.out / "report.json").write_text(json.dumps(reports, indent=2))
     return context.commit(ReportRef, metrics=metrics)
 
 
-def rendered(ref: RewardModelRef, rows: Sequence[Preference], context: StageContext) -> list[Rendered]:
+def rendered(ref: RewardModelRef, rows: Sequence[Preference], context: StageContext) -> list[list[RenderedPair]]:
     """Return each pair as the reward model sees it; empty where it cannot tell the answers apart within its tokens."""
     folder = context.path(ref)
     chat, config = ChatTemplate.load(folder), RewardModelConfig(max_length=Contract.read(folder).max_length)
@@ -67,18 +75,18 @@ def rendered(ref: RewardModelRef, rows: Sequence[Preference], context: StageCont
 
 
 def measured(
-    ref: RewardModelRef, seen: Rendered, suites: Mapping[str, list[SuiteRow]], context: StageContext
-) -> dict[str, Any]:
-    """Return the report of one reward model on the pairs, see `reward_model_report`, and on the suites."""
+    ref: RewardModelRef, seen: Sequence[RenderedPair], suites: Mapping[str, list[SuiteRow]], context: StageContext
+) -> tuple[dict[str, Any], list[float]]:
+    """Return the report of one reward model on the pairs, see `reward_model_report`, and on the suites; and its hits."""
     folder = context.path(ref)
-    contract, pairs = Contract.read(folder), [pair for _, pair in seen]
+    contract, pairs = Contract.read(folder), [one.pair for one in seen]
     with context.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, context.seed), None) as trainer:
         verify_contract(trainer, contract)
         chosen = trainer.scores([pair.chosen_ids for pair in pairs])
         rejected = trainer.scores([pair.rejected_ids for pair in pairs])
         chat = ChatTemplate.load(folder)
         scored = {
-            name: suite_report(rows, chat, trainer.scores, max_length=contract.max_length, seed=context.seed)
+            name: suite_report(rows, chat, trainer.scores, max_length=contract.max_length)
             for name, rows in suites.items()
         }
     report, _ = reward_model_report(
@@ -86,7 +94,8 @@ def measured(
         rejected_scores=rejected,
         chosen_lengths=[len(pair.chosen_ids) for pair in pairs],
         rejected_lengths=[len(pair.rejected_ids) for pair in pairs],
-        sources=[source for source, _ in seen],
+        sources=[one.source for one in seen],
+        prompts=[one.prompt for one in seen],
         seed=context.seed,
     )
-    return report | ({"suites": scored} if scored else {})
+    return report | ({"suites": scored} if scored else {}), hits_of(chosen, rejected)

@@ -17,8 +17,9 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_generations, read_index
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.evaluation import plots
-from rlhf_core.evaluation.comparison import Answers, Intervals, best_of, challenges, improvement, summary, win_rate
+from rlhf_core.evaluation.comparison import Answers, best_of, challenges, improvement, summary, win_rate
 from rlhf_core.evaluation.distance import log_ratios
+from rlhf_core.evaluation.intervals import ends
 from rlhf_core.evaluation.lineage import lineage
 from rlhf_core.evaluation.metrics import best_of_n_kl
 from rlhf_core.evaluation.report import Sample, render_report
@@ -47,7 +48,7 @@ def run(
     config = with_reference(config, generations, reference, context)
     record_inputs(generations, reference, reward_model, context)
     policies = measured(config, generations, reference, reward_model, context)
-    report = compare(config, policies, Intervals(config.level, config.resamples, context.seed), context)
+    report = compare(config, policies, context)
     report["lineage"], curves = ancestry(generations, context)
     figures = draw(report, policies, curves)
     write(report, figures, side_by_side(policies, config.samples_shown), context)
@@ -165,20 +166,18 @@ def reward_scores(
 # ---------------------------------------------------------------- comparing
 
 
-def compare(
-    config: EvaluateConfig, policies: Sequence[Answers], intervals: Intervals, context: StageContext
-) -> dict[str, Any]:
+def compare(config: EvaluateConfig, policies: Sequence[Answers], context: StageContext) -> dict[str, Any]:
     """Return the content of report.json: a row per policy, and how it was made."""
     by_name = {answers.name: answers for answers in policies}
     names = [answers.name for answers in policies if not answers.picked_from]
-    rows = {answers.name: summary(answers, intervals) for answers in policies}
+    rows = {answers.name: summary(answers, level=config.level) for answers in policies}
     for name, answers in by_name.items():
         parent = opponent(config, name, names)
         if parent and answers.rewards:
-            rows[name]["win_rate"] = win_rate(answers, by_name[parent], intervals)
-            rows[name]["improvement"] = improvement(answers, by_name[parent], intervals)
+            rows[name]["win_rate"] = win_rate(answers, by_name[parent], level=config.level)
+            rows[name]["improvement"] = improvement(answers, by_name[parent], level=config.level)
         if CHAMPION in by_name and name in names and name != CHAMPION:
-            rows[name] |= challenges(answers, by_name[CHAMPION], intervals)
+            rows[name] |= challenges(answers, by_name[CHAMPION], level=config.level)
     return {
         "key": context.key,
         "reference": config.reference,
@@ -213,6 +212,7 @@ def headline(report: Mapping[str, Any]) -> dict[str, float]:
         for measure in measures
         if measure in row
     }
+    means |= {f"{name}/prompts": float(row["prompts"]) for name, row in rows.items()}
     return means | {f"{name}/failed": float(row["failed"]) for name, row in rows.items() if "failed" in row}
 
 
@@ -243,9 +243,7 @@ def draw(
     rows = report["policies"]
     ordered = sorted(rows, key=lambda name: name not in report["order"])  # so that colors agree between the figures
     points = [
-        plots.FrontierPoint(
-            name, rows[name]["kl"]["mean"], *(rows[name][measure][end] for end in ("mean", "low", "high"))
-        )
+        plots.FrontierPoint(name, rows[name]["kl"]["mean"], rows[name][measure]["mean"], *ends(rows[name][measure]))
         for name in ordered
         if measure and "kl" in rows[name]
     ]

@@ -19,13 +19,14 @@ from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_generations, read_index
 from rlhf_core.errors import DataError, explain
+from rlhf_core.evaluation.intervals import bounds_of
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.suites.answers import check_counts, mean_rows, pass_at_k_rows, row_of
-from rlhf_core.suites.instructions import HEADLINE, instruction_rows
+from rlhf_core.suites.instructions import HEADLINE, MEASURES, instruction_rows
 from rlhf_core.suites.refusal import OVER_REFUSAL, UNSAFE_COMPLIANCE, refusal_rows
 from rlhf_core.suites.results import Measured, check_rows, record
 from rlhf_core.suites.win_rate import length_controlled
@@ -85,29 +86,37 @@ def measured(
             check_counts(rows, config.k)
             values = values_with_failures(config, rows, context)
             found = pass_at_k_rows(rows, values, config.k, threshold=config.threshold)
-            return Measured(tuple(found), f"pass_at_{config.k[0]}")
+            return Measured(tuple(found), f"pass_at_{config.k[0]}", shares=tuple(f"pass_at_{k}" for k in config.k))
         case GoldSuite():
-            return Measured(tuple(mean_rows(rows, gold_values(config, rows, context), "gold")), "gold")
+            return of_values(rows, gold_values(config, rows, context), "gold")
         case CustomSuite():
-            found = mean_rows(rows, function_values(config, rows, context), config.measure)
-            return Measured(tuple(found), config.measure, (config.measure,) if config.lower_is_better else ())
+            result = of_values(rows, function_values(config, rows, context), config.measure)
+            return replace(result, lower_is_better=(config.measure,)) if config.lower_is_better else result
         case RewardModelSuite():
             assert reward_model is not None
             scores = reward_scores(reward_model, rows, context)
             return Measured(tuple(mean_rows(rows, scores, "reward_model")), "reward_model")
         case InstructionsSuite():
-            return Measured(tuple(instruction_rows(rows)), HEADLINE)
+            return Measured(tuple(instruction_rows(rows)), HEADLINE, shares=MEASURES)
         case RefusalSuite():
             found = refusal_rows(rows, config.phrases, characters=config.characters)
             has = {name for row in found for name in row.values}
             headline = UNSAFE_COMPLIANCE if UNSAFE_COMPLIANCE in has else OVER_REFUSAL
-            return Measured(tuple(found), headline, (OVER_REFUSAL, UNSAFE_COMPLIANCE))
+            rates = (OVER_REFUSAL, UNSAFE_COMPLIANCE)
+            return Measured(tuple(found), headline, rates, shares=rates)
         case JudgeSuite():
             assert opponent is not None
             return compared(config, rows, opponent, context)
 
 
 # ---------------------------------------------------------------- values of answers
+
+
+def of_values(rows: Sequence[Generation], values: Sequence[float | None], measure: str) -> Measured:
+    """Return the measure of these values, one for each answer; it is a share if all of them are 0 or 1."""
+    found = mean_rows(rows, values, measure)
+    is_share = bounds_of([value for value in values if value is not None]) is not None
+    return Measured(tuple(found), measure, shares=(measure,) if is_share else ())
 
 
 def function_values(config: FunctionSuite, rows: Sequence[Generation], context: StageContext) -> list[float | None]:
@@ -186,7 +195,7 @@ def compared(
     both = [(0, 0) if any(one) else lengths_of(pair) for pair, one in zip(pairs, failed, strict=True)]
     lengths, their_lengths = [mine for mine, _ in both], [other for _, other in both]
     found = [row_of(mine, {"win_rate": value}) for (mine, _), value in zip(pairs, preferences, strict=True)]
-    controlled = length_controlled(preferences, lengths, their_lengths, seed=context.seed)
+    controlled = length_controlled(preferences, lengths, their_lengths)
     facts = {
         "opponent": read_index(context.path(opponent))["policy"],
         "unmatched": len(ours.keys() ^ theirs.keys()),
@@ -195,7 +204,8 @@ def compared(
         "opponent_characters": sum(their_lengths) / max(1, len(asked)),
         "judge": about_judge,
     }
-    return Measured(tuple(found), "length_controlled_win_rate", (), {"length_controlled_win_rate": controlled}, facts)
+    measures = {"length_controlled_win_rate": controlled}
+    return Measured(tuple(found), "length_controlled_win_rate", (), measures, facts, ("win_rate",))
 
 
 def first_answers(rows: Sequence[Generation]) -> dict[str, Generation]:
@@ -244,7 +254,7 @@ def judged(
         context.stop()
     write_verdicts(context.out / VERDICTS, found.verdicts)
     choices = {one.comparison: one.choice for one in found.judgments}
-    return [WINS[choices[one.id]] for one in comparisons], judge_report(found.verdicts, seed=context.seed)
+    return [WINS[choices[one.id]] for one in comparisons], judge_report(found.verdicts, comparisons)
 
 
 def rubric(config: JudgeSuite, context: StageContext) -> str:

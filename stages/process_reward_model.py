@@ -13,6 +13,7 @@ from statistics import fmean, pstdev
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.steps import StepSplitter
 from rlhf_core.data.tables import SteppedAnswer, read_steps
+from rlhf_core.data.turns import Turns
 from rlhf_core.errors import DataError, explain
 from rlhf_core.evaluation.step_report import step_report
 from rlhf_core.interfaces import ModelSpec, Trainer
@@ -36,7 +37,8 @@ def run(
     chat = ChatTemplate.load(context.path(policy))
     splitter = StepSplitter(chat, config.separator)
     rows = {split: read_steps(context.path(steps) / f"{split}.parquet") for split in ("train", "eval")}
-    samples = {split: step_samples(chat, splitter, rows[split], config) for split in rows}
+    found = {split: step_samples(chat, splitter, rows[split], config) for split in rows}
+    samples = {split: [sample for _, sample in found[split]] for split in found}
     if not samples["train"]:
         rule = f"none of the {len(rows['train'])} answers can be split into its steps at the separator"
         remedy = "use a separator that no step contains, or raise max_length"
@@ -57,7 +59,7 @@ def run(
         )
         trainer.export(context.out)
         write_contract(trainer, samples["eval"] or samples["train"], chat, config, context.out)
-        report = write_report(trainer, samples["eval"], chat, context)
+        report = write_report(trainer, found["eval"], chat, context)
     metrics = {
         "steps": result.steps,
         "train_answers": len(samples["train"]),
@@ -69,8 +71,8 @@ def run(
 
 def step_samples(
     chat: ChatTemplate, splitter: StepSplitter, rows: Sequence[SteppedAnswer], config: ProcessRewardModelConfig
-) -> list[StepSample]:
-    """Return the rendered answers with a label at each step's last token, up to the last one that `max_length` leaves.
+) -> list[tuple[Turns, StepSample]]:
+    """Return the prompts and the rendered answers with a label at each step's last token, up to the last one that `max_length` leaves.
 
     Left out are answers whose steps are not found again, since a step holds the separator, and those cut to no step.
     """
@@ -87,13 +89,12 @@ def step_samples(
             continue
         label_at = dict(zip(kept, row.labels, strict=False))
         places = range(kept[-1] + 1)
-        samples.append(
-            StepSample(
-                whole.token_ids[: kept[-1] + 1],
-                tuple(int(place in label_at) for place in places),
-                tuple(label_at[place] if place in label_at else 0.0 for place in places),
-            )
+        sample = StepSample(
+            whole.token_ids[: kept[-1] + 1],
+            tuple(int(place in label_at) for place in places),
+            tuple(label_at[place] if place in label_at else 0.0 for place in places),
         )
+        samples.append((row.prompt, sample))
     return samples
 
 
@@ -120,14 +121,15 @@ def write_contract(
 
 
 def write_report(
-    trainer: Trainer, samples: Sequence[StepSample], chat: ChatTemplate, context: StageContext
+    trainer: Trainer, found: Sequence[tuple[Turns, StepSample]], chat: ChatTemplate, context: StageContext
 ) -> dict[str, float]:
     """Write `report.json` and its figures into the artifact; return the headline figures of the held-out answers."""
-    if not samples:
+    if not found:
         return {}
+    samples = [sample for _, sample in found]
     logits = trainer.step_scores([unlabeled(sample) for sample in samples])
     labels = [judgements(sample) for sample in samples]
-    report, figures = step_report(logits=logits, labels=labels, seed=context.seed)
+    report, figures = step_report(logits=logits, labels=labels, prompts=[prompt for prompt, _ in found])
     (context.out / "report.json").write_text(json.dumps(report, indent=2))
     (context.out / "figures").mkdir()
     for name, png in figures.items():
@@ -137,7 +139,8 @@ def write_report(
     shown = zip(samples[:TABLE_ROWS], labels, logits, strict=False)
     table = [[chat.decode(sample.token_ids), json.dumps(said), json.dumps(scores)] for sample, said, scores in shown]
     context.tracker.table("samples/steps", ["answer", "labels", "scores"], table)
-    headline = ("accuracy", "first_error_accuracy", "f1", "ece")
+    rates = ("accuracy", "first_error_accuracy")
+    headline = (*rates, *(f"{name}_{end}" for name in rates for end in ("low", "high")), "prompts", "f1", "ece")
     return {f"held_out/{name}": report[name] for name in headline if report[name] is not None}
 
 

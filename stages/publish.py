@@ -63,6 +63,7 @@ def run(
     checks = [check(threshold, index, name, content) for index, threshold in enumerate(config.gate)]
     if config.challenge is not None and champion is not None and champion.digest != policy.digest:
         checks.append(challenge(config.challenge, name, champion, content))
+    checks += few_prompts(config, name, checks, content)
     state = context.tracker.champions(config.name)
     if state is not None and policy.digest in state.rolled_back:
         checks.append(ROLLED_BACK)
@@ -139,7 +140,8 @@ def check(threshold: Threshold, index: int, name: str, report: Mapping[str, Any]
     value = metric(report, name, threshold.metric, key)
     bound = threshold.value
     if bound is None:
-        bound = threshold.factor * metric(report, threshold.than, threshold.metric, key)
+        other = metric(report, threshold.than, threshold.metric, key)
+        bound = None if other is None else threshold.factor * other
     return {
         "metric": threshold.metric,
         "op": threshold.op,
@@ -147,8 +149,25 @@ def check(threshold: Threshold, index: int, name: str, report: Mapping[str, Any]
         "factor": threshold.factor,
         "value": value,
         "threshold": bound,
-        "pass": OPERATORS[threshold.op](value, bound),
+        "pass": value is not None and bound is not None and OPERATORS[threshold.op](value, bound),
     }
+
+
+def few_prompts(
+    config: PublishConfig, name: str, checks: Sequence[Mapping[str, Any]], report: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the failed condition that each number is of at least `least_prompts` prompts; [] if it holds."""
+    rows = report["policies"]
+    found = [rows[policy]["prompts"] for entry in checks for policy in (name, entry["than"]) if policy]
+    for entry in checks:
+        measure = _parts(entry["metric"])[0]
+        for value in (rows[policy][measure] for policy in (name, entry["than"]) if policy):
+            found += [value["prompts"]] if isinstance(value, Mapping) and "prompts" in value else []
+    least = min(found, default=config.least_prompts)
+    if least >= config.least_prompts:
+        return []
+    condition = {"metric": "prompts", "op": ">=", "than": "", "factor": 1.0, "pass": False}
+    return [condition | {"value": float(least), "threshold": float(config.least_prompts)}]
 
 
 def challenge(config: ChallengeConfig, name: str, champion: PolicyRef, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +181,7 @@ def challenge(config: ChallengeConfig, name: str, champion: PolicyRef, report: M
         rule = "the report does not compare with the champion by it"
         remedy = "set evaluate.evaluate.gold" if config.metric == "gold" else "train a reward model"
         raise ConfigError(explain(key, config.metric, rule, f"{remedy}, or choose another metric"))
-    low = rows[name][measure]["low"]
+    low = metric(report, name, f"{measure}/low", key)
     return {
         "metric": f"{measure}/low",
         "op": ">",
@@ -170,7 +189,7 @@ def challenge(config: ChallengeConfig, name: str, champion: PolicyRef, report: M
         "factor": 1.0,
         "value": low,
         "threshold": config.margin,
-        "pass": low > config.margin,
+        "pass": low is not None and low > config.margin,
     }
 
 
@@ -204,20 +223,33 @@ def conditions(checks: Sequence[Mapping[str, Any]]) -> str:
     'gold/low 0.25 > 0.5'
     """
     return ", ".join(
-        f"{entry['metric']} {entry['value']:.6g} {entry['op']} {entry['threshold']:.6g}"
+        f"{entry['metric']} {_figure(entry['value'], '.6g')} {entry['op']} {_figure(entry['threshold'], '.6g')}"
         if entry is not ROLLED_BACK
         else "not rolled back"
         for entry in checks
     )
 
 
-def metric(report: Mapping[str, Any], policy: str, path: str, key: str) -> float:
-    """Return the number at `path` in the policy's row; ConfigError naming what there is when it is not there."""
+def _figure(value: float | None, form: str) -> str:
+    return "not known (no interval)" if value is None else format(value, form)
+
+
+def _parts(path: str) -> list[str]:
+    return path.replace("/", ".").split(".")
+
+
+def metric(report: Mapping[str, Any], policy: str, path: str, key: str) -> float | None:
+    """Return the number at `path` in the policy's row; None for the end of an interval that the prompts do not give.
+
+    Raises ConfigError that names what there is.
+    """
     if policy not in report["policies"]:
         known = ", ".join(report["policies"])
         raise ConfigError(explain(key, path, f"the report has no policy {policy!r} ({known})", "name one of these"))
     here: Any = report["policies"][policy]
-    for part in path.replace("/", ".").split("."):
+    for part in _parts(path):
+        if isinstance(here, Mapping) and part in ("low", "high") and "mean" in here and part not in here:
+            return None
         if not isinstance(here, Mapping) or part not in here:
             known = ", ".join(here) if isinstance(here, Mapping) else "a number"
             raise ConfigError(
@@ -300,7 +332,7 @@ def _measures(row: Mapping[str, Any]) -> str:
     for name, value in row.items():
         if isinstance(value, Mapping):
             against = f" against {value['against']}" if "against" in value else ""
-            interval = f"{value['low']:.4g} to {value['high']:.4g}"
+            interval = f"{value['low']:.4g} to {value['high']:.4g}" if "low" in value else "not known"
             lines.append(f"| {name}{against} | {value['mean']:.4g} | {interval} |")
         elif isinstance(value, float):
             lines.append(f"| {name} | {value:.4g} | |")
@@ -314,8 +346,8 @@ def _gate_table(checks: Sequence[Mapping[str, Any]]) -> str:
     for entry in checks:
         than = f" ({entry['factor']:g} × {entry['than']})" if entry["than"] else ""
         verdict = "passes" if entry["pass"] else "**fails**"
-        bound = f"{entry['op']} {entry['threshold']:.4g}{than}"
-        lines.append(f"| {entry['metric']} | {bound} | {entry['value']:.4g} | {verdict} |")
+        bound = f"{entry['op']} {_figure(entry['threshold'], '.4g')}{than}"
+        lines.append(f"| {entry['metric']} | {bound} | {_figure(entry['value'], '.4g')} | {verdict} |")
     return "\n".join(lines)
 
 

@@ -16,9 +16,7 @@ from stages.config.report_suites import ReportSuitesConfig
 def run(config: ReportSuitesConfig, *, results: dict[str, ReportRef], context: StageContext) -> ReportRef:
     """Return the report (report.json, report.html); `results` are those of each `<suite>/<policy>`."""
     suites = read(results, context)
-    report = overview(suites, reference=config.reference, seed=context.seed, opponents=config.opponents) | {
-        "key": context.key
-    }
+    report = overview(suites, reference=config.reference, opponents=config.opponents) | {"key": context.key}
     regressions = worst(suites, reference=config.reference, count=config.regressions_shown)
     (context.out / "report.json").write_text(
         json.dumps(report | {"regressions": regressions}, indent=2, allow_nan=False)

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import place
 from rlhf_core.data.tables import Preference, read_feedback, read_preferences
+from rlhf_core.data.turns import Turns
 from rlhf_core.errors import DataError, explain
 from rlhf_core.evaluation.reward_probes import EDITS, probe_report
 from rlhf_core.evaluation.reward_report import reward_model_report
@@ -33,10 +34,18 @@ PROBES = 32
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Rewards of answers as they are, and for each probe how much its edit changes the reward of each answer."""
+    """Rewards of answers as they are, and for each probe the prompt of each answer and how much the edit changes its reward."""
 
     rewards: list[float]
-    changes: dict[str, list[float]]
+    changes: dict[str, list[tuple[Turns, float]]]
+
+
+class RenderedPair(NamedTuple):
+    """A pair in tokens, with its source and the prompt of both answers."""
+
+    source: str
+    prompt: Turns
+    pair: RewardPair
 
 
 def run(
@@ -51,7 +60,7 @@ def run(
     rows = {split: read_preferences(context.path(preferences) / f"{split}.parquet") for split in ("train", "eval")}
     rows["train"] = without_fold(rows["train"], config)
     rendered = {split: reward_pairs(chat, rows[split], config) for split in rows}
-    pairs = {split: [pair for _, pair in rendered[split]] for split in rendered}
+    pairs = {split: [one.pair for one in rendered[split]] for split in rendered}
     if not pairs["train"]:
         raise no_pairs(context, preferences, dropped=len(rows["train"]))
     context.tracker.dataset("preferences", preferences.digest, "training")
@@ -106,10 +115,8 @@ def no_pairs(context: StageContext, preferences: PreferencesRef, *, dropped: int
     return DataError(explain(f"{context.label}.preferences", 0, rule, remedy))
 
 
-def reward_pairs(
-    chat: ChatTemplate, rows: Sequence[Preference], config: RewardModelConfig
-) -> list[tuple[str, RewardPair]]:
-    """Return (source, rendered pair); those that are cut to the same tokens, or to no answer, are left out."""
+def reward_pairs(chat: ChatTemplate, rows: Sequence[Preference], config: RewardModelConfig) -> list[RenderedPair]:
+    """Return the rendered pairs; those that are cut to the same tokens, or to no answer, are left out."""
     pairs = []
     for row in rows:
         chosen = chat.continuation(row.prompt, row.chosen, max_length=config.max_length)
@@ -117,7 +124,8 @@ def reward_pairs(
         if chosen is None or rejected is None or chosen.token_ids == rejected.token_ids:
             continue
         margin = row.margin if config.use_margin else 0.0
-        pairs.append((row.source, RewardPair(scored_ids(chosen), scored_ids(rejected), margin)))
+        pair = RewardPair(scored_ids(chosen), scored_ids(rejected), margin)
+        pairs.append(RenderedPair(row.source, row.prompt, pair))
     return pairs
 
 
@@ -145,25 +153,22 @@ def write_contract(
     (folder / "contract.json").write_text(json.dumps(contract))
 
 
-def write_report(
-    trainer: Trainer, rendered: Sequence[tuple[str, RewardPair]], probes: Probed, context: StageContext
-) -> Metrics:
+def write_report(trainer: Trainer, rendered: Sequence[RenderedPair], probes: Probed, context: StageContext) -> Metrics:
     """Write `report.json` and its figures into the artifact; return the headline figures of the held-out pairs."""
     if not rendered:
         return {}
-    pairs = [pair for _, pair in rendered]
+    pairs = [one.pair for one in rendered]
     report, figures = reward_model_report(
         chosen_scores=trainer.scores([pair.chosen_ids for pair in pairs]),
         rejected_scores=trainer.scores([pair.rejected_ids for pair in pairs]),
         chosen_lengths=[len(pair.chosen_ids) for pair in pairs],
         rejected_lengths=[len(pair.rejected_ids) for pair in pairs],
-        sources=[source for source, _ in rendered],
+        sources=[one.source for one in rendered],
+        prompts=[one.prompt for one in rendered],
         seed=context.seed,
     )
     if probes.rewards:
-        report["probes"] = probe_report(
-            rewards=probes.rewards, changes=probes.changes, spread=report["score_std"], seed=context.seed
-        )
+        report["probes"] = probe_report(rewards=probes.rewards, changes=probes.changes, spread=report["score_std"])
     (context.out / "report.json").write_text(json.dumps(report, indent=2))
     (context.out / "figures").mkdir()
     for name, png in figures.items():
@@ -179,17 +184,14 @@ def write_suites(
     """Write `suites.json`, the accuracy on each suite and its subsets, if there are suites; return it as metrics."""
     if not suites:
         return {}
-    reports = {
-        name: suite_report(rows, chat, trainer.scores, max_length=max_length, seed=context.seed)
-        for name, rows in suites.items()
-    }
+    reports = {name: suite_report(rows, chat, trainer.scores, max_length=max_length) for name, rows in suites.items()}
     (context.out / "suites.json").write_text(json.dumps(reports, indent=2))
     return dict(suite_metrics(reports))
 
 
 def headline(report: dict[str, Any]) -> Metrics:
     """Return the figures of a report that are metrics of the stage."""
-    names = ("accuracy", "accuracy_low", "accuracy_high", "ece", "length_correlation")
+    names = ("accuracy", "accuracy_low", "accuracy_high", "prompts", "ece", "length_correlation")
     metrics: Metrics = {f"held_out/{name}": report[name] for name in names}
     if calibration := report["calibration"]:
         metrics["held_out/temperature"] = calibration["temperature"]
@@ -202,11 +204,8 @@ def headline(report: dict[str, Any]) -> Metrics:
             }
     for name, figures in (report["probes"] if "probes" in report else {}).items():
         if isinstance(figures, dict) and "effect" in figures:
-            metrics |= {
-                f"probes/{name}": figures["effect"],
-                f"probes/{name}_low": figures["low"],
-                f"probes/{name}_high": figures["high"],
-            }
+            metrics[f"probes/{name}"] = figures["effect"]
+            metrics |= {f"probes/{name}_{end}": figures[end] for end in ("low", "high", "prompts") if end in figures}
     return metrics
 
 
@@ -232,7 +231,9 @@ def probed(trainer: Trainer, rows: Sequence[Preference], chat: ChatTemplate, con
         [score for (_, name), score in scores.items() if not name],
         {
             name: [
-                score - scores[at, ""] for (at, edit), score in scores.items() if edit == name and (at, "") in scores
+                (rows[at].prompt, score - scores[at, ""])
+                for (at, edit), score in scores.items()
+                if edit == name and (at, "") in scores
             ]
             for name in EDITS
         },

@@ -202,7 +202,7 @@ _ROWS = (
     ),
     Stage(
         name="reward_model",
-        version=2,
+        version=3,
         code="warn",
         config=RewardModelConfig,
         inputs={
@@ -231,7 +231,7 @@ _ROWS = (
     ),
     Stage(
         name="process_reward_model",
-        version=2,
+        version=3,
         code="warn",
         config=ProcessRewardModelConfig,
         inputs={
@@ -474,7 +474,7 @@ _ROWS = (
     ),
     Stage(
         name="evaluate_suite",
-        version=2,
+        version=3,
         code="warn",  # judges cost money
         config=evaluate_suite.AnswerSuiteConfig,
         inputs={
@@ -493,7 +493,7 @@ _ROWS = (
     ),
     Stage(
         name="evaluate_harness",
-        version=1,
+        version=2,
         code="warn",
         config=evaluate_harness.HarnessSuite,
         inputs={"policy": Input(kind=PolicyRef, start="ppo")},

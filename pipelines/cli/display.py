@@ -222,4 +222,6 @@ def _measure(name: str, value: Any) -> str:
         return f"{value['mean']:.1f}"
     if name == "reward_model":
         return f"{value['mean']:.2f}"
-    return f"{value['mean']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
+    return (
+        f"{value['mean']:.2f} [{value['low']:.2f}, {value['high']:.2f}]" if "low" in value else f"{value['mean']:.2f}"
+    )

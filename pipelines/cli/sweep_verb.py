@@ -200,7 +200,9 @@ def say_best(results: Sequence[PointResult], best: PointResult, goal: Goal) -> N
         _say(f"exactly the same: {', '.join(named(other.point) for other in same)}; the first of them is taken")
     others = [other for other in rivals(results, best, goal) if other not in same]
     if others:
-        _say(f"its interval overlaps with {', '.join(named(other.point) for other in others)}: repeat with other seeds")
+        ours = goal.of(best)
+        why = "its interval overlaps with" if ours and ours.has_interval else "no interval tells it apart from"
+        _say(f"{why} {', '.join(named(other.point) for other in others)}: repeat with other seeds")
 
 
 def write(folder: Path, results: Sequence[PointResult], goal: Goal | None) -> Path:

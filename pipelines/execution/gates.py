@@ -7,6 +7,7 @@ costs nothing, and gates are in no key. The same rules serve the plan and the ru
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ Outcome = Literal["passed", "warned", "blocked", "waiting", "approved", "rejecte
 REPORT = "report.json"
 SHOWN = 40
 """Number of metrics that an error lists."""
+_END = re.compile(r"[/_](low|high)$")
 SHORT_ID = 12
 """Number of digits by which people name a question."""
 
@@ -150,9 +152,7 @@ class Gatekeeper:
     ) -> Verdict:
         said = ""
         if gate.metric:
-            found = value_of(gate, index, metrics, folder)
-            holds = gate.holds(found)
-            said = f"{gate.metric} {found:.6g} {gate.op if holds else OPPOSITE[gate.op]} {gate.value:.6g}"
+            holds, said = judged(gate, index, known_numbers(metrics, folder))
             if holds:
                 return Verdict(gate, spec.label, self._question(gate, digest, said), "passed")
         question = self._question(gate, digest, said)
@@ -191,17 +191,46 @@ def guarded(spec: StageSpec, ref: ArtifactRef) -> Iterator[ArtifactRef]:
             yield table[entry]
 
 
-def value_of(gate: GateConfig, index: int, metrics: Mapping[str, float], folder: Path) -> float:
-    """Return the number that a gate names: a metric of the record, or the path of a number in report.json.
-
-    Raises ConfigError that names what there is.
-    """
-    if gate.metric in metrics:
-        return metrics[gate.metric]
+def known_numbers(metrics: Mapping[str, float], folder: Path) -> dict[str, float]:
+    """Return the metrics of a record, and the numbers of report.json by their path."""
     report = folder / REPORT
-    known = dict(metrics)
-    if report.is_file():
-        known = dict(numbers(json.loads(report.read_text()))) | known
+    return (dict(numbers(json.loads(report.read_text()))) if report.is_file() else {}) | dict(metrics)
+
+
+def judged(gate: GateConfig, index: int, known: Mapping[str, float]) -> tuple[bool, str]:
+    """Return whether a gate's condition holds, and what was compared. Raises ConfigError that names what there is.
+
+    It does not hold for a number of fewer than `least_prompts` prompts, nor for the end of an interval that they do not give.
+    """
+    prompts = prompts_behind(gate.metric, known)
+    if gate.metric not in known and prompts is not None and _END.search(gate.metric):
+        return False, f"{gate.metric} is not known: {prompts:g} prompts give no interval"
+    found = value_of(gate, index, known)
+    holds = gate.holds(found)
+    said = f"{gate.metric} {found:.6g} {gate.op if holds else OPPOSITE[gate.op]} {gate.value:.6g}"
+    if prompts is not None and prompts < gate.least_prompts:
+        return False, f"{said} of {prompts:g} prompts, where {gate.least_prompts} are needed"
+    return holds, said
+
+
+def prompts_behind(metric: str, known: Mapping[str, float]) -> float | None:
+    """Return how many prompts a number is of, None if that is not recorded: the nearest `prompts` or `<measure>_prompts`.
+
+    >>> prompts_behind("policies/ppo/gold/low", {"policies/ppo/gold/prompts": 48.0, "policies/sft/gold/prompts": 64.0})
+    48.0
+    >>> prompts_behind("pass_at_1_low", {"pass_at_1_prompts": 12.0, "prompts": 30.0})
+    12.0
+    """
+    if metric == "prompts" or metric.endswith(("/prompts", "_prompts")):
+        return None
+    measure, above = _END.sub("", metric), metric.split("/")[:-1]
+    names = [f"{name}{end}" for name in (metric, measure) for end in ("_prompts", "/prompts")]
+    names += ["/".join([*above[:depth], "prompts"]) for depth in range(len(above), -1, -1)]
+    return next((known[name] for name in names if name in known), None)
+
+
+def value_of(gate: GateConfig, index: int, known: Mapping[str, float]) -> float:
+    """Return the number that a gate names. Raises ConfigError that names what there is."""
     if gate.metric in known:
         return known[gate.metric]
     names = sorted(known)

@@ -15,8 +15,8 @@ from rlhf_core.types import ArtifactRef
 REPORT = "report.json"
 OF_POLICIES = ("gold", "reward_model", "win_rate", "kl", "tokens")
 """Measures of a policy in the report of `evaluate`, the most informative first."""
-LOW, HIGH = "_low", "_high"
-"""Ends of the names of metrics that are the interval of another one."""
+LOW, HIGH, PROMPTS = "_low", "_high", "_prompts"
+"""Ends of the names of metrics that are the interval of another one, and the number of prompts that it is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def of_metrics(metrics: Mapping[str, float]) -> dict[str, Measure]:
     >>> of_metrics({"accuracy": 0.7, "accuracy_low": 0.6, "accuracy_high": 0.8})
     {'accuracy': Measure(mean=0.7, low=0.6, high=0.8)}
     """
-    bounds = {name + end for name in metrics for end in (LOW, HIGH)}
+    bounds = {name + end for name in metrics for end in (LOW, HIGH, PROMPTS)}
     return {
         name: Measure(value, metrics.get(name + LOW, value), metrics.get(name + HIGH, value))
         for name, value in metrics.items()
@@ -70,11 +70,13 @@ def of_report(report: Mapping[str, Any]) -> dict[str, Measure]:
     if not isinstance(rows, Mapping):
         return {}
     return {
-        f"{policy}/{name}": Measure(row[name]["mean"], row[name]["low"], row[name]["high"])
-        for policy, row in rows.items()
-        for name in OF_POLICIES
-        if name in row
+        f"{policy}/{name}": _measure(row[name]) for policy, row in rows.items() for name in OF_POLICIES if name in row
     }
+
+
+def _measure(value: Mapping[str, float]) -> Measure:
+    low, high = (value["low"], value["high"]) if "low" in value else (value["mean"], value["mean"])
+    return Measure(value["mean"], low, high)
 
 
 def read_report(folder: Path) -> dict[str, Any]:

@@ -227,11 +227,16 @@ def ties(results: Sequence[PointResult], best: PointResult, goal: Goal) -> list[
 
 
 def rivals(results: Sequence[PointResult], best: PointResult, goal: Goal) -> list[PointResult]:
-    """Return the other points whose interval overlaps with that of the best."""
+    """Return the other points that the best cannot be told apart from: their intervals overlap, or one has none."""
     ours = goal.finite(best)
     assert ours is not None
     others = ((result, goal.finite(result)) for result in results if result is not best)
-    return [result for result, one in others if one is not None and one.low <= ours.high and ours.low <= one.high]
+    return [result for result, one in others if one is not None and not _apart(ours, one)]
+
+
+def _apart(one: Measure, other: Measure) -> bool:
+    known = one.has_interval and other.has_interval
+    return known and (one.low > other.high or other.low > one.high)
 
 
 def check_metric(results: Sequence[PointResult], goal: Goal) -> None:

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS
+from rlhf_core.types import FEWEST_PROMPTS
 
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -35,6 +36,9 @@ class GateConfig(Config):
     Without one, a person approves every artifact."""
     op: Literal[">=", ">", "<=", "<"] = ">="
     value: float | None = Field(None, allow_inf_nan=False)
+    least_prompts: int = added_option(FEWEST_PROMPTS, ge=1)
+    """Least number of prompts that the number is of, where the stage records how many. With fewer, the condition does not
+    hold."""
     otherwise: Literal["block", "approve", "warn"] = "block"
     """What happens if the condition does not hold: `block` holds back all that depends on the artifact, `approve` does
     so until a person decides, `warn` only says so."""

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
 from rlhf_core.annotation.comparisons import OTHER_SIDE, Comparison, Judgment
-from rlhf_core.evaluation.bootstrap import bootstrap_interval
-
-LEVEL = 0.95
-RESAMPLES = 2000
+from rlhf_core.evaluation.intervals import SHARE, mean_interval
 
 
 def judgment_report(
     comparisons: Sequence[Comparison],
     judgments: Sequence[Judgment],
     *,
-    seed: int,
     gold: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Return the report as JSON values; an entry is None where there is nothing to measure it by.
@@ -30,7 +26,7 @@ def judgment_report(
     the share of repeated comparisons that an annotator judged alike with the sides swapped. `attention` is the share of
     attention checks that were passed. `gold` is comparison -> known reward of the first side less that of the second;
     the report's is the share of the chosen sides with the higher one, where they differ. Shares have confidence
-    intervals.
+    intervals over prompts.
     """
     gold = {} if gold is None else gold
     by_id = {one.id: one for one in comparisons}
@@ -40,12 +36,12 @@ def judgment_report(
         "judgments": len(rows),
         "comparisons": len({asked.id for asked, _ in training}),
         "choices": dict(Counter(said.choice for _, said in training)),
-        "agreement": share(_agreements(training), seed),
+        "agreement": share(_agreements(training)),
         "alpha": krippendorff_alpha(_units(training).values()),
-        "first_chosen": share(_first_chosen([row for row in rows if not row[0].expected]), seed),
-        "consistency": share(_repeated_alike(rows), seed),
-        "attention": share(_attention(rows), seed),
-        "gold": share(_as_gold(training, gold), seed),
+        "first_chosen": share(_first_chosen([row for row in rows if not row[0].expected])),
+        "consistency": share(_repeated_alike(rows)),
+        "attention": share(_attention(rows)),
+        "gold": share(_as_gold(training, gold)),
         "annotators": {
             name: {
                 "judgments": len(theirs),
@@ -87,6 +83,8 @@ def krippendorff_alpha(units: Any) -> float | None:
 
 
 Row = tuple[Comparison, Judgment]
+Found = list[tuple[Hashable, float]]
+"""Values with the prompts that they are of."""
 
 
 def _units(rows: Sequence[Row]) -> Mapping[str, list[str]]:
@@ -97,36 +95,37 @@ def _units(rows: Sequence[Row]) -> Mapping[str, list[str]]:
     return units
 
 
-def _agreements(rows: Sequence[Row]) -> list[float]:
+def _agreements(rows: Sequence[Row]) -> Found:
     """Return for each comparison with several annotators the share of their pairs that agree."""
+    prompts = {asked.id: asked.prompt for asked, _ in rows}
     return [
-        fmean(float(one == other) for one, other in itertools.combinations(choices, 2))
-        for choices in _units(rows).values()
+        (prompts[name], fmean(float(one == other) for one, other in itertools.combinations(choices, 2)))
+        for name, choices in _units(rows).items()
         if len(choices) > 1
     ]
 
 
-def _first_chosen(rows: Sequence[Row]) -> list[float]:
-    return [float(said.choice == "first") for _, said in rows if said.choice in ("first", "second")]
+def _first_chosen(rows: Sequence[Row]) -> Found:
+    return [(asked.prompt, float(said.choice == "first")) for asked, said in rows if said.choice in ("first", "second")]
 
 
-def _repeated_alike(rows: Sequence[Row]) -> list[float]:
+def _repeated_alike(rows: Sequence[Row]) -> Found:
     """Return 1 or 0 for each repeated comparison of which an annotator judged both sides, swapped back."""
     said = {(one.id, judgment.annotator): judgment.choice for one, judgment in rows}
     return [
-        float(OTHER_SIDE[judgment.choice] == said[one.repeats, judgment.annotator])
+        (one.prompt, float(OTHER_SIDE[judgment.choice] == said[one.repeats, judgment.annotator]))
         for one, judgment in rows
         if one.repeats and (one.repeats, judgment.annotator) in said
     ]
 
 
-def _attention(rows: Sequence[Row]) -> list[float]:
-    return [float(said.choice == asked.expected) for asked, said in rows if asked.expected]
+def _attention(rows: Sequence[Row]) -> Found:
+    return [(asked.prompt, float(said.choice == asked.expected)) for asked, said in rows if asked.expected]
 
 
-def _as_gold(rows: Sequence[Row], gold: Mapping[str, float]) -> list[float]:
+def _as_gold(rows: Sequence[Row], gold: Mapping[str, float]) -> Found:
     return [
-        float((said.choice == "first") == (gold[asked.id] > 0))
+        (asked.prompt, float((said.choice == "first") == (gold[asked.id] > 0)))
         for asked, said in rows
         if said.choice in ("first", "second") and gold.get(asked.id, 0.0) != 0.0
     ]
@@ -139,13 +138,13 @@ def _by_annotator(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return dict(sorted(found.items()))
 
 
-def share(values: Sequence[float], seed: int) -> dict[str, float] | None:
-    """Return the mean of 0 and 1 with its confidence interval; None without values."""
-    if not values:
+def share(found: Sequence[tuple[Hashable, float]]) -> dict[str, float] | None:
+    """Return the mean of 0 and 1, each with its prompt, with the confidence interval over prompts; None without values."""
+    if not found:
         return None
-    interval = bootstrap_interval(values, level=LEVEL, resamples=RESAMPLES, seed=seed)
-    return {"mean": interval.mean, "low": interval.low, "high": interval.high, "count": len(values)}
+    interval = mean_interval([value for _, value in found], prompts=[prompt for prompt, _ in found], bounds=SHARE)
+    return interval.plain() | {"count": len(found)}
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None
+def _mean(found: Sequence[tuple[Hashable, float]]) -> float | None:
+    return fmean(value for _, value in found) if found else None

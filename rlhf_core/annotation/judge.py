@@ -141,22 +141,26 @@ def read_choice(reply: str, verdict: PatternVerdict | JsonVerdict) -> Choice | L
     return MEANINGS.get(found.strip().lower(), "") if isinstance(found, str) else ""
 
 
-def judge_report(verdicts: Sequence[Verdict], *, seed: int) -> Report:
+def judge_report(verdicts: Sequence[Verdict], comparisons: Sequence[Comparison]) -> Report:
     """Return how the judge answered: questions, malformed replies, and how far the order of the answers decided.
 
     `changed` is the share of comparisons with different verdicts in the two orders. Of all comparisons, `toward_first`
     is the share where the judge chose answer A both times, whichever it was, and `toward_second` the same for B; in the
     rest of `changed`, a side stood against a tie.
     """
-    pairs = [(given.choice, swapped.choice) for given, swapped in _by_comparison(verdicts).values()]
-    changed = [given.own_side != swapped.own_side for given, swapped in _by_comparison(verdicts).values()]
+    prompts = {one.id: one.prompt for one in comparisons}
+    asked = [(prompts[name], given, swapped) for name, (given, swapped) in _by_comparison(verdicts).items()]
+
+    def share_of(side: Choice) -> dict[str, float] | None:
+        return share([(prompt, float(given.choice == swapped.choice == side)) for prompt, given, swapped in asked])
+
     return {
         "questions": len(verdicts),
         "malformed": sum(one.malformed for one in verdicts),
         "failed": sum(not one.choice for one in verdicts),
-        "changed": share([float(one) for one in changed], seed),
-        "toward_first": share([float(pair == ("first", "first")) for pair in pairs], seed),
-        "toward_second": share([float(pair == ("second", "second")) for pair in pairs], seed),
+        "changed": share([(prompt, float(given.own_side != swapped.own_side)) for prompt, given, swapped in asked]),
+        "toward_first": share_of("first"),
+        "toward_second": share_of("second"),
     }
 
 

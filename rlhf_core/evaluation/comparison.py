@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from rlhf_core.errors import ConfigError, DataError, explain
-from rlhf_core.evaluation.bootstrap import Interval, bootstrap_interval
+from rlhf_core.evaluation.intervals import SHARE, bounds_of, difference_bounds, mean_interval
 from rlhf_core.evaluation.metrics import correlation, distinct_n, entropy_estimate, repetition
 from rlhf_core.types import CHAMPION, Completion, Generation
 
@@ -64,32 +64,21 @@ class Answers:
         return grouped
 
 
-@dataclass(frozen=True, slots=True)
-class Intervals:
-    """The settings of bootstrap intervals."""
-
-    level: float
-    resamples: int
-    seed: int
-
-    def of(self, values: Sequence[float]) -> Interval:
-        """Return the mean of independent `values` with its confidence interval."""
-        return bootstrap_interval(values, level=self.level, resamples=self.resamples, seed=self.seed)
-
-
-def summary(answers: Answers, intervals: Intervals) -> dict[str, Any]:
-    """Return the JSON-compatible row of one policy. Means are {mean, low, high}, and missing measures are left out."""
+def summary(answers: Answers, *, level: float) -> dict[str, Any]:
+    """Return the JSON-compatible row of one policy. Means are {mean, low, high, prompts}, without the ends where one prompt
+    gives none (`Interval.plain`); missing measures are left out."""
     completions = [generation.completion for generation in answers.generations]
     tokens = [_sampled(completion, completion.token_ids) for completion in completions]
     lengths = [len(ids) for ids in tokens]
     prompts = answers.by_prompt(lengths)
     row: dict[str, Any] = {"digest": answers.digest, "prompts": len(prompts), "samples": len(lengths)}
 
-    def mean(values: Sequence[float]) -> dict[str, float]:
-        return intervals.of([fmean(group) for group in answers.by_prompt(values).values()])._asdict()
+    def mean(values: Sequence[float], bounds: tuple[float, float] | None = None) -> dict[str, Any]:
+        by_prompt = [fmean(group) for group in answers.by_prompt(values).values()]
+        return dict(mean_interval(by_prompt, bounds=bounds, level=level).plain())
 
     if answers.gold:
-        row["gold"] = mean(answers.gold)
+        row["gold"] = mean(answers.gold, bounds_of(answers.gold))
         row["gold_length_correlation"] = correlation(lengths, answers.gold)
     if answers.scores:
         row["reward_model"] = mean(answers.scores)
@@ -101,7 +90,7 @@ def summary(answers: Answers, intervals: Intervals) -> dict[str, Any]:
     elif not math.isnan(answers.kl_bound):
         row["kl"] = {"mean": answers.kl_bound, "low": answers.kl_bound, "high": answers.kl_bound, "kind": "bound"}
     row["tokens"] = mean(lengths)
-    row["truncated"] = mean([float(completion.finish_reason == "length") for completion in completions])
+    row["truncated"] = mean([float(completion.finish_reason == "length") for completion in completions], SHARE)
     row["entropy"] = entropy_estimate([_sampled(completion, completion.logprobs) for completion in completions])
     row["repetition"] = fmean(repetition(ids, REPEATED_N) for ids in tokens)
     row["distinct_2"] = distinct_n(tokens, 2)
@@ -144,17 +133,18 @@ def best_of(answers: Answers, n: int, *, kl_bound: float) -> Answers:
     )
 
 
-def win_rate(ours: Answers, theirs: Answers, intervals: Intervals) -> dict[str, Any]:
+def win_rate(ours: Answers, theirs: Answers, *, level: float) -> dict[str, Any]:
     """Return how often our answer is better, over all pairs of answers to shared prompts. A tie counts half."""
-    return _paired(ours, theirs, intervals, _wins)
+    return _paired(ours, theirs, _wins, bounds=SHARE, level=level)
 
 
-def improvement(ours: Answers, theirs: Answers, intervals: Intervals) -> dict[str, Any]:
+def improvement(ours: Answers, theirs: Answers, *, level: float) -> dict[str, Any]:
     """Return the mean difference of the rewards on shared prompts, which is more precise than comparing two means."""
-    return _paired(ours, theirs, intervals, lambda mine, other: fmean(mine) - fmean(other))
+    bounds = difference_bounds(bounds_of(ours.rewards), bounds_of(theirs.rewards))
+    return _paired(ours, theirs, lambda mine, other: fmean(mine) - fmean(other), bounds=bounds, level=level)
 
 
-def challenges(ours: Answers, champion: Answers, intervals: Intervals) -> dict[str, dict[str, Any]]:
+def challenges(ours: Answers, champion: Answers, *, level: float) -> dict[str, dict[str, Any]]:
     """Return the mean difference to the champion on shared prompts by `gold` and `reward_model`, where both have it.
 
     The names are `gold_over_champion` and `reward_model_over_champion`.
@@ -162,7 +152,7 @@ def challenges(ours: Answers, champion: Answers, intervals: Intervals) -> dict[s
     measures = {"gold": (ours.gold, champion.gold), "reward_model": (ours.scores, champion.scores)}
     return {
         f"{measure}_over_{CHAMPION}": improvement(
-            replace(ours, gold=mine, scores=()), replace(champion, gold=theirs, scores=()), intervals
+            replace(ours, gold=mine, scores=()), replace(champion, gold=theirs, scores=()), level=level
         )
         for measure, (mine, theirs) in measures.items()
         if mine and theirs
@@ -172,8 +162,10 @@ def challenges(ours: Answers, champion: Answers, intervals: Intervals) -> dict[s
 def _paired(
     ours: Answers,
     theirs: Answers,
-    intervals: Intervals,
     compare: Callable[[Sequence[float], Sequence[float]], float],
+    *,
+    bounds: tuple[float, float] | None,
+    level: float,
 ) -> dict[str, Any]:
     mine, other = ours.by_prompt(ours.rewards), theirs.by_prompt(theirs.rewards)
     shared = [prompt for prompt in mine if prompt in other]
@@ -186,8 +178,8 @@ def _paired(
                 "generate both from the same evaluation prompts",
             )
         )
-    interval = intervals.of([compare(mine[prompt], other[prompt]) for prompt in shared])
-    return interval._asdict() | {"against": theirs.name, "prompts": len(shared)}
+    interval = mean_interval([compare(mine[prompt], other[prompt]) for prompt in shared], bounds=bounds, level=level)
+    return interval.plain() | {"against": theirs.name}
 
 
 def _wins(mine: Sequence[float], other: Sequence[float]) -> float:

@@ -11,6 +11,8 @@ from typing import Any
 
 from jinja2 import Environment
 
+from rlhf_core.evaluation.intervals import ends
+
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
@@ -154,25 +156,27 @@ def _tone(column: Column, value: Mapping[str, Any]) -> str:
     even = {"improvement": 0.0, "win_rate": 0.5}
     if column.path not in even:
         return ""
-    return "up" if value["low"] > even[column.path] else "down" if value["high"] < even[column.path] else ""
+    low, high = ends(value)
+    known = "low" in value
+    return "up" if known and low > even[column.path] else "down" if known and high < even[column.path] else ""
 
 
 def _bar(value: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    low, high = min(other["low"] for other in others), max(other["high"] for other in others)
+    low, high = min(ends(other)[0] for other in others), max(ends(other)[1] for other in others)
     width = (high - low) or 1.0
 
     def place(x: float) -> float:
         return 100 * (x - low) / width
 
     return {
-        "left": f"{place(value['low']):.1f}",
-        "width": f"{place(value['high']) - place(value['low']):.1f}",
+        "left": f"{place(ends(value)[0]):.1f}",
+        "width": f"{place(ends(value)[1]) - place(ends(value)[0]):.1f}",
         "mean": f"{place(value['mean']):.1f}",
     }
 
 
 def _range(value: Mapping[str, float], form: str) -> str:
-    return f"{_number(value['low'], form)} … {_number(value['high'], form)}"
+    return f"{_number(value['low'], form)} … {_number(value['high'], form)}" if "low" in value else "no interval"
 
 
 def _number(value: float, form: str) -> str:
@@ -187,7 +191,9 @@ def _number(value: float, form: str) -> str:
 
 def _footnote(report: Mapping[str, Any]) -> str:
     settings = report["settings"]
-    text = f"Ranges are {settings['level']:.0%} intervals (bootstrap over prompts, {settings['resamples']} resamples)."
+    text = (
+        f"Ranges are {settings['level']:.0%} intervals over prompts; one prompt, or few that are alike, may have none."
+    )
     if any("kl" in row for row in report["policies"].values()):
         text += (
             f" KL is the mean over answers of the summed log-probability ratio to {report['reference']}, in nats;"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from rlhf_core.evaluation import plots
-from rlhf_core.evaluation.bootstrap import bootstrap_interval
 from rlhf_core.evaluation.calibration import calibration_report, confidence_bins
+from rlhf_core.evaluation.intervals import DIFFERENCE_OF_SHARES, SHARE, mean_interval
 from rlhf_core.evaluation.metrics import calibration_error, correlation, rank_correlation
-
-LEVEL = 0.95
-RESAMPLES = 2000
 
 
 def reward_model_report(
@@ -22,24 +19,26 @@ def reward_model_report(
     chosen_lengths: Sequence[int],
     rejected_lengths: Sequence[int],
     sources: Sequence[str],
+    prompts: Sequence[Hashable],
     seed: int,
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the report (JSON-compatible) and its figures (name -> PNG). Arguments have one entry per held-out pair.
 
-    `accuracy` counts ties half. `ece` is the calibration error of sigmoid(|score difference|) as the probability that
+    `accuracy` counts ties half; its interval counts the pairs of one prompt, which are alike, as one. `ece` is the calibration error of sigmoid(|score difference|) as the probability that
     the answer with the higher score is the chosen one. `slices` divides the pairs by source, and by which answer is
     longer: a model that prefers length is right only where the chosen answer is longer. `calibration` is that of
     `calibration_report`, None for few pairs.
     """
     margins = [a - b for a, b in zip(chosen_scores, rejected_scores, strict=True)]
     gaps = [a - b for a, b in zip(chosen_lengths, rejected_lengths, strict=True)]
-    hits = [1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in margins]
+    hits = hits_of(chosen_scores, rejected_scores)
     rows = confidence_bins(margins)
     scores, lengths = [*chosen_scores, *rejected_scores], [*chosen_lengths, *rejected_lengths]
     ece = calibration_error(rows)
-    overall = _accuracy(hits, seed)
+    overall = _accuracy(hits, prompts)
     report = {
         "pairs": len(margins),
+        "prompts": overall["prompts"],
         "accuracy": overall["accuracy"],
         "accuracy_low": overall["low"],
         "accuracy_high": overall["high"],
@@ -52,9 +51,9 @@ def reward_model_report(
         "score_mean": math.fsum(scores) / len(scores),
         "score_std": _std(scores),
         "reliability": [row._asdict() for row in rows],
-        "calibration": calibration_report(margins, seed=seed),
+        "calibration": calibration_report(margins, prompts=prompts, seed=seed),
         "slices": {
-            name: _accuracy([hits[i] for i in places], seed)
+            name: _accuracy([hits[i] for i in places], [prompts[i] for i in places])
             for name, places in _slices(sources, gaps).items()
             if places
         },
@@ -73,6 +72,20 @@ def reward_model_report(
     return report, figures
 
 
+def hits_of(chosen_scores: Sequence[float], rejected_scores: Sequence[float]) -> list[float]:
+    """Return for each pair whether it is ordered right: 1, 0, or 0.5 for a tie."""
+    pairs = zip(chosen_scores, rejected_scores, strict=True)
+    return [1.0 if chosen > rejected else 0.5 if chosen == rejected else 0.0 for chosen, rejected in pairs]
+
+
+def accuracy_difference(
+    ours: Sequence[float], theirs: Sequence[float], prompts: Sequence[Hashable]
+) -> dict[str, float]:
+    """Return the difference of two accuracies on the same pairs, from the hits of both, with its paired interval."""
+    apart = [mine - other for mine, other in zip(ours, theirs, strict=True)]
+    return mean_interval(apart, prompts=prompts, bounds=DIFFERENCE_OF_SHARES).plain()
+
+
 def _slices(sources: Sequence[str], gaps: Sequence[int]) -> dict[str, list[int]]:
     slices = {f"source: {name}": [i for i, item in enumerate(sources) if item == name] for name in sorted(set(sources))}
     slices["chosen is longer"] = [i for i, gap in enumerate(gaps) if gap > 0]
@@ -81,9 +94,10 @@ def _slices(sources: Sequence[str], gaps: Sequence[int]) -> dict[str, list[int]]
     return slices
 
 
-def _accuracy(hits: Sequence[float], seed: int) -> dict[str, float]:
-    interval = bootstrap_interval(hits, level=LEVEL, resamples=RESAMPLES, seed=seed)
-    return {"accuracy": interval.mean, "low": interval.low, "high": interval.high, "pairs": len(hits)}
+def _accuracy(hits: Sequence[float], prompts: Sequence[Hashable]) -> dict[str, float]:
+    found = mean_interval(hits, prompts=prompts, bounds=SHARE)
+    named = {"accuracy": found.mean, "low": found.low, "high": found.high}
+    return named | {"pairs": len(hits), "prompts": found.prompts}
 
 
 def _std(values: Sequence[float]) -> float:

@@ -18,12 +18,11 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.sources import read
 from rlhf_core.data.turns import Turns, turns_of
 from rlhf_core.errors import DataError, explain
-from rlhf_core.evaluation.bootstrap import bootstrap_interval
+from rlhf_core.evaluation.intervals import SHARE, mean_interval
 from rlhf_core.types import Message
 
-LEVEL = 0.95
-RESAMPLES = 2000
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
+FIGURES = ("accuracy", "low", "high", "prompts")
 ONE_SUBSET = "all"
 """Subset of rows that name none."""
 
@@ -64,7 +63,6 @@ def suite_report(
     score: Callable[[list[tuple[int, ...]]], Sequence[float]],
     *,
     max_length: int,
-    seed: int,
 ) -> dict[str, Any]:
     """Return the accuracy of a reward model on a suite and on each subset of it, with intervals.
 
@@ -79,22 +77,26 @@ def suite_report(
         asked += [ids[:max_length] for ids in rendered]
     scores = iter(score(asked))
     hits = [_hit([next(scores) for _ in (row.chosen, *row.rejected)]) for row in rows]
-    by_subset: dict[str, list[float]] = {}
+    by_subset: dict[str, list[tuple[float, Turns]]] = {}
     for row, hit in zip(rows, hits, strict=True):
-        by_subset.setdefault(row.subset, []).append(hit)
-    subsets = {name: _accuracy(found, seed) for name, found in sorted(by_subset.items())}
+        by_subset.setdefault(row.subset, []).append((hit, row.prompt))
+    subsets = {name: _accuracy(found) for name, found in sorted(by_subset.items())}
     macro = fmean(figures["accuracy"] for figures in subsets.values())
-    return _accuracy(hits, seed) | {"macro_accuracy": macro, "cut": cut, "subsets": subsets}
+    return _accuracy([one for found in by_subset.values() for one in found]) | {
+        "macro_accuracy": macro,
+        "cut": cut,
+        "subsets": subsets,
+    }
 
 
 def suite_metrics(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the figures of suites that are metrics of a stage: of each as a whole, and of each subset."""
     metrics: dict[str, float] = {}
     for name, report in reports.items():
-        metrics |= {f"suites/{name}/{key}": report[key] for key in ("accuracy", "low", "high", "macro_accuracy")}
+        metrics |= {f"suites/{name}/{key}": report[key] for key in (*FIGURES, "macro_accuracy")}
         for subset, figures in report["subsets"].items():
             metric = f"suites/{name}/{_NOT_IN_A_NAME.sub('_', subset)}"
-            metrics |= {f"{metric}/{key}": figures[key] for key in ("accuracy", "low", "high")}
+            metrics |= {f"{metric}/{key}": figures[key] for key in FIGURES}
     return metrics
 
 
@@ -134,6 +136,6 @@ def _hit(scores: Sequence[float]) -> float:
     return 1.0 if chosen > best else 0.5 if chosen == best else 0.0
 
 
-def _accuracy(hits: Sequence[float], seed: int) -> dict[str, Any]:
-    interval = bootstrap_interval(hits, level=LEVEL, resamples=RESAMPLES, seed=seed)
-    return {"rows": len(hits), "accuracy": interval.mean, "low": interval.low, "high": interval.high}
+def _accuracy(found: Sequence[tuple[float, Turns]]) -> dict[str, Any]:
+    interval = mean_interval([hit for hit, _ in found], prompts=[prompt for _, prompt in found], bounds=SHARE)
+    return {"rows": len(found)} | dict(zip(FIGURES, interval, strict=True))

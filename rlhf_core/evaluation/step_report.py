@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from rlhf_core.evaluation import plots
-from rlhf_core.evaluation.bootstrap import bootstrap_interval
+from rlhf_core.evaluation.intervals import SHARE, mean_interval
 from rlhf_core.evaluation.metrics import calibration_error, reliability
 
-LEVEL = 0.95
-RESAMPLES = 2000
 BINS = 10
 THRESHOLD = 0.5
 """A step with a probability (or label) below this is wrong."""
 
 
 def step_report(
-    *, logits: Sequence[Sequence[float]], labels: Sequence[Sequence[float]], seed: int
+    *, logits: Sequence[Sequence[float]], labels: Sequence[Sequence[float]], prompts: Sequence[Hashable]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the report (JSON-compatible) and its figures (name -> PNG). Arguments have one entry per held-out answer.
 
-    `accuracy` is over steps. `first_error_accuracy` is over answers: the first step judged wrong is the first wrong
+    `prompts` names the prompt of each answer, the unit of the intervals. `accuracy` is over steps. `first_error_accuracy` is over answers: the first step judged wrong is the first wrong
     step, or there is neither. `f1` is the harmonic mean of that accuracy over answers with an error and over those
     without (ProcessBench, arXiv 2412.06559). `ece` is the calibration error of the steps' probabilities.
     """
@@ -40,11 +38,13 @@ def step_report(
     with_error = [hit for error, hit in found if error is not None]
     without = [hit for error, hit in found if error is None]
     rows = reliability([probability for probability, _ in pairs], [label for _, label in pairs], bins=BINS)
-    steps = bootstrap_interval(hits, level=LEVEL, resamples=RESAMPLES, seed=seed)
-    answers = bootstrap_interval([hit for _, hit in found], level=LEVEL, resamples=RESAMPLES, seed=seed)
+    of_steps = [prompt for prompt, row in zip(prompts, logits, strict=True) for _ in row]
+    steps = mean_interval(hits, prompts=of_steps, bounds=SHARE)
+    answers = mean_interval([hit for _, hit in found], prompts=prompts, bounds=SHARE)
     ece = calibration_error(rows)
     report = {
         "answers": len(found),
+        "prompts": answers.prompts,
         "steps": len(pairs),
         "right_steps": sum(not _wrong(label) for _, label in pairs),
         "accuracy": steps.mean,

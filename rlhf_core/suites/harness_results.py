@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from rlhf_core.errors import ConfigError, DataError, explain
-from rlhf_core.suites.results import Measured, Row
+from rlhf_core.evaluation.intervals import LEVEL, t_quantile
+from rlhf_core.suites.results import Measured, Row, shares_among
 
 NO_FILTER = "none"
-Z = 1.959963984540054
-"""Quantile of the normal distribution for an interval of 95 %."""
 TOLERANCE = 1e-9
 Results = Mapping[str, Any]
 
@@ -21,8 +21,8 @@ Results = Mapping[str, Any]
 def measured(results: Results, *, headline: str) -> Measured:
     """Return the harness's numbers as `<task>/<metric>` (`<task>/<metric>/<filter>` where there are filters).
 
-    A metric that is the mean over documents gets the interval of our bootstrap over them, and any other the one of the
-    harness's standard error. Raises ConfigError for a `headline` that is none of the measures.
+    A metric that is the mean over documents gets our interval over them, and any other that of the harness's standard
+    error, if it has one above 0. Raises ConfigError for a `headline` that is none of the measures.
     """
     rows: dict[str, Row] = {}
     for task, samples in results["samples"].items():
@@ -39,7 +39,12 @@ def measured(results: Results, *, headline: str) -> Measured:
     if headline and headline not in found:
         rule = f"is no measure of these tasks ({', '.join(found)})"
         raise ConfigError(explain("evaluate.suites.headline", headline, rule, "name one of these"))
-    others = {name: _interval(*number) for name, number in found.items() if name not in kept}
+    counts = Counter(row.slice for row in rows.values())
+    others = {
+        name: _interval(*number, documents=counts[name.partition("/")[0]])
+        for name, number in found.items()
+        if name not in kept
+    }
     chosen = tuple(
         Row(
             row.id,
@@ -50,7 +55,8 @@ def measured(results: Results, *, headline: str) -> Measured:
         )
         for row in rows.values()
     )
-    return Measured(chosen, headline or next(iter(found)), _lower_is_better(results), others)
+    shares = shares_among(chosen)
+    return Measured(chosen, headline or next(iter(found)), _lower_is_better(results), others, shares=shares)
 
 
 def _numbers(results: Results) -> dict[str, tuple[float, float]]:
@@ -95,10 +101,16 @@ def measure_name(task: str, metric: str, filtered: str) -> str:
     return f"{task}/{metric}" if filtered == NO_FILTER else f"{task}/{metric}/{filtered}"
 
 
-def _interval(value: float, error: float) -> dict[str, float]:
-    return (
-        {"mean": value} if math.isnan(error) else {"mean": value, "low": value - Z * error, "high": value + Z * error}
-    )
+def _interval(value: float, error: float, *, documents: int) -> dict[str, float]:
+    """Return a measure with the interval of its standard error. No error, or one of 0 (all agree), gives none.
+
+    A group of tasks has no documents of its own: the normal distribution is taken for it.
+    """
+    counted = {"mean": value} | ({"prompts": float(documents)} if documents else {})
+    if math.isnan(error) or error <= 0 or documents == 1:
+        return counted
+    half = t_quantile(LEVEL, documents - 1 if documents else math.inf) * error
+    return counted | {"low": value - half, "high": value + half}
 
 
 def _row(task: str, sample: Mapping[str, Any]) -> Row:

@@ -18,6 +18,7 @@ from rlhf_core.suites.results import Row
 from rlhf_core.types import Generation
 
 HEADLINE = "prompt_level_strict_acc"
+MEASURES = (HEADLINE, "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
 PROBE = '{"a": "b"}'
 """A text on which every check reads its options."""
 

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 
 from jinja2 import Environment
 
+from rlhf_core.evaluation.intervals import LEVEL
 from rlhf_core.evaluation.report import TEMPLATE
-from rlhf_core.suites.results import LEVEL, RESAMPLES, Row, difference
+from rlhf_core.suites.results import ENDS, Row, difference
 
 Suites: TypeAlias = Mapping[str, Mapping[str, tuple[dict[str, Any], list[Row]]]]
 """Suite -> policy -> its report.json and its rows."""
@@ -26,7 +27,7 @@ BY_ROW: Mapping[str, str] = {"length_controlled_win_rate": "win_rate"}
 # ---------------------------------------------------------------- numbers
 
 
-def overview(suites: Suites, *, reference: str, seed: int, opponents: Mapping[str, str] = NO_NAMES) -> dict[str, Any]:
+def overview(suites: Suites, *, reference: str, opponents: Mapping[str, str] = NO_NAMES) -> dict[str, Any]:
     """Return the content of report.json: per suite the measures of every policy, and their differences to `reference`.
 
     `opponents` names whom `<suite>/<policy>` was compared with.
@@ -40,14 +41,17 @@ def overview(suites: Suites, *, reference: str, seed: int, opponents: Mapping[st
             if f"{suite}/{policy}" in opponents:
                 rows[policy]["opponent"] = opponents[f"{suite}/{policy}"]
             if policy != reference:
-                base = policies[reference][1] if comparable(policies, policy, reference) else []
-                rows[policy]["difference"] = _differences(report, its_rows, base, seed=seed)
+                rows[policy]["difference"] = (
+                    _differences((report, its_rows), policies[reference])
+                    if comparable(policies, policy, reference)
+                    else {}
+                )
         found[suite] = {name: first[name] for name in ("type", "headline")} | {
             "lower_is_better": sorted({name for report, _ in policies.values() for name in report["lower_is_better"]}),
             "policies": rows,
         }
     names = list(dict.fromkeys(policy for policies in suites.values() for policy in policies))
-    return {"reference": reference, "policies": names, "level": LEVEL, "resamples": RESAMPLES, "suites": found}
+    return {"reference": reference, "policies": names, "level": LEVEL, "suites": found}
 
 
 def comparable(policies: Mapping[str, tuple[dict[str, Any], list[Row]]], policy: str, reference: str) -> bool:
@@ -69,9 +73,13 @@ def by_row(headline: str) -> str:
 
 
 def _differences(
-    report: Mapping[str, Any], rows: Sequence[Row], base: Sequence[Row], *, seed: int
+    ours: tuple[Mapping[str, Any], Sequence[Row]], theirs: tuple[Mapping[str, Any], Sequence[Row]]
 ) -> dict[str, dict[str, float]]:
-    found = {name: difference(rows, base, name, seed=seed) for name in report["measures"]}
+    (report, rows), (other, base) = ours, theirs
+    found = {
+        name: difference(rows, base, name, share=name in report["shares"] and name in other["shares"])
+        for name in report["measures"]
+    }
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -87,13 +95,11 @@ def headline(report: Mapping[str, Any]) -> dict[str, float]:
                 if "/" in name and name != found["headline"]:
                     continue
                 path = f"{suite}/{policy}/{name}"
-                metrics |= {path: value["mean"]} | {
-                    f"{path}_{end}": value[end] for end in ("low", "high") if end in value
-                }
+                metrics |= {path: value["mean"]} | {f"{path}_{end}": value[end] for end in ENDS if end in value}
                 if "difference" in row and name in row["difference"]:
                     change = row["difference"][name]
                     metrics[f"{path}_difference"] = change["mean"]
-                    metrics |= {f"{path}_difference_{end}": change[end] for end in ("low", "high")}
+                    metrics |= {f"{path}_difference_{end}": change[end] for end in ENDS if end in change}
     return metrics
 
 
@@ -142,7 +148,7 @@ def render(report: Mapping[str, Any], regressions: Sequence[Mapping[str, Any]]) 
         tables.append(_difference_table(report))
     for suite, found in suites.items():
         tables += _suite_tables(suite, found)
-    settings = {name: report[name] for name in ("reference", "level", "resamples")}
+    settings = {name: report[name] for name in ("reference", "level")}
     facts = {suite: {name: row["facts"] for name, row in found["policies"].items()} for suite, found in suites.items()}
     return page.render(
         title="Evaluation suites",
@@ -150,9 +156,9 @@ def render(report: Mapping[str, Any], regressions: Sequence[Mapping[str, Any]]) 
         cards=[],
         tables=tables,
         footnote=(
-            f"Ranges are {report['level']:.0%} intervals (bootstrap over prompts, {report['resamples']} resamples). "
-            f"Differences to {reference} are paired: over the prompts that both answered, resampled together; of win "
-            "rates only where both have the same opponent. "
+            f"Ranges are {report['level']:.0%} intervals over prompts; one prompt, or few that are alike, may have none. "
+            f"Differences to {reference} are paired: prompt by prompt, over those that both answered; of win rates "
+            "only where both have the same opponent. "
             "An arrow after a measure says that lower is better."
         ),
         figures=[],

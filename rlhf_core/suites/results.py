@@ -1,7 +1,7 @@
 """Keep the result of a suite: a row per prompt with its measures, and the mean of each measure with its interval.
 
 The unit of every interval is the prompt: several answers to one prompt are averaged before. A measure of a row may have a
-weight, so that a mean over instructions, not prompts, is sum_i w_i v_i / sum_i w_i; the bootstrap resamples the prompts.
+weight, so that a mean over instructions, not prompts, is sum_i w_i v_i / sum_i w_i.
 """
 
 from __future__ import annotations
@@ -13,15 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rlhf_core.errors import DataError, explain
-from rlhf_core.evaluation.bootstrap import Interval, resampled_indices
+from rlhf_core.evaluation.intervals import DIFFERENCE_OF_SHARES, LEVEL, SHARE, bounds_of, mean_interval
 from rlhf_core.stage.context import StageContext
 
-LEVEL = 0.95
-RESAMPLES = 2000
 NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -49,7 +44,8 @@ class Row:
 class Measured:
     """What a suite found of one policy. `measures` holds those that are no mean over the rows.
 
-    `headline` names the measure that stands for the suite. A measure in `lower_is_better` is a rate of failures.
+    `headline` names the measure that stands for the suite. A measure in `lower_is_better` is a rate of failures, and one in
+    `shares` is between 0 and 1.
     """
 
     rows: tuple[Row, ...]
@@ -57,9 +53,10 @@ class Measured:
     lower_is_better: tuple[str, ...] = ()
     measures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    shares: tuple[str, ...] = ()
 
 
-def report_of(result: Measured, *, kind: str, policy: str, seed: int) -> dict[str, Any]:
+def report_of(result: Measured, *, kind: str, policy: str) -> dict[str, Any]:
     """Return the content of the suite's report.json: every measure with its interval, in all and by slice."""
     slices: dict[str, list[Row]] = {}
     for row in result.rows:
@@ -69,78 +66,61 @@ def report_of(result: Measured, *, kind: str, policy: str, seed: int) -> dict[st
         "policy": policy,
         "headline": result.headline,
         "lower_is_better": list(result.lower_is_better),
+        "shares": list(result.shares),
         "level": LEVEL,
-        "measures": {**means(result.rows, seed=seed), **result.measures},
-        "slices": {name: means(rows, seed=seed) for name, rows in slices.items()},
+        "measures": {**means(result.rows, shares=result.shares), **result.measures},
+        "slices": {name: means(rows, shares=result.shares) for name, rows in slices.items()},
         "facts": dict(result.facts),
     }
 
 
-def means(rows: Sequence[Row], *, seed: int) -> dict[str, dict[str, float]]:
-    """Return measure -> {mean, low, high, prompts} over the rows that have it."""
+def means(rows: Sequence[Row], *, shares: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return measure -> {mean, low, high, prompts} over the rows that have it; `shares` are those between 0 and 1."""
     names = dict.fromkeys(name for row in rows for name in row.values)
     found = {}
     for name in names:
         having = [row for row in rows if name in row.values]
-        interval = weighted_interval(*_columns(having, name), seed=seed)
-        found[name] = interval._asdict() | {"prompts": float(len(having))}
+        values, weights = _columns(having, name)
+        bounds = SHARE if name in shares else None
+        found[name] = mean_interval(values, weights=weights, bounds=bounds).plain()
     return found
 
 
-def difference(ours: Sequence[Row], theirs: Sequence[Row], measure: str, *, seed: int) -> dict[str, float] | None:
-    """Return the difference of a measure's means over the shared prompts, by the paired bootstrap; None without any.
+def difference(ours: Sequence[Row], theirs: Sequence[Row], measure: str, *, share: bool) -> dict[str, float] | None:
+    """Return the mean difference of a measure over the shared prompts, with its interval; None without any.
 
-    Both policies are resampled at the same prompts, so what makes a prompt hard for both cancels out.
+    Prompt by prompt, so what makes a prompt hard for both policies cancels out. A prompt has the same weight for both.
     """
     others = {row.id: row for row in theirs if measure in row.values}
     shared = [row for row in ours if measure in row.values and row.id in others]
     if not shared:
         return None
-    mine, weights = _columns(shared, measure)
-    other, other_weights = _columns([others[row.id] for row in shared], measure)
-    means_of = [
-        _resampled(values, weighted, seed=seed) for values, weighted in ((mine, weights), (other, other_weights))
-    ]
-    low, high = _ends(means_of[0] - means_of[1])
-    centre = float(np.average(mine, weights=weights) - np.average(other, weights=other_weights))
-    return {"mean": centre, "low": low, "high": high, "prompts": float(len(shared))}
+    apart = [row.values[measure] - others[row.id].values[measure] for row in shared]
+    bounds = DIFFERENCE_OF_SHARES if share else None
+    return mean_interval(apart, weights=_columns(shared, measure)[1], bounds=bounds).plain()
 
 
-def weighted_interval(values: NDArray[np.float64], weights: NDArray[np.float64], *, seed: int) -> Interval:
-    """Return the weighted mean of `values` with its percentile bootstrap interval.
-
-    >>> weighted_interval(np.array([1.0, 1.0]), np.array([2.0, 3.0]), seed=1)
-    Interval(mean=1.0, low=1.0, high=1.0)
-    """
-    low, high = _ends(_resampled(values, weights, seed=seed))
-    return Interval(float(np.average(values, weights=weights)), low, high)
+def shares_among(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return the measures of which every row has 0 or 1, as a function that says right or wrong gives."""
+    names = dict.fromkeys(name for row in rows for name in row.values)
+    return tuple(name for name in names if bounds_of([row.values[name] for row in rows if name in row.values]))
 
 
-def _resampled(values: NDArray[np.float64], weights: NDArray[np.float64], *, seed: int) -> NDArray[np.float64]:
-    products = values * weights
-    pieces = resampled_indices(len(values), resamples=RESAMPLES, seed=seed)
-    return np.concatenate([products[index].sum(axis=1) / weights[index].sum(axis=1) for index in pieces])
-
-
-def _ends(means_of: NDArray[np.float64]) -> tuple[float, float]:
-    low, high = (float(np.quantile(means_of, (1 + side * LEVEL) / 2)) for side in (-1, 1))
-    return low, high
-
-
-def _columns(rows: Sequence[Row], measure: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    values = np.array([row.values[measure] for row in rows], dtype=np.float64)
-    return values, np.array([row.weight(measure) for row in rows], dtype=np.float64)
+def _columns(rows: Sequence[Row], measure: str) -> tuple[list[float], list[float]]:
+    return [row.values[measure] for row in rows], [row.weight(measure) for row in rows]
 
 
 # ---------------------------------------------------------------- files
 
 REPORT, ROWS = "report.json", "rows.jsonl"
+ENDS = ("low", "high", "prompts")
+"""What the metrics of a mean have besides it, as `<measure>_low`."""
 SHOWN = 16
 
 
 def record(result: Measured, *, kind: str, policy: str, context: StageContext) -> dict[str, float]:
     """Write report.json and rows.jsonl, show them in the tracker, and return the stage's metrics."""
-    report = report_of(result, kind=kind, policy=policy, seed=context.seed)
+    report = report_of(result, kind=kind, policy=policy)
     (context.out / REPORT).write_text(json.dumps(report, indent=2, allow_nan=False))
     write_rows(context.out / ROWS, result.rows)
     context.tracker.file(context.out / REPORT, "")
@@ -152,7 +132,7 @@ def record(result: Measured, *, kind: str, policy: str, context: StageContext) -
     context.tracker.table("samples", ["slice", "prompt", "answer", *names], shown)
     metrics = {"prompts": float(len(result.rows))}
     for name, found in report["measures"].items():
-        metrics |= {name: found["mean"]} | {f"{name}_{end}": found[end] for end in ("low", "high") if end in found}
+        metrics |= {name: found["mean"]} | {f"{name}_{end}": found[end] for end in ENDS if end in found}
     context.metrics(0, metrics)
     return metrics
 

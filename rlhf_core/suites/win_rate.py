@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.evaluation.bootstrap import resampled_indices
-from rlhf_core.suites.results import LEVEL, RESAMPLES
+from rlhf_core.evaluation.intervals import LEVEL, Interval, pseudo_prompts, t_quantile
 
 RIDGE = (1e-2, 1e-1)
 """Penalties on theta^2 / 2 and phi^2 / 2: without them a policy that always wins has no finite estimate."""
@@ -22,37 +21,54 @@ NEWTON_STEPS = 30
 
 
 def length_controlled(
-    preferences: Sequence[float], lengths: Sequence[int], their_lengths: Sequence[int], *, seed: int
+    preferences: Sequence[float], lengths: Sequence[int], their_lengths: Sequence[int]
 ) -> dict[str, float]:
-    """Return {mean, low, high, prompts} of the length-controlled win rate, with its bootstrap interval over prompts."""
-    wins = np.asarray(preferences, dtype=np.float64)
-    longer = np.asarray(lengths, dtype=np.float64) - np.asarray(their_lengths, dtype=np.float64)
-    spread = float(longer.std())
-    lengths_1N = np.tanh(longer / spread)[None] if spread > 0 else np.zeros((1, len(wins)))
-    centre = float(_rates(wins[None], lengths_1N)[0])
-    pieces = resampled_indices(len(wins), resamples=RESAMPLES, seed=seed)
-    resampled = np.concatenate([_rates(wins[index], lengths_1N[0][index]) for index in pieces])
-    low, high = (float(np.quantile(resampled, (1 + side * LEVEL) / 2)) for side in (-1, 1))
-    return {"mean": centre, "low": low, "high": high, "prompts": float(len(wins))}
+    """Return {mean, low, high, prompts} of the length-controlled win rate.
+
+    The interval is that of a share in `evaluation.intervals`: pseudo-prompts, won and lost at equal lengths, are added to the
+    regression, and the sandwich estimator gives the error of theta.
+    """
+    wins_N = np.asarray(preferences, dtype=np.float64)
+    longer_N = np.asarray(lengths, dtype=np.float64) - np.asarray(their_lengths, dtype=np.float64)
+    spread = float(longer_N.std())
+    lengths_N = np.tanh(longer_N / spread) if spread > 0 else np.zeros(len(wins_N))
+    mean = float(_sigmoid(_fitted(wins_N, lengths_N, np.ones(len(wins_N)))[0]))
+    added = pseudo_prompts(LEVEL)
+    low, high = _interval(
+        np.append(wins_N, (1.0, 0.0)), np.append(lengths_N, (0.0, 0.0)), np.append(np.ones(len(wins_N)), (added, added))
+    )
+    return Interval(mean, min(low, mean), max(high, mean), len(wins_N)).plain()
 
 
-def _rates(wins_RN: NDArray[np.float64], lengths_RN: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return sigmoid(theta) of each of R regressions over N prompts, by Newton's method."""
-    theta_R = np.zeros(len(wins_RN))
-    phi_R = np.zeros(len(wins_RN))
+def _interval(
+    wins_N: NDArray[np.float64], lengths_N: NDArray[np.float64], weights_N: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Return the ends for sigmoid(theta), with the error of theta taken to the rate (delta method)."""
+    theta, phi = _fitted(wins_N, lengths_N, weights_N)
+    terms_N2 = np.stack([np.ones_like(lengths_N), lengths_N], axis=1)
+    p_N = _sigmoid(terms_N2 @ np.array([theta, phi]))
+    curve = (terms_N2 * (weights_N * p_N * (1 - p_N))[:, None]).T @ terms_N2 + np.diag(RIDGE)
+    noise = (terms_N2 * (weights_N * (wins_N - p_N) ** 2)[:, None]).T @ terms_N2
+    error = float(np.sqrt((np.linalg.inv(curve) @ noise @ np.linalg.inv(curve))[0, 0]))
+    rate = float(_sigmoid(theta))
+    half = t_quantile(LEVEL, float(weights_N.sum()) - 1) * rate * (1 - rate) * error
+    return max(0.0, rate - half), min(1.0, rate + half)
+
+
+def _fitted(
+    wins_N: NDArray[np.float64], lengths_N: NDArray[np.float64], weights_N: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Return theta and phi of the regression over N prompts with these weights, by Newton's method."""
+    terms_N2 = np.stack([np.ones_like(lengths_N), lengths_N], axis=1)
+    fitted = np.zeros(2)
     for _ in range(NEWTON_STEPS):
-        p_RN = _sigmoid(theta_R[:, None] + phi_R[:, None] * lengths_RN)
-        error_RN, curve_RN = wins_RN - p_RN, p_RN * (1 - p_RN)
-        gradient = (error_RN.sum(1) - RIDGE[0] * theta_R, (error_RN * lengths_RN).sum(1) - RIDGE[1] * phi_R)
-        a = curve_RN.sum(1) + RIDGE[0]
-        b = (curve_RN * lengths_RN).sum(1)
-        d = (curve_RN * lengths_RN**2).sum(1) + RIDGE[1]
-        determinant = a * d - b * b
+        p_N = _sigmoid(terms_N2 @ fitted)
+        gradient = terms_N2.T @ (weights_N * (wins_N - p_N)) - np.array(RIDGE) * fitted
+        curve = (terms_N2 * (weights_N * p_N * (1 - p_N))[:, None]).T @ terms_N2 + np.diag(RIDGE)
         # A step of at most 2: far from the optimum the curvature vanishes and Newton's own step would overshoot.
-        theta_R = theta_R + np.clip((d * gradient[0] - b * gradient[1]) / determinant, -2, 2)
-        phi_R = phi_R + np.clip((a * gradient[1] - b * gradient[0]) / determinant, -2, 2)
-    return _sigmoid(theta_R)
+        fitted = fitted + np.clip(np.linalg.solve(curve, gradient), -2, 2)
+    return float(fitted[0]), float(fitted[1])
 
 
-def _sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _sigmoid(x: NDArray[np.float64] | float) -> NDArray[np.float64]:
     return np.asarray(1 / (1 + np.exp(-np.clip(x, -50, 50))))

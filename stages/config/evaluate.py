@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -27,7 +27,8 @@ class EvaluateConfig(Config):
     """Number n by policy: adds a row with the answer that the reward model ranks best among each prompt's first n."""
     level: float = Field(0.95, gt=0, lt=1)
     """Confidence level of the intervals."""
-    resamples: int = Field(2000, ge=100)
+    resamples: Literal[2000] = 2000
+    """Has no effect: intervals are computed, and no longer drawn by resampling. It stays because it is in keys."""
     samples_shown: int = Field(16, ge=0)
     """Number of prompts whose answers are shown side by side."""
 

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.schema.base import Config, added_option
+from rlhf_core.types import FEWEST_PROMPTS
 
 
 class Threshold(Config):
@@ -56,6 +57,8 @@ class PublishConfig(Config):
     """Name of the policy in the report; "" finds it by its digest."""
     gate: tuple[Threshold, ...] = ()
     """Conditions that must all hold. An empty gate passes."""
+    least_prompts: int = added_option(FEWEST_PROMPTS, ge=1)
+    """Least number of prompts behind each number of the gate and the challenge. With fewer, the gate does not pass."""
     challenge: ChallengeConfig | None = added_option(None)
     """If given, the policy becomes champion only if it is better than the current one. A first policy has no opponent."""
     decisions: tuple[GateNote, ...] = added_option(())

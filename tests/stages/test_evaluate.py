@@ -106,8 +106,8 @@ def test_every_policy_is_compared_with_the_champion_prompt_by_prompt(shop: Works
     rows = report_of(shop, ref)["policies"]
     # ppo: 4 - 3 on both prompts; sft: p1 (2 + 4) / 2 - 3 = 0 and p2 2 - 3 = -1
     better, worse = rows["ppo"]["gold_over_champion"], rows["sft"]["gold_over_champion"]
-    assert (better["mean"], better["low"], better["against"], better["prompts"]) == (1.0, 1.0, "champion", 2)
-    assert (worse["mean"], worse["low"], worse["high"]) == (-0.5, -1.0, 0.0)
+    assert better == {"mean": 1.0, "prompts": 2, "against": "champion"}  # two alike show no interval
+    assert worse["mean"] == -0.5 and worse["low"] < -1.0 and worse["high"] > 0.0  # and two apart a wide one
     assert "reward_model_over_champion" not in rows["ppo"] and "gold_over_champion" not in rows["champion"]
     assert (shop.store.path(ref) / "report.html").exists() and shop.metrics(decision)["champion/gold"] == 3.0
 

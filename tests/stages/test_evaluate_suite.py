@@ -196,7 +196,7 @@ def test_a_reward_model_scores_the_answers(shop: Workshop, policy: Path, tmp_pat
     write_index(tmp_path / "a", {"count": 1, "policy": "d", "sampling": {}})
     inputs = {"generations": shop.store.external(GenerationsRef, tmp_path / "a"), "reward_model": model}
     _, decision = shop.run("evaluate_suite", RewardModelSuite(name="rm"), inputs)
-    assert set(shop.metrics(decision)) >= {"reward_model", "reward_model_low", "prompts"}
+    assert set(shop.metrics(decision)) >= {"reward_model", "reward_model_prompts", "prompts"}
 
 
 @pytest.fixture

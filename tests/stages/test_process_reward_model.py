@@ -183,7 +183,7 @@ def row(*texts: str, labels: tuple[float, ...]) -> SteppedAnswer:
 
 def test_labels_stand_at_the_last_token_of_each_step(policy: Path) -> None:
     chat = ChatTemplate.load(policy)
-    (sample,) = step_samples(chat, StepSplitter(chat, "\n"), [row("12", "3", labels=(1.0, 0.25))], CONFIG)
+    ((_, sample),) = step_samples(chat, StepSplitter(chat, "\n"), [row("12", "3", labels=(1.0, 0.25))], CONFIG)
     # <|user|>1<|end|><|assistant|>12\n3<|end|>: the answer begins at 4, its newline is token 6, its end token 8
     assert len(sample.token_ids) == 9
     assert sample.loss_mask == (0, 0, 0, 0, 0, 0, 1, 0, 1)
@@ -194,7 +194,7 @@ def test_steps_beyond_the_limit_are_cut_and_answers_without_any_are_dropped(poli
     chat = ChatTemplate.load(policy)
     rows = [row("12", "3", labels=(1.0, 0.0)), row("123456789", "3", labels=(1.0, 0.0))]
     config = CONFIG.model_copy(update={"max_length": 8})
-    (sample,) = step_samples(chat, StepSplitter(chat, "\n"), rows, config)
+    ((_, sample),) = step_samples(chat, StepSplitter(chat, "\n"), rows, config)
     assert (len(sample.token_ids), judgements(sample)) == (7, (1.0,))
 
 

@@ -54,7 +54,7 @@ def inputs(shop: Workshop, tmp_path: Path) -> dict[str, Any]:
             {"label": "sft", "digest": "d1", "parents": ["prepare_data"], "config": {"max_length": 256}, "stage": "sft", "key": "k1"},
             {"label": "ppo", "digest": policy.digest, "parents": ["sft"], "config": {"kl_coef": 0.05}, "stage": "ppo", "key": "k2"},
         ],
-        "settings": {"level": 0.95, "resamples": 2000},
+        "settings": {"level": 0.95},
     }  # fmt: skip
     (tmp_path / "report" / "report.json").write_text(json.dumps(report))
     return {"policy": policy, "report": shop.store.external(ReportRef, tmp_path / "report")}
@@ -112,7 +112,9 @@ def test_by_option_there_is_a_folder_for_the_hub_with_weights_and_card(
     assert not (shop.store.path(ref) / "hub").exists()
 
 
-def with_champion(shop: Workshop, inputs: dict[str, Any], tmp_path: Path, low: float) -> dict[str, Any]:
+def with_champion(
+    shop: Workshop, inputs: dict[str, Any], tmp_path: Path, low: float, change: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Add a champion that the policy's gold reward exceeds by an interval that begins at `low`."""
     (tmp_path / "champion").mkdir()
     (tmp_path / "champion" / "config.json").write_text('{"old": true}')
@@ -120,11 +122,43 @@ def with_champion(shop: Workshop, inputs: dict[str, Any], tmp_path: Path, low: f
     file = shop.store.path(inputs["report"]) / "report.json"
     report = json.loads(file.read_text())
     report["policies"]["champion"] = {"digest": champion.digest, "prompts": 64, "samples": 64, "gold": interval(1.5)}
-    report["policies"]["ppo"]["gold_over_champion"] = {"mean": low + 0.1, "low": low, "high": low + 0.2}
+    found = {"mean": low + 0.1, "low": low, "high": low + 0.2} if change is None else change
+    report["policies"]["ppo"]["gold_over_champion"] = found
     (tmp_path / "compared").mkdir()
     (tmp_path / "compared" / "report.json").write_text(json.dumps(report))
     shop.tracker.known_champions = RegistryState(champion.digest)
     return inputs | {"report": shop.store.external(ReportRef, tmp_path / "compared"), "champion": champion}
+
+
+@pytest.mark.parametrize("least", [6, 1])
+@pytest.mark.parametrize(
+    ("prompts", "change"),
+    [
+        (1, {"low": 0.5, "mean": 0.6, "high": 0.7, "prompts": 1}),
+        (5, {"low": 0.5, "mean": 0.6, "high": 0.7, "prompts": 5}),
+        (1, {"mean": 0.6, "prompts": 1}),
+        (6, {"low": 0.5, "mean": 0.6, "high": 0.7, "prompts": 6}),
+    ],
+)
+def test_a_challenger_does_not_win_on_few_prompts(
+    shop: Workshop, inputs: dict[str, Any], tmp_path: Path, prompts: int, change: dict[str, Any], least: int
+) -> None:
+    compared = with_champion(shop, inputs, tmp_path, 0.5, change)
+    gate, card, _ = publish(shop, compared, least_prompts=least, challenge={"metric": "gold"})
+    assert gate["passed"] is ("low" in change and prompts >= least)
+    assert ({"prompts"} <= {check["metric"] for check in gate["checks"]}) is (prompts < least)
+    json.dumps(gate, allow_nan=False)
+    assert ("| prompts | >= 6 |" in card) is (prompts < least)
+
+
+def test_each_number_of_a_gate_is_of_enough_prompts(shop: Workshop, inputs: dict[str, Any]) -> None:
+    file = shop.store.path(inputs["report"]) / "report.json"
+    report = json.loads(file.read_text())
+    report["policies"]["sft"]["prompts"] = 3  # whom the policy is compared with
+    file.write_text(json.dumps(report))
+    few = inputs | {"report": shop.store.external(ReportRef, file.parent)}
+    for gate, passes in ((GOOD[0], False), (GOOD[1], True)):
+        assert publish(shop, few, gate=(gate,))[0]["passed"] is passes
 
 
 @pytest.mark.parametrize(("low", "margin", "wins"), [(0.05, 0.0, True), (0.0, 0.0, False), (0.05, 0.1, False)])

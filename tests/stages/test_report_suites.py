@@ -21,7 +21,7 @@ def result(
     )
     lower = (measure,) if failures else ()
     folder.mkdir(parents=True)
-    report = report_of(Measured(rows, measure, lower), kind="gold", policy="d", seed=1)
+    report = report_of(Measured(rows, measure, lower), kind="gold", policy="d")
     (folder / "report.json").write_text(json.dumps(report))
     write_rows(folder / "rows.jsonl", rows)
     return store.external(ReportRef, folder)
@@ -65,7 +65,7 @@ def win_rates(store: ArtifactStore, folder: Path, values: list[float], opponent:
     found = {"length_controlled_win_rate": {"mean": 0.5, "low": 0.4, "high": 0.6, "prompts": 4.0}}
     result = Measured(rows, "length_controlled_win_rate", (), found, {"opponent": opponent})
     folder.mkdir(parents=True)
-    (folder / "report.json").write_text(json.dumps(report_of(result, kind="judge", policy="d", seed=1)))
+    (folder / "report.json").write_text(json.dumps(report_of(result, kind="judge", policy="d")))
     write_rows(folder / "rows.jsonl", rows)
     return store.external(ReportRef, folder)
 

@@ -55,7 +55,7 @@ def test_it_separates_the_pairs_and_transformers_returns_the_same_scores(tmp_pat
 
 def test_probes_and_calibration_are_in_the_report_and_in_the_metrics(tmp_path: Path, policy: Path) -> None:
     shop = Workshop(ArtifactStore(tmp_path / "store"))
-    rows = preferences(shop.store, tmp_path, 20, held_out=20)
+    rows = preferences(shop.store, tmp_path, 20, held_out=20, prompts=20)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": rows}
     config = CONFIG.model_copy(update={"probe_answers": 5, "max_length": 256})
     ref, decision = shop.run("reward_model", config, inputs)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
     "prepare_data": "dacca8e7da809051",
     "sft": "6fbf4c39c44be5c1",
-    "reward_model": "4621fc7fed78bb09",
+    "reward_model": "537067d0d4a2765f",
     "rejection_sampling/generate": "dc79f212af9e773d",
     "rejection_sampling/score": "0ced9b05836ada95",
     "rejection_sampling/select": "e0f4ef38cbe5e86f",

@@ -51,20 +51,28 @@ def answer(text: str) -> tuple[Message, ...]:
 
 
 def demonstrations(store: ArtifactStore, root: Path, count: int = 24) -> DemonstrationsRef:
-    rows = [Demonstration(f"d{i}", question(i % 9) + answer(f"It is {i % 9}."), "test") for i in range(count)]
+    rows = [
+        Demonstration(f"d{i}", question(i % prompts) + answer(f"It is {i % prompts}."), "test") for i in range(count)
+    ]
     write_demonstrations(root / "demonstrations" / "train.parquet", rows)
     write_demonstrations(root / "demonstrations" / "eval.parquet", rows[:4])
     return store.external(DemonstrationsRef, root / "demonstrations")
 
 
 def preferences(
-    store: ArtifactStore, root: Path, count: int = 32, *, held_out: int = 6, sources: tuple[str, ...] = ("test",)
+    store: ArtifactStore,
+    root: Path,
+    count: int = 32,
+    *,
+    held_out: int = 6,
+    sources: tuple[str, ...] = ("test",),
+    prompts: int = 9,
 ) -> PreferencesRef:
     rows = [
         Preference(
             f"p{i}",
-            question(i % 9),
-            answer(f"It is {i % 9}."),
+            question(i % prompts),
+            answer(f"It is {i % prompts}."),
             answer("What? 12 + 30?"),
             0.0,
             sources[i % len(sources)],

@@ -9,11 +9,13 @@ import pytest
 
 from pipelines.execution.all_cached import results_if_all_cached
 from pipelines.execution.executor import RunOptions
+from pipelines.execution.gates import judged
 from pipelines.execution.opening import open_run, store_of
 from pipelines.execution.plan import PlannedStage, plan
 from pipelines.execution.run import run_stages
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.flows.run_rules import GateConfig
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import Strictness
@@ -197,6 +199,37 @@ def test_an_unknown_label_is_refused_before_anything_is_computed(trial: Trial) -
     assert list(trial.plan(BLOCK.replace("first", "alone"), until="second")) == ["first", "second"]
     with pytest.raises(ConfigError, match="no such stage"):
         trial.plan(BLOCK.replace("first", "frist"), until="second")
+
+
+@pytest.mark.parametrize(
+    ("metric", "known", "said"),
+    [
+        (
+            "accuracy_low",
+            {"accuracy_low": 0.9, "prompts": 5.0},
+            "accuracy_low 0.9 >= 0.5 of 5 prompts, where 6 are needed",
+        ),
+        ("held_out/accuracy", {"held_out/accuracy": 0.9, "held_out/prompts": 6.0, "prompts": 1.0}, ""),
+        ("policies/ppo/gold/low", {"policies/ppo/gold/low": 2.0, "policies/ppo/gold/prompts": 1.0}, "of 1 prompts"),
+        ("policies/ppo/gold/low", {"policies/ppo/gold/mean": 2.0, "policies/ppo/gold/prompts": 1.0}, "no interval"),
+        ("policies/ppo/kl_per_token", {"policies/ppo/kl_per_token": 2.0, "policies/ppo/prompts": 3.0}, "of 3 prompts"),
+        ("pass_at_1_low", {"pass_at_1_low": 0.7, "pass_at_1_prompts": 2.0, "prompts": 9.0}, "of 2 prompts"),
+        (
+            "math/ppo/gold_difference",
+            {"math/ppo/gold_difference": 1.0, "math/ppo/gold_difference_prompts": 4.0},
+            "of 4 ",
+        ),
+        ("prompts", {"prompts": 2.0}, ""),
+        ("train/loss", {"train/loss": 2.0}, ""),
+    ],
+)
+def test_a_number_of_few_prompts_passes_no_gate(metric: str, known: dict[str, float], said: str) -> None:
+    gate = GateConfig(after="first", metric=metric, op=">=", value=0.5)
+    holds, why = judged(gate, 0, known)
+    assert holds is not bool(said) and said in why
+    fewer = GateConfig(after="first", metric=metric, op=">=", value=0.5, least_prompts=1)
+    assert judged(fewer, 0, known)[0] is (metric in known)
+    assert "least_prompts" not in gate.model_dump(mode="json")  # an approval that was given still holds
 
 
 def test_an_unknown_metric_names_those_that_there_are(trial: Trial) -> None:

@@ -38,6 +38,8 @@ def test_the_best_has_the_best_mean_and_its_rivals_overlap_with_it() -> None:
     best = best_of(results, GOLD)
     assert best is results[2] and rivals(results, best, GOLD) == [results[0]]
     assert best_of(results, Goal("evaluate", "ppo/gold", "min")) is results[3]
+    alone = result("0.4", 0.0, 0.0, 0.0)  # of one prompt: it has no interval
+    assert rivals([*results, alone], best, GOLD) == [results[0], alone] and rivals([alone, results[0]], alone, GOLD)
     assert best_of([FAILED], GOLD) is None
 
 

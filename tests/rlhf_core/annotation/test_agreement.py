@@ -50,7 +50,7 @@ def test_the_report_counts_what_people_did() -> None:
         "bob": {"c0": "first", "c1": "second", "c3": "tie", "check": "first"},
     }
     judgments = [Judgment(name, who, choice) for who, row in said.items() for name, choice in row.items()]
-    report = judgment_report(asked, judgments, seed=1)
+    report = judgment_report(asked, judgments)
     assert report["judgments"] == 11 and report["comparisons"] == 4
     assert report["choices"] == {"first": 4, "tie": 2, "second": 1}
     assert report["agreement"]["mean"] == pytest.approx(2 / 3) and report["agreement"]["count"] == 3
@@ -62,7 +62,7 @@ def test_the_report_counts_what_people_did() -> None:
 
 
 def test_what_was_not_measured_is_none() -> None:
-    report = judgment_report([comparison("c")], [Judgment("c", "ada", "tie")], seed=1)
+    report = judgment_report([comparison("c")], [Judgment("c", "ada", "tie")])
     assert report["agreement"] is report["alpha"] is report["first_chosen"] is report["consistency"] is None
 
 
@@ -71,7 +71,7 @@ def test_agreement_with_a_known_reward_counts_choices_of_a_side_where_the_reward
     choices: list[Choice] = ["first", "second", "first", "tie", "first", "second"]
     judgments = [Judgment(f"c{n}", "ada", choice) for n, choice in enumerate(choices)]
     gold = {"c0": 2.0, "c1": -0.5, "c2": -1.0, "c3": 1.0, "c4": 0.0}
-    report = judgment_report([comparison(f"c{n}") for n in range(6)], judgments, seed=1, gold=gold)
+    report = judgment_report([comparison(f"c{n}") for n in range(6)], judgments, gold=gold)
     assert report["gold"]["count"] == 3 and report["gold"]["mean"] == pytest.approx(2 / 3)
     assert report["annotators"]["ada"]["gold"] == pytest.approx(2 / 3)
-    assert judgment_report([comparison("c0")], judgments[:1], seed=1)["gold"] is None
+    assert judgment_report([comparison("c0")], judgments[:1])["gold"] is None

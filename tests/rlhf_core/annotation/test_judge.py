@@ -103,7 +103,7 @@ def test_a_judge_that_prefers_a_place_is_a_tie_and_the_report_says_which_place(
     server.says = says
     found = judged(server, [comparison(f"c{n}") for n in range(1, 5)], tmp_path / "j")
     assert [one.choice for one in found.judgments] == ["first", "tie", "tie", "tie"]
-    report = judge_report(found.verdicts, seed=1)
+    report = judge_report(found.verdicts, [comparison(f"c{n}") for n in range(1, 5)])
     assert (report["changed"]["mean"], report["toward_first"]["mean"]) == (0.75, 0.5)
     assert report["toward_second"]["mean"] == 0.0 and report["questions"] == 8
 
@@ -112,7 +112,7 @@ def test_a_reply_without_a_verdict_is_asked_again_and_counted(server: ChatServer
     server.says = lambda asked: "**Better: Answer A.**" if asked == CORRECTION else "Both have their merits."
     found = judged(server, [comparison("c1")], tmp_path / "j")
     assert found.judgments[0].choice == "tie"  # A both times
-    report = judge_report(found.verdicts, seed=1)
+    report = judge_report(found.verdicts, [comparison("c1"), comparison("c2")])
     assert (report["malformed"], report["failed"]) == (2, 0)
     roles = [message["role"] for message in server.requests[-1]["messages"]]
     assert roles == ["user", "assistant", "user"]
@@ -123,7 +123,9 @@ def test_a_comparison_without_a_verdict_has_no_judgment(server: ChatServer, tmp_
     found = judged(server, [comparison("c1"), comparison("c2")], tmp_path / "j", on_failure="invalid", corrections=1)
     assert [one.comparison for one in found.judgments] == ["c2"]
     assert found.failures == {"c1": "I cannot decide."}
-    assert judge_report(found.verdicts, seed=1)["malformed"] == 4  # two replies in each order
+    assert (
+        judge_report(found.verdicts, [comparison("c1"), comparison("c2")])["malformed"] == 4
+    )  # two replies in each order
 
 
 def test_a_failure_ends_the_stage_and_keeps_what_was_answered(server: ChatServer, tmp_path: Path) -> None:

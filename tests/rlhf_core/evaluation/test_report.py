@@ -28,7 +28,7 @@ REPORT: dict[str, Any] = {
         },
     },
     "lineage": [{"label": "sft", "digest": "d" * 64, "parents": ["prepare_data"], "config": {}, "key": "k", "stage": "sft"}],
-    "settings": {"level": 0.95, "resamples": 2000},
+    "settings": {"level": 0.95},
 }  # fmt: skip
 SAMPLES = [Sample("<script>alert(1)</script>", (("sft", "a < b", {"gold": 1.0}), ("ppo", "good", {"gold": 2.0})))]
 

@@ -45,7 +45,9 @@ def test_short_forms_come_back() -> None:
 
 def test_effects_are_in_units_of_the_spread() -> None:
     report = probe_report(
-        rewards=[0.0] * 4, changes={"length/filler": [1.0, 1.0, 1.0, -1.0], "format/list": []}, spread=0.5, seed=1
+        rewards=[0.0] * 4,
+        changes={"length/filler": list(enumerate([1.0, 1.0, 1.0, -1.0])), "format/list": []},
+        spread=0.5,
     )
     filler = report["length/filler"]
     assert (filler["answers"], filler["effect"], filler["raised"], filler["moved"]) == (4, 1.0, 0.75, 2.0)
@@ -57,7 +59,7 @@ def test_effects_are_in_units_of_the_spread() -> None:
 
 def test_rewards_without_spread_are_measured_as_they_are() -> None:
     assert (
-        probe_report(rewards=[1.0], changes={"length/filler": [0.25]}, spread=0.0, seed=1)["length/filler"]["effect"]
+        probe_report(rewards=[1.0], changes={"length/filler": [("p", 0.25)]}, spread=0.0)["length/filler"]["effect"]
         == 0.25
     )
 

@@ -15,8 +15,8 @@ SURE = math.log(9)  # probability 0.9, and 0.1 negated
 def test_steps_and_first_errors_are_counted() -> None:
     labels = [(1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 0.0), (1.0,)]
     logits = [(SURE, SURE), (SURE, -SURE, SURE), (SURE, -SURE), (-SURE,)]
-    report, figures = step_report(logits=logits, labels=labels, seed=3)
-    assert (report["answers"], report["steps"], report["right_steps"]) == (4, 8, 4)
+    report, figures = step_report(logits=logits, labels=labels, prompts="aabc")
+    assert (report["answers"], report["steps"], report["right_steps"], report["prompts"]) == (4, 8, 4, 3)
     # wrong: the third step of the second answer, the first of the third, the only one of the last
     assert report["accuracy"] == 5 / 8
     assert report["first_error_accuracy"] == 2 / 4  # the first (no error) and the second answer
@@ -30,7 +30,7 @@ def test_steps_and_first_errors_are_counted() -> None:
 
 
 def test_soft_labels_count_by_what_is_likelier_and_calibrate_as_they_are() -> None:
-    report, _ = step_report(logits=[(SURE, -SURE)], labels=[(0.9, 0.1)], seed=3)
+    report, _ = step_report(logits=[(SURE, -SURE)], labels=[(0.9, 0.1)], prompts="a")
     assert report["accuracy"] == report["first_error_accuracy"] == 1.0
     assert report["ece"] == pytest.approx(0.0, abs=1e-12)
     assert report["f1"] is None  # no answer without an error

@@ -28,7 +28,7 @@ def test_the_four_accuracies_count_as_ifeval_does() -> None:
             asked("p2", "Sure, here:\nRain falls", {"instructions": [NO_COMMAS]}),  # only without its first line
         ]
     )
-    found = {name: value["mean"] for name, value in means(rows, seed=1).items()}
+    found = {name: value["mean"] for name, value in means(rows, shares=()).items()}
     # instructions: strict 2 of 4, loose 3 of 4; prompts: strict 0 of 2, loose 1 of 2
     assert found == {
         "prompt_level_strict_acc": 0.0,

@@ -55,7 +55,7 @@ def test_safe_and_unsafe_prompts_have_rates_of_their_own() -> None:
         labelled("s1", no, "safe"), labelled("s2", yes, "safe"), labelled("s3", yes, "safe"), labelled("s4", yes, "safe"),
         labelled("u1", no, "unsafe"), labelled("u2", yes, "Unsafe"),
     ]  # fmt: skip
-    found = means(refusal_rows(answers, REFUSALS, characters=200), seed=1)
+    found = means(refusal_rows(answers, REFUSALS, characters=200), shares=())
     assert {name: (value["mean"], value["prompts"]) for name, value in found.items()} == {
         "over_refusal": (0.25, 4),
         "unsafe_compliance": (0.5, 2),
