@@ -7,6 +7,7 @@ tokens -> parquet, `validation.json` (every dropped row and why), `preview.md` (
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,8 @@ from stages.config.prepare_data import (
     counted_files,
     local_files,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:
@@ -246,6 +249,12 @@ def _show(tables: Tables, report: DropReport, config: PrepareDataConfig, context
         if shown:
             columns = ["id", "source", "prompt", "answer or chosen", "rejected"]
             context.tracker.table(f"samples/{name}", columns, shown)
+    for source, unread in report.not_read.items():
+        if unread:
+            names = ", ".join(f"{name} ({count})" for name, count in unread.most_common())
+            logger.warning(
+                "%s: columns and keys of source %s that are not read (rows): %s", context.label, source, names
+            )
     if report.drops:
         dropped = [[reason, count] for reason, count in report.counts().items()]
         context.tracker.table("dropped", ["reason", "rows"], dropped)

@@ -55,6 +55,7 @@ TESTED_THROUGH = {
     "rlhf_core/models/head_pass.py": "rlhf_core/models/test_forward.py",
     "rlhf_core/data/worlds/instruction_answers.py": "rlhf_core/data/worlds/test_instruction_writer.py",
     "rlhf_core/data/worlds/instruction_phrases.py": "rlhf_core/data/worlds/test_instructions.py",
+    "rlhf_core/data/detection.py": "rlhf_core/data/test_formats.py",
     "rlhf_core/data/file_types.py": "rlhf_core/data/test_sources.py",
     "rlhf_core/data/values.py": "rlhf_core/data/test_formats.py",
     "rlhf_core/rewards/external.py": "stages/test_import_reward_model.py",

@@ -104,6 +104,7 @@ RowFormat = Literal[
     "messages",
     "text",
     "prompt_completion",
+    "alpaca",
     "prompt",
     "preference",
     "implicit_preference",
@@ -118,6 +119,7 @@ RowFormat = Literal[
     "label_studio",
     "argilla",
 ]
+LabelCoding = Literal["auto", "verdict", "answer"]
 PreferenceCoding = Literal["auto", "zero_based", "one_based", "first_is_one", "signed"]
 RankingPairs = Literal["max_min", "adjacent", "all"]
 
@@ -146,6 +148,9 @@ class Columns(Config):
     ratings: str = added_option("")
     thumbs: str = added_option("")
     annotator: str = added_option("")
+    input: str = added_option("")
+    history: str = added_option("")
+    system: str = added_option("")
 
 
 class Suite(Config):
@@ -210,6 +215,9 @@ class Source(Config):
     """Meaning of a number in `preference`: the better response's place from 0 (`zero_based`) or from 1 (`one_based`),
     whether the first is better (`first_is_one`: 1 or 0), or how much better the second is (`signed`: negative for the
     first, 0 for a tie). `auto` infers it from the numbers of the whole source and refuses ambiguous ones."""
+    label_coding: LabelCoding = added_option("auto")
+    """Whether `label` beside one answer is a verdict on it (`verdict`: bad answers are not imitated) or the expected
+    answer (`answer`). `auto` infers it from the labels of the whole source and refuses ambiguous ones."""
     ranking_pairs: RankingPairs = "max_min"
     """Pairs made from a ranking: the best answer against the worst, each against the next one, or each against each."""
     rating_weights: dict[str, float] = added_option({})

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rlhf_core.config.data import Files, PreferenceCoding, Source
 from rlhf_core.data.cleaning import decontaminate, deduplicate, exact
+from rlhf_core.data.columns import Reading, refuse_left_out
 from rlhf_core.data.comparisons import NoPreference, refuse_hidden_answers, verdict_coding
+from rlhf_core.data.detection import detect, exported
 from rlhf_core.data.exports import EXPORTS, preference_rows, read_record
 from rlhf_core.data.filters import RowFilter
-from rlhf_core.data.formats import Content, Example, Row, contents_of, convert_all, detect, exported, rename
+from rlhf_core.data.formats import Content, Example, Row, contents_of, convert_all
+from rlhf_core.data.labels import JUDGED_FORMATS, LabelReading, label_reading, refuse_verdict
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of
 from rlhf_core.data.near_duplicates import NearDuplicates
 from rlhf_core.data.sources import read
@@ -64,27 +66,30 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
     examples: list[Example] = []
     malformed: list[Drop] = []
     ties: list[Drop] = []
-    rows = _rows(source, report, malformed)
+    rows = list(_rows(source, report, malformed))
+    format_name = rows[0][1] if rows else ""
+    # What numbers and labels mean is decided over all rows.
+    columns = [row for *_, row in rows]
     coding = source.preference_coding
-    first = next(rows, None)
-    kept = [] if first is None else [first]
-    if first is not None and first[1] == "comparison":  # the meaning of numbers is decided over all rows
-        kept += rows
-        coding = verdict_coding(source.name, coding, [row for *_, row in kept])
-    for origin, format_name, row in itertools.chain(kept, rows):
+    if format_name == "comparison":
+        coding = verdict_coding(source.name, coding, columns)
+    labels = label_reading(source, format_name, columns)
+    for origin, _, row in rows:
         try:
-            contents = _contents(row, format_name, source, coding)
+            contents = _contents(row, format_name, source, coding, labels)
         except _MALFORMED as error:
             malformed.append(_malformed(source, origin, error))
             continue
         except NoPreference as verdict:
             ties.append(Drop(source.name, origin, verdict.reason))
             continue
+        report.not_read[source.name].update(contents[0].unread)
         if contents[0].tied:
             report.tied_pairs[source.name] += contents[0].tied
         made = [_example(content, source, origin) for content in contents]
         # Only the best answer of a ranking is worth imitating: the chosen answer of the first pair.
         examples += made if table_of(made[0], source.use) == "preferences" else made[:1]
+    malformed.sort(key=lambda drop: (drop.origin.file, drop.origin.line))
     report.drops += malformed + ties
     report.check_malformed(source.name, malformed, max_bad_fraction=max_bad_fraction)
     return examples
@@ -158,30 +163,52 @@ def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator
                 raise DataError(record.problem)
             # The columns of an export name fields inside its records.
             format_name = format_name or exported(record.row)
-            row = record.row if format_name in EXPORTS else rename(record.row, source.columns)
+            row = record.row if format_name in EXPORTS else Reading(record.row, source.columns)
             format_name = format_name or detect(row)
-            if format_name == "prompt" and source.format == "auto":
-                refuse_hidden_answers(row)
+            if source.format == "auto":
+                _refuse_others(row, format_name)
         except _MALFORMED as error:
             malformed.append(_malformed(source, record.origin, error))
             continue
         yield record.origin, format_name, row
 
 
-def _contents(row: Row, format_name: str, source: Source, coding: PreferenceCoding) -> list[Content]:
+def _refuse_others(row: Row, format_name: str) -> None:
+    """Raise DataError for a row with answers or verdicts that `format_name`, the format of the first row, leaves out."""
+    if format_name == "prompt":
+        refuse_hidden_answers(row)
+    elif format_name in JUDGED_FORMATS:
+        try:
+            own = detect(row)
+        except DataError:
+            return  # the adapter finds what the row lacks
+        if own not in (*JUDGED_FORMATS, "prompt"):
+            rule = f"its columns are those of {own!r}, and the source begins with {format_name!r}"
+            raise DataError(f"mixed formats: {rule}; set `format`, or make it two sources")
+
+
+def _contents(
+    row: Row, format_name: str, source: Source, coding: PreferenceCoding, labels: LabelReading
+) -> list[Content]:
     """Return the contents of a row. Raises DataError for a malformed one, and NoPreference if it prefers no answer."""
     if format_name in EXPORTS:
         judged = read_record(row, format_name, source)
         rows, tied = preference_rows(judged, pairs=source.ranking_pairs, min_margin=source.min_margin)
         return contents_of(rows, "preference", {}, tied=tied)
-    return convert_all(
+    contents = convert_all(
         row,
         format_name,
         coding=coding,
         ranking_pairs=source.ranking_pairs,
         rating_weights=source.rating_weights,
         min_margin=source.min_margin,
+        labels=labels,
     )
+    if source.format == "auto":
+        refuse_left_out(contents[0].unread)
+    if labels == "answer" and format_name in JUDGED_FORMATS and contents[0].chosen:
+        refuse_verdict(row, source)
+    return contents
 
 
 def _malformed(source: Source, origin: Origin, error: DataError | RecursionError) -> Drop:

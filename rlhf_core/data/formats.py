@@ -10,25 +10,35 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_core.config.data import Columns, PreferenceCoding, RankingPairs
+from rlhf_core.config.data import PreferenceCoding, RankingPairs
 from rlhf_core.data import values
+from rlhf_core.data.columns import Reading, alpaca_turns, prompt_name, prompt_turns
 from rlhf_core.data.comparisons import (
     TRANSCRIPT_TURN,
     Tie,
     Unrated,
     compared,
-    is_ranking,
     ranked,
-    refuse_hidden_answers,
-    responses,
 )
-from rlhf_core.data.ratings import is_rated, overall, rated, score_margin
-from rlhf_core.data.turns import calls_tools, refuse_calls, tools_of, transcript, turns_of, with_tools
+from rlhf_core.data.labels import LabelReading, verdict_of
+from rlhf_core.data.ratings import overall, rated, score_margin
+from rlhf_core.data.turns import (
+    calls_tools,
+    holds_turns,
+    is_text_of_turns,
+    refuse_calls,
+    tools_of,
+    transcript,
+    turns_of,
+    with_tools,
+)
 from rlhf_core.data.validation import Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
 Row = Mapping[str, Any]
+SYSTEM = ("system", "system_prompt", "system_message")
+"""Names of the column with the system message."""
 Turns = tuple[Message, ...]
 
 
@@ -75,67 +85,8 @@ class Content:
     tied: int = 0
     """Number of pairs of equally good answers in the row, counted at the first content of the row."""
     conversational: bool = False
-
-
-def rename(row: Row, columns: Columns) -> dict[str, Any]:
-    """Return `row` with the source's column names replaced by those of the formats."""
-    own = {theirs: ours for ours in type(columns).model_fields if (theirs := getattr(columns, ours))}
-    missing = sorted(set(own) - set(row))
-    if missing:
-        raise DataError(f"no such column: {missing[0]!r}; the row has {sorted(row)}")
-    # A mapped column replaces one that already has the name.
-    rest = {name: value for name, value in row.items() if name not in own and name not in own.values()}
-    return rest | {ours: row[theirs] for theirs, ours in own.items()}
-
-
-def detect(row: Row) -> str:
-    """Return the format of `row` by its columns. Raises DataError for columns that are unknown or would be left out.
-
-    >>> detect({"prompt": "2+2?", "chosen": "4", "rejected": "5"})
-    'preference'
-    """
-    has = {name for name, value in row.items() if value is not None}
-    if export := exported(row):
-        return export
-    if {"chosen", "rejected"} <= has:
-        if "prompt" in has:
-            return "preference"
-        chosen = row["chosen"]
-        return "hh" if isinstance(chosen, str) and TRANSCRIPT_TURN.match(chosen) else "implicit_preference"
-    if {"prompt", "preference"} <= has and responses(row):
-        return "comparison"
-    if "prompt" in has and is_ranking(row):
-        return "ranking"
-    if is_rated(row):
-        return "ratings"
-    if {"prompt", "completion", "reward"} <= has and "label" not in has:
-        return "scored"
-    for name, needed in (
-        ("stepwise", {"prompt", "completions", "labels"}),
-        ("scored", {"input", "output", "reward"}),
-        ("unpaired_preference", {"prompt", "completion", "thumbs"}),
-        ("messages", {"messages"}),
-        ("messages", {"conversations"}),
-        ("question_answer", {"question", "answer"}),
-        ("prompt", {"prompt"}),
-        ("text", {"text"}),
-    ):
-        if needed <= has:
-            if name == "prompt" and "completion" not in has:
-                refuse_hidden_answers(row)
-            if name != "prompt" or "completion" not in has:
-                return name
-            # Any other label is the expected answer, which rewards can check against.
-            judged = "label" in has and values.spelling(row["label"]) in values.TRUTHS
-            return "unpaired_preference" if judged else "prompt_completion"
-    raise DataError(f"unknown columns: {sorted(row)}; known formats are {FORMATS}")
-
-
-def exported(row: Row) -> str:
-    """Return the format of a record of an annotation tool's export, or the empty text for any other row."""
-    if {"data", "annotations"} <= set(row):
-        return "label_studio"
-    return "argilla" if {"fields", "responses"} <= set(row) else ""
+    unread: tuple[str, ...] = ()
+    """Columns and keys of turns that were not read, at the first content of the row."""
 
 
 def convert_all(
@@ -146,13 +97,17 @@ def convert_all(
     ranking_pairs: RankingPairs,
     rating_weights: Mapping[str, float] | None = None,
     min_margin: float = 0.0,
+    labels: LabelReading = "answer",
 ) -> list[Content]:
     """Return the contents of `row` in the format `format_name`: one, or one per pair for a ranking and for ratings.
 
-    The column `system` becomes the system message. Raises DataError for an invalid row, and `comparisons.NoPreference`
+    With `labels = "verdict"` the label of a row with one answer decides whether the answer is good. The column `system` becomes the system message. Raises DataError for an invalid row, and `comparisons.NoPreference`
     if its answers are equally good or were not judged.
     """
+    row = row.again() if isinstance(row, Reading) else Reading(row)
     refuse_calls(row)
+    if labels == "verdict" and format_name == "prompt_completion":
+        format_name = "unpaired_preference"
     weights = rating_weights or {}
     rows: Sequence[Row] = [row]
     tied = 0
@@ -166,12 +121,15 @@ def convert_all(
             rows, tied = rated(row, pairs=ranking_pairs, weights=weights, min_margin=min_margin)
             format_name = "preference"
         elif format_name == "scored" and weights:
-            rows = [{**row, "reward": _weighted(row, weights)}]
+            rows = [row | {"reward": _weighted(row, weights)}]
         elif format_name in ("preference", "implicit_preference", "hh") and (margin := score_margin(row)) is not None:
             rows = [_with_margin(row, margin, min_margin)]
     except KeyError as error:
         raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error
-    return contents_of(rows, format_name, row, tied=tied)
+    contents = contents_of(rows, format_name, row, tied=tied)
+    if labels == "verdict":
+        contents = [_judged(content, row) for content in contents]
+    return [replace(contents[0], unread=tuple(row.unread())), *contents[1:]]
 
 
 def contents_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -> list[Content]:
@@ -180,7 +138,7 @@ def contents_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -
         replace(
             _with_tools(_with_system(convert(one, format_name), row), row),
             annotator=values.annotator(one) or values.annotator(row),
-            conversational=format_name == "messages" or not isinstance(row.get("prompt", ""), str),
+            conversational=format_name == "messages" or holds_turns(row.get("prompt", "")),
         )
         for one in rows
     ]
@@ -190,7 +148,7 @@ def contents_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -
 def convert(row: Row, format_name: str) -> Content:
     """Return the content of `row` in a format with one content per row. Raises DataError for an invalid row."""
     try:
-        content = ADAPTERS[format_name](row)
+        content = ADAPTERS[format_name](row if isinstance(row, Reading) else Reading(row))
     except KeyError as error:
         raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error
     _check(content)
@@ -214,42 +172,43 @@ def _text(row: Row) -> Content:
 
 
 def _prompt(row: Row) -> Content:
-    return Content(turns_of(row["prompt"], role="user"), label=values.label(row))
+    return Content(prompt_turns(row), label=values.label(row))
 
 
 def _prompt_completion(row: Row) -> Content:
-    prompt, answer = turns_of(row["prompt"], role="user"), turns_of(row["completion"], role="assistant")
-    return Content(prompt, answer, label=values.label(row))
+    prompt = prompt_turns(row)
+    return Content(prompt, _answer(row["completion"], prompt), label=values.label(row))
+
+
+def _alpaca(row: Row) -> Content:
+    """Return the instruction with its input, the turns of `history` before it, and its output."""
+    answer = turns_of(row["completion"] if "completion" in row else row["output"], role="assistant")
+    return Content(alpaca_turns(row), answer, label=values.label(row))
 
 
 def _preference(row: Row) -> Content:
-    prompt = turns_of(row["prompt"], role="user")
-    chosen, rejected = (
-        _without_prompt(turns_of(row[name], role="assistant"), prompt) for name in ("chosen", "rejected")
-    )
-    return Content(prompt, chosen, rejected, margin=values.margin(row))
+    prompt = prompt_turns(row)
+    chosen, rejected = (_answer(row[name], prompt) for name in ("chosen", "rejected"))
+    return _pair(prompt, chosen, rejected, row)
 
 
 def _implicit_preference(row: Row) -> Content:
     """Return a pair whose prompt is the longest common beginning of both sides."""
     chosen, rejected = row["chosen"], row["rejected"]
-    if isinstance(chosen, str) and isinstance(rejected, str):
+    if isinstance(chosen, str) and isinstance(rejected, str) and not is_text_of_turns(chosen):
         border = _common_words(chosen, rejected)
         prompt = turns_of(chosen[:border].strip(), role="user")
         better, worse = (turns_of(side[border:].strip(), role="assistant") for side in (chosen, rejected))
-        return Content(prompt, better, worse, margin=values.margin(row))
-    return _split_pair(turns_of(chosen, role=""), turns_of(rejected, role=""), margin=values.margin(row))
+        return _pair(prompt, better, worse, row)
+    return _split_pair(turns_of(chosen, role=""), turns_of(rejected, role=""), row)
 
 
 def _hh(row: Row) -> Content:
-    return _split_pair(transcript(row["chosen"]), transcript(row["rejected"]), margin=values.margin(row))
+    return _split_pair(transcript(row["chosen"]), transcript(row["rejected"]), row)
 
 
 def _unpaired_preference(row: Row) -> Content:
-    prompt, answer = turns_of(row["prompt"], role="user"), turns_of(row["completion"], role="assistant")
-    if values.thumbs_up(row["thumbs"]) if "thumbs" in row else values.truth(row["label"]):
-        return Content(prompt, chosen=answer, judged=True)
-    return Content(prompt, rejected=answer, judged=True)
+    return _judged(_prompt_completion(row), row)
 
 
 def _stepwise(row: Row) -> Content:
@@ -268,8 +227,10 @@ def _stepwise(row: Row) -> Content:
 
 def _scored(row: Row) -> Content:
     """Return an answer with its reward. The other answers to the prompt decide whether it is good."""
-    prompt, answer = ("input", "output") if "input" in row else ("prompt", "completion")
     reward = values.finite(row["reward"], "reward")
+    if "instruction" in row and "output" in row:
+        return replace(_alpaca(row), label="", reward=reward)
+    prompt, answer = ("input", "output") if "input" in row else ("prompt", "completion")
     return Content(turns_of(row[prompt], role="user"), turns_of(row[answer], role="assistant"), reward=reward)
 
 
@@ -286,6 +247,7 @@ ADAPTERS: dict[str, Callable[[Row], Content]] = {
     "text": _text,
     "prompt": _prompt,
     "prompt_completion": _prompt_completion,
+    "alpaca": _alpaca,
     "preference": _preference,
     "implicit_preference": _implicit_preference,
     "hh": _hh,
@@ -294,7 +256,6 @@ ADAPTERS: dict[str, Callable[[Row], Content]] = {
     "question_answer": _question_answer,
     "scored": _scored,
 }
-FORMATS = sorted([*ADAPTERS, "comparison", "ranking", "ratings", "label_studio", "argilla"])
 
 
 # ---------------------------------------------------------------- private: turns
@@ -302,14 +263,15 @@ FORMATS = sorted([*ADAPTERS, "comparison", "ranking", "ratings", "label_studio",
 
 def _with_system(content: Content, row: Row) -> Content:
     """Return `content` with the row's `system` as system message. Raises DataError if the turns have another one."""
-    if "system" not in row or row["system"] is None or not values.string(row["system"], "system").strip():
+    name = next((name for name in SYSTEM if row.get(name) is not None), "")
+    if not name or not values.string(row[name], name).strip():
         return content
-    said = Message("system", row["system"])
+    said = Message("system", row[name])
     first = content.prompt[:1]
     if not first or first[0].role != "system":
         return replace(content, prompt=(said, *content.prompt))
     if first[0].content.strip() != said.content.strip():
-        raise DataError("two system messages: the column system and the first turn differ; keep one of them")
+        raise DataError(f"two system messages: the column {name} and the first turn differ; keep one of them")
     return content
 
 
@@ -323,17 +285,45 @@ def _with_tools(content: Content, row: Row) -> Content:
     return replace(content, chosen=with_tools(content.chosen, tools))
 
 
-def _split_pair(chosen: Turns, rejected: Turns, *, margin: float) -> Content:
-    """Return a content with the common turns as prompt and the rest as answers."""
+def _judged(content: Content, row: Row) -> Content:
+    """Return the content of a row with one answer as one that was judged good or bad, by its thumbs or its label."""
+    if content.judged or content.rejected or not content.chosen or content.reward is not None:
+        return content
+    good = values.thumbs_up(row["thumbs"]) if "thumbs" in row else values.truth(verdict_of(row))
+    if good:
+        return replace(content, label="", judged=True)
+    if not content.prompt:
+        raise DataError("no prompt: a bad answer is compared with others to its prompt")
+    return replace(content, chosen=(), rejected=content.chosen, label="", judged=True)
+
+
+def _split_pair(chosen: Turns, rejected: Turns, row: Row) -> Content:
+    """Return a content with the common turns as prompt and the rest as answers.
+
+    Raises DataError if the row has its prompt in a column too, and another one there.
+    """
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
-    return Content(chosen[:common], chosen[common:], rejected[common:], margin=margin)
+    name = prompt_name(row)
+    if name and isinstance(row[name], str) and not any(row[name].strip() in turn.content for turn in chosen[:common]):
+        raise DataError(f"two prompts: the column {name!r} is not among the turns that chosen and rejected begin with")
+    return _pair(chosen[:common], chosen[common:], rejected[common:], row)
 
 
-def _without_prompt(answer: Turns, prompt: Turns) -> Turns:
-    """Return `answer` without the prompt, which some datasets repeat in it."""
-    return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
+def _pair(prompt: Turns, chosen: Turns, rejected: Turns, row: Row) -> Content:
+    if not chosen or not rejected:
+        raise DataError("no answer: chosen and rejected each need one after the prompt")
+    return Content(prompt, chosen, rejected, margin=values.margin(row))
+
+
+def _answer(value: Any, prompt: Turns) -> Turns:
+    """Return an answer without the prompt, which some datasets repeat in it as turns or as a transcript."""
+    turns = turns_of(value, role="assistant")
+    if isinstance(value, str) and TRANSCRIPT_TURN.match(value):
+        whole = transcript(value)
+        turns = whole if whole[: len(prompt)] == prompt else turns
+    return turns[len(prompt) :] or turns if turns[: len(prompt)] == prompt else turns
 
 
 def _common_words(left: str, right: str) -> int:
@@ -376,8 +366,8 @@ def _weighted(row: Row, weights: Mapping[str, float]) -> float:
     return value
 
 
-def _with_margin(row: Row, margin: float, min_margin: float) -> Row:
+def _with_margin(row: Reading, margin: float, min_margin: float) -> Row:
     """Return a pair with the difference of its two ratings as margin. Raises Tie if they are too close."""
     if margin == 0 or margin < min_margin:
         raise Tie
-    return row if "margin" in row else {**row, "margin": margin}
+    return row if "margin" in row else row | {"margin": margin}

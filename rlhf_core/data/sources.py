@@ -9,7 +9,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,12 +18,11 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from rlhf_core.config.data import Source
 from rlhf_core.data.file_types import file_type
 from rlhf_core.data.validation import Origin
+from rlhf_core.data.values import RepeatedKey, from_json
 from rlhf_core.errors import DataError, explain
 
 csv.field_size_limit(1 << 30)
 
-_LONGEST_INTEGER = 4300
-"""Most digits of an integer that Python parses by default."""
 _BAD_VALUE = (ValueError, OverflowError, TypeError, KeyError, pa.ArrowException)
 """Errors for values that Python cannot represent: dates before year 1, text that is not UTF-8, unknown time zones."""
 _BATCH = 1000
@@ -71,12 +69,9 @@ def _jsonl(path: Path, source: Source) -> Iterator[Record]:
                 continue
             origin = Origin(source.path, number)
             try:
-                row = json.loads(line, parse_int=_integer)
-            except json.JSONDecodeError as error:
-                yield Record(origin, {}, f"not JSON: {error.msg} at column {error.colno}")
-                continue
-            except RecursionError:
-                yield Record(origin, {}, "not JSON: brackets too deep")
+                row = from_json(line)
+            except DataError as error:
+                yield Record(origin, {}, str(error))
                 continue
             yield _record(origin, row)
 
@@ -85,16 +80,13 @@ def _json(path: Path, source: Source) -> Iterator[Record]:
     """Yield the items of a JSON list, or of the only list in a JSON object."""
     with _open(path) as stream:
         try:
-            content = json.load(stream, parse_int=_integer)
-        except (json.JSONDecodeError, RecursionError) as error:
-            line, said = (error.lineno, error.msg) if isinstance(error, ValueError) else (1, "brackets too deep")
+            content = from_json(stream.read())
+        except DataError as error:
+            cause = error.__cause__
+            line = cause.lineno if isinstance(cause, json.JSONDecodeError) else 1
+            remedy = "fix the file, or set file_type = 'jsonl' for one row a line"
             raise DataError(
-                explain(
-                    f"data.sources[{source.name}]",
-                    f"{source.path}:{line}",
-                    f"not JSON ({said})",
-                    "fix the file, or set file_type = 'jsonl' for one row a line",
-                )
+                explain(f"data.sources[{source.name}]", f"{source.path}:{line}", str(error), remedy)
             ) from error
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
@@ -124,7 +116,10 @@ def _csv(path: Path, source: Source) -> Iterator[Record]:
             elif None in row or None in row.values():
                 yield Record(origin, {}, f"not a row: {len(reader.fieldnames or ())} cells are needed")
             else:
-                yield Record(origin, {name: _cell(value) for name, value in row.items()}, "")
+                try:
+                    yield Record(origin, {name: _cell(value) for name, value in row.items()}, "")
+                except RepeatedKey as error:
+                    yield Record(origin, {}, str(error))
 
 
 def _csv_rows(reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
@@ -273,15 +268,12 @@ def _refuse_twins(names: Sequence[str], source: Source) -> None:
         raise DataError(explain(f"data.sources[{source.name}].path", source.path, rule, "rename one of them"))
 
 
-def _integer(digits: str) -> int | Decimal:
-    """Return an integer, as a Decimal that keeps all digits if it is too long for `int`."""
-    return int(digits) if len(digits) <= _LONGEST_INTEGER else Decimal(digits)
-
-
 def _cell(value: str) -> Any:
     if value[:1] in ("[", "{"):
         try:
-            return json.loads(value, parse_int=_integer)
-        except (json.JSONDecodeError, RecursionError):
+            return from_json(value)
+        except DataError as error:
+            if isinstance(error, RepeatedKey):
+                raise
             return value
     return value

@@ -1,5 +1,8 @@
 """Read the turns of a conversation: `role`/`content`, ShareGPT's `from`/`value`, transcripts, tool calls and results.
 
+Content may be a list of parts of text, and turns may be JSON text. Reasoning beside the content of an answer is written
+before it, between `<think>` and `</think>`.
+
 A call is kept as chat templates expect it, `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, in the
 JSON text `Message.tool_fields` beside the content of its turn. The tools of a conversation stand in its first turn.
 """
@@ -7,12 +10,13 @@ JSON text `Message.tool_fields` beside the content of its turn. The tools of a c
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rlhf_core.data.comparisons import TRANSCRIPT_TURN
-from rlhf_core.data.values import string
+from rlhf_core.data.values import from_json, string
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
@@ -20,6 +24,7 @@ Turns = tuple[Message, ...]
 
 _ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
@@ -33,15 +38,71 @@ _ROLES = {
     "observation": "tool",
 }
 _NOTHING = ("", "[]", "{}", "null")
+_CALLS = ("tool_calls", "function_call")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_TRAINED = ("weight", "train", "loss_mask", "loss", "trainable")
+"""Keys that say whether a turn is trained on."""
+_OF_RESULTS = ("name", "tool_call_id")
+_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "thinking": "thinking", "reasoning": "text"}
+"""Type of a part of the content -> the key with its text."""
+_TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(['"])(role|from|content|value)\1\s*:""")
 
 
 def turns_of(value: Any, *, role: str) -> Turns:
-    """Return `value` as turns. Text becomes one turn of `role`, and a list is read turn by turn."""
-    if isinstance(value, str) and role:
-        return (Message(role, string(value, role)),)
+    """Return `value` as turns. Text becomes one turn of `role`, unless it is turns as JSON; a list is read turn by turn."""
+    if isinstance(value, str):
+        if match := _TURNS_AS_TEXT.match(value):
+            return turns_of(_from_text(value, match[1]), role="")
+        if role:
+            return (Message(role, string(value, role)),)
+    if isinstance(value, Mapping) and role:
+        value = [value]
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(f"not turns: {type(value).__name__}; a list of role and content is needed")
     return tuple(_turn(item) for item in value)
+
+
+def is_text_of_turns(value: Any) -> bool:
+    """Return whether `value` is text in which a list of turns is written."""
+    return isinstance(value, str) and _TURNS_AS_TEXT.match(value) is not None
+
+
+def holds_turns(value: Any) -> bool:
+    """Return whether `value` is turns instead of text: a list of them, or their JSON text."""
+    return not isinstance(value, str) or is_text_of_turns(value)
+
+
+def begins_conversation(value: Any) -> bool:
+    """Return whether `value`, turns or a transcript, begins with another's turn than the assistant's."""
+    if isinstance(value, str) and not is_text_of_turns(value):
+        return TRANSCRIPT_TURN.match(value) is not None
+    return not isinstance(value, Mapping) and turns_of(value, role="")[0].role != "assistant"
+
+
+def unread_keys(value: Any) -> set[str]:
+    """Return the keys of turns, of their parts and calls, that hold something and that `turns_of` does not read.
+
+    >>> sorted(unread_keys([{"role": "user", "content": "Hi", "name": "Zoë", "weight": None}]))
+    ['name']
+    """
+    if isinstance(value, str) and (match := _TURNS_AS_TEXT.match(value)):
+        value = _from_text(value, match[1])
+    found: set[str] = set()
+    for turn in [value] if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
+        pair = _pair(turn) if isinstance(turn, Mapping) else None
+        if pair is None:
+            continue
+        role, content = pair
+        result = _ROLES.get(str(turn[role]).lower()) == "tool"
+        known = {role, content, *_CALLS, *_REASONING, *_TRAINED, *(_OF_RESULTS if result else ())}
+        found |= _others(turn, known)
+        for name, inner, keys in (
+            (content, turn.get(content), {"type", *_PARTS.values()}),
+            ("tool_calls", turn.get("tool_calls"), {"id", "type", "function", "name", "arguments", "parameters"}),
+        ):
+            for part in inner if isinstance(inner, (list, tuple)) else ():
+                found |= {f"{name}[].{key}" for key in _others(part, keys)} if isinstance(part, Mapping) else set()
+    return found
 
 
 def transcript(text: Any) -> Turns:
@@ -80,7 +141,7 @@ def calls_tools(message: Message) -> bool:
 
 def refuse_calls(row: Mapping[str, Any]) -> None:
     """Raise DataError if a row has tool calls outside of its turns: they would be left out."""
-    for name in ("tool_calls", "function_call"):
+    for name in _CALLS:
         if name in row and not _is_nothing(row[name]):
             raise DataError(f"{name}: a row has them beside its turns; write them into the turn that makes the calls")
 
@@ -91,27 +152,90 @@ def refuse_calls(row: Mapping[str, Any]) -> None:
 def _turn(item: Any) -> Message:
     if not isinstance(item, Mapping):
         raise DataError(f"not a turn: {type(item).__name__}; role and content are needed")
-    calls = [call for name in ("tool_calls", "function_call") if name in item for call in _calls(item[name], name)]
-    for role_name, content_name in (("role", "content"), ("from", "value")):
-        if role_name in item and (content_name in item or calls):
-            said = string(item[role_name], role_name).lower()
-            if said not in _ROLES:
-                raise DataError(f"unknown role: {said!r}; known are {sorted(_ROLES)}")
-            content = item.get(content_name)
-            if said == "function_call":
-                calls, content = _calls(content, "function_call"), ""
-            if calls and _ROLES[said] != "assistant":
-                raise DataError(f"tool_calls: a turn of {said!r} has calls; only the assistant calls tools")
-            text = "" if content is None and calls else string(content, "content")
-            return Message(_ROLES[said], text, _tool_fields(item, calls, _ROLES[said]))
-    raise DataError(f"not a turn: {sorted(item)}; role and content, or from and value, are needed")
+    pair = _pair(item)
+    if pair is None:
+        raise DataError(f"not a turn: {sorted(item)}; role and content, or from and value, are needed")
+    calls = [call for name in _CALLS if name in item for call in _calls(item[name], name)]
+    said = string(item[pair[0]], pair[0]).lower()
+    if said not in _ROLES:
+        raise DataError(f"unknown role: {said!r}; known are {sorted(_ROLES)}")
+    role, content = _ROLES[said], item.get(pair[1])
+    if said == "function_call":
+        calls, content = _calls(content, "function_call"), ""
+    if calls and role != "assistant":
+        raise DataError(f"tool_calls: a turn of {said!r} has calls; only the assistant calls tools")
+    _refuse_untrained(item, role)
+    text, thoughts = _text(content, calls)
+    thoughts += [string(item[name], name) for name in _REASONING if not _is_nothing(item.get(name))]
+    return Message(role, _with_reasoning(text, thoughts, role), _tool_fields(item, calls, role))
+
+
+def _pair(item: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the names of the keys with role and content, or None if the turn has no such pair."""
+    calls = any(name in item and not _is_nothing(item[name]) for name in _CALLS)
+    pairs = (("role", "content"), ("from", "value"))
+    return next((pair for pair in pairs if pair[0] in item and (pair[1] in item or calls)), None)
+
+
+def _others(item: Mapping[str, Any], known: set[str]) -> set[str]:
+    return {str(key) for key, value in item.items() if key not in known and value not in (None, "", [], {}, ())}
+
+
+def _from_text(value: str, quote: str) -> Any:
+    """Return turns that are written as JSON. Raises DataError for turns as Python shows them."""
+    if quote == "'":
+        raise DataError(
+            "not turns: text as Python shows a list, of which nobody knows the escapes; store turns as JSON"
+        )
+    return from_json(value)
+
+
+def _text(content: Any, calls: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    """Return the text of a turn, and the reasoning among the parts of its content."""
+    if content is None and calls:
+        return "", []
+    if not isinstance(content, (list, tuple)):
+        return string(content, "content"), []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else "text"
+        if kind not in _PARTS:
+            raise DataError(f"not text: content has a part of type {kind!r}; only parts of text can be read")
+        into = thoughts if kind in ("thinking", "reasoning") else texts
+        into.append(string(part.get(_PARTS[kind]) if isinstance(part, Mapping) else part, "content"))
+    return "".join(texts), thoughts
+
+
+def _with_reasoning(text: str, thoughts: list[str], role: str) -> str:
+    """Return an answer with its reasoning before it, as Qwen's and DeepSeek's templates write it."""
+    if not thoughts:
+        return text
+    if role != "assistant" or len(set(thoughts)) > 1 or "<think>" in text:
+        raise DataError(
+            "reasoning: a turn that is not the assistant's has it, or one has it twice; keep it in one place of an answer"
+        )
+    return f"<think>\n{thoughts[0].strip()}\n</think>\n\n{text.lstrip()}"
+
+
+def _refuse_untrained(item: Mapping[str, Any], role: str) -> None:
+    """Raise DataError for a turn that is trained on otherwise than the row says: every answer is, and nothing else."""
+    for name in _TRAINED:
+        if name not in item or item[name] in (None, "", []):
+            continue
+        wanted = role == "assistant"
+        if str(item[name]).strip().lower() not in (("1", "1.0", "true") if wanted else ("0", "0.0", "false")):
+            rule = "all answers of a conversation are trained on, with equal weight, and no other turn is"
+            raise DataError(
+                f"{name}: a turn of the {role} has {item[name]!r}; {rule}; end the conversation before it, or leave the key out"
+            )
 
 
 def _tool_fields(item: Mapping[str, Any], calls: list[dict[str, Any]], role: str) -> str:
     """Return the JSON of what a template reads of a turn besides its content; the empty text if that is nothing."""
     if calls:
         return _json({"tool_calls": calls})
-    names = [name for name in ("name", "tool_call_id") if role == "tool" and item.get(name)]
+    names = [name for name in _OF_RESULTS if role == "tool" and item.get(name)]
     return _json({name: string(item[name], name) for name in names}) if names else ""
 
 
@@ -152,9 +276,9 @@ def _parsed(value: Any, name: str) -> Any:
         return None
     if isinstance(value, str):
         try:
-            return json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{name}: not JSON ({error})") from error
+            return from_json(value)
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from error
     if _has_null(value):
         raise DataError(f"{name}: has nulls, which tables write for keys that a row has not; store it as JSON text")
     _json(value)

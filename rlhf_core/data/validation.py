@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -48,6 +48,9 @@ class DropReport:
     tied_pairs: Counter[str] = field(default_factory=Counter)
     """Number of pairs of equally good answers per source, in rows that have other pairs."""
 
+    not_read: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Number of rows per source and column, or key of turns, whose content is in no table."""
+
     masked: Counter[str] = field(default_factory=Counter)
     """Number of masked pieces of personal data per kind."""
 
@@ -80,6 +83,11 @@ class DropReport:
             "rows_read": dict(self.rows_read),
             "unused": dict(self.unused),
             **({"tied_pairs": dict(self.tied_pairs)} if self.tied_pairs else {}),
+            **(
+                {"not_read": not_read}
+                if (not_read := {name: dict(one) for name, one in self.not_read.items() if one})
+                else {}
+            ),
             **({"masked": dict(self.masked)} if self.masked else {}),
             "dropped": len(self.drops),
             "reasons": self.counts(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, TypeAlias
@@ -18,7 +19,26 @@ _THUMBS = {
     **dict.fromkeys(("up", "thumbs_up", "thumbsup", "👍", "like", "positive", "true", "1", "1.0", "+1"), True),
     **dict.fromkeys(("down", "thumbs_down", "thumbsdown", "👎", "dislike", "negative", "false", "-1", "-1.0"), False),
 }
-TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+TRUTHS = {
+    **dict.fromkeys(("true", "desirable", "chosen", "accepted", "preferred", "liked", "like", "thumbs_up", "👍"), True),
+    **dict.fromkeys(
+        ("false", "undesirable", "rejected", "dispreferred", "disliked", "dislike", "thumbs_down", "👎"), False
+    ),
+}
+"""Words that are nothing else than a verdict on an answer."""
+_WORTHS = TRUTHS | {
+    **dict.fromkeys(
+        ("1", "1.0", "yes", "good", "correct", "right", "positive", "safe", "helpful", "pass", "passed"), True
+    ),
+    **dict.fromkeys(
+        ("0", "0.0", "no", "bad", "incorrect", "wrong", "negative", "unsafe", "unhelpful", "harmful"), False
+    ),
+    **dict.fromkeys(("fail", "failed"), False),
+}
+"""Words that are a verdict where the column is known to hold verdicts; else they may be the expected answer."""
+GROUND_TRUTH = "reward_model.ground_truth"
+_LONGEST_INTEGER = 4300
+"""Most digits of an integer that Python parses by default."""
 
 
 def string(value: Any, name: str) -> str:
@@ -32,9 +52,38 @@ def string(value: Any, name: str) -> str:
     return value
 
 
+class RepeatedKey(DataError):
+    """Raised for a JSON object with one key twice, of which only the last value would be kept."""
+
+
+def from_json(text: str) -> Any:
+    """Return the value of JSON text. Raises RepeatedKey, or another DataError for what is not JSON."""
+    try:
+        return json.loads(text, parse_int=_integer, object_pairs_hook=_object)
+    except (json.JSONDecodeError, RecursionError) as error:
+        place = f"{error.msg} at column {error.colno}" if isinstance(error, ValueError) else "brackets too deep"
+        raise DataError(f"not JSON: {place}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise RepeatedKey(f"a key twice: an object of JSON has {twice!r} more than once; keep one of them")
+    return found
+
+
+def _integer(digits: str) -> int | Decimal:
+    """Return an integer, as a Decimal that keeps all digits if it is too long for `int`."""
+    return int(digits) if len(digits) <= _LONGEST_INTEGER else Decimal(digits)
+
+
 def label(row: Row) -> str:
-    """Return the expected answer: text as it is, dates and decimal numbers as written, anything else as JSON."""
-    value = row["label"] if "label" in row else None
+    """Return the expected answer: text as it is, dates and decimal numbers as written, anything else as JSON.
+
+    It is the column `label`, or else `reward_model.ground_truth` (verl).
+    """
+    value = next((row[name] for name in ("label", GROUND_TRUTH) if row.get(name) is not None), None)
     if value is None:
         return ""
     if isinstance(value, Decimal):
@@ -59,10 +108,15 @@ def _json(value: Any, name: str) -> str:
 
 
 def margin(row: Row) -> float:
-    """Return the margin of a row, or 0.0 if it has none."""
+    """Return the margin of a row, or 0.0 if it has none. Raises DataError for a negative one."""
     if "margin" not in row or row["margin"] in (None, ""):
         return 0.0
-    return finite(row["margin"], "margin")
+    number = finite(row["margin"], "margin")
+    if number < 0:
+        raise DataError(
+            f"negative margin: margin is {number:g}, so that the rejected answer is the better one; swap them"
+        )
+    return number
 
 
 def annotator(row: Row) -> str:
@@ -97,16 +151,16 @@ def thumbs_up(value: Any) -> bool:
 
 
 def truth(value: Any) -> bool:
-    """Return a label as a boolean. Accepts booleans, 0 and 1, and their spellings in CSV."""
+    """Return a verdict as a boolean. Accepts booleans, 0 and 1, their spellings in CSV, and words such as `desirable`."""
     said = spelling(value)
-    if said not in TRUTHS:
+    if said not in _WORTHS:
         raise DataError(f"not true or false: label is {value!r}")
-    return TRUTHS[said]
+    return _WORTHS[said]
 
 
 def probability(value: Any) -> float:
     """Return a label as a probability: 1.0 or 0.0 for good or bad, and a soft label unchanged."""
-    if spelling(value) in TRUTHS:
+    if spelling(value) in _WORTHS:
         return float(truth(value))
     try:
         number = float(value)

@@ -107,6 +107,17 @@ def test_files_are_cleaned_limited_and_reported(shop: Workshop, tmp_path: Path) 
     assert "【#### " in preview and "<|end|>】" in preview
 
 
+def test_columns_that_no_table_has_are_named_in_a_warning(
+    shop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        json.loads(line) | {"hint": "add"} for line in write_questions(tmp_path / "qa.jsonl").read_text().splitlines()
+    ]
+    (tmp_path / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare(shop, files_config(tmp_path / "qa.jsonl"))
+    assert "prepare_data: columns and keys of source qa that are not read (rows): hint (41)" in caplog.text
+
+
 def test_six_thumbs_on_six_prompts_are_feedback_beside_no_pairs(shop: Workshop, tmp_path: Path) -> None:
     rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}.", "label": n < 4} for n in range(6)]
     path = tmp_path / "thumbs.jsonl"

@@ -243,6 +243,49 @@ def test_answers_beside_a_bare_prompt_are_refused_wherever_they_are(tmp_path: Pa
     assert len(tables_of(sources=[source | {"format": "prompt"}])[0].prompts) == 31
 
 
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "c", "reward": -1}], "mixed formats: .*'scored'"),
+        ([{"question": "p", "answer": "c"}, {"prompt": "q", "chosen": "c", "rejected": "d"}], "mixed formats: .*'preference'"),
+        ([{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "c", "input": "i"}], "a part of the prompt: .'input'"),
+        ([{"question": "p", "answer": "c", "context": "why"}], "a part of the prompt: .'context'"),
+        ([{"prompt": "p", "completion": "c", "images": ["x.png"]}], "a part of the prompt: .'images'"),
+    ],
+)  # fmt: skip
+def test_a_row_with_more_than_the_format_of_the_first_reads_is_refused(
+    tmp_path: Path, rows: list[Any], reason: str
+) -> None:
+    source = {"name": "s", "path": write(tmp_path / "s.jsonl", rows), "use": {"demonstrations": 1.0}}
+    with pytest.raises(DataError, match=f"malformed: {reason}"):
+        tables_of(sources=[source])
+
+
+def test_columns_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p {n}", "completion": "c", "score": n, "note": "x" if n % 2 else None} for n in range(10)]
+    source = {"name": "s", "path": write(tmp_path / "s.jsonl", rows), "use": {"demonstrations": 1.0}}
+    report = tables_of(sources=[source])[2]
+    assert report.to_json()["not_read"] == {"s": {"score": 10, "note": 5}}
+
+
+def test_bad_conversations_are_not_imitated(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "p"}]
+    rows = [
+        {"messages": [*turns, {"role": "assistant", "content": f"{n}"}], "label": n % 3 == 1}
+        for n in range(1, 9)
+        if n % 3
+    ]
+    source = {"name": "s", "path": write(tmp_path / "s.jsonl", rows)}
+    tables = tables_of(sources=[source | {"use": {"demonstrations": 1.0}}])[0]
+    assert {row.messages[-1].content for row in (*tables.demonstrations, *tables.eval_demonstrations)} == {
+        "1",
+        "4",
+        "7",
+    }
+    tables = tables_of(sources=[source | {"use": {"preferences": 1.0}}])[0]
+    assert {row.rejected[0].content for row in (*tables.preferences, *tables.eval_preferences)} == {"2", "5", "8"}
+
+
 def test_shares_below_one_leave_rows_unused_and_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "q.jsonl", questions(100))
     tables, _, report = tables_of(sources=[{"name": "q", "path": path, "use": {"prompts": 0.25}}])

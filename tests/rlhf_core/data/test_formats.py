@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
 
 import pytest
 
-from rlhf_core.config.data import Columns
-from rlhf_core.data.formats import Content, convert, convert_all, detect, rename
+from rlhf_core.data.detection import detect
+from rlhf_core.data.formats import Content, convert, convert_all
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
@@ -20,6 +21,8 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 U, A, B = turn("user", "2+2?"), turn("assistant", "4"), turn("assistant", "5")
 ASK, GOOD, BAD = (Message("user", "2+2?"),), (Message("assistant", "4"),), (Message("assistant", "5"),)
+ADD = (Message("user", "Add.\n2+2?"),)
+H = "\n\nHuman: 2+2?\n\nAssistant: "
 HH = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: 2+2?\n\nAssistant: "
 HH_PROMPT = (Message("user", "Hi"), Message("assistant", "Hello."), Message("user", "2+2?"))
 SHARE = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
@@ -40,24 +43,27 @@ ROWS: list[tuple[str, dict[str, Any], Content]] = [
     ("preference", {"prompt": [U], "chosen": [A], "rejected": [B], "margin": 2}, Content(ASK, GOOD, BAD, margin=2.0)),
     ("preference", {"prompt": "2+2?", "chosen": [U, A], "rejected": [U, B]}, PAIR),
     ("implicit_preference", {"chosen": [U, A], "rejected": [U, B]}, PAIR),
-    ("implicit_preference", {"chosen": "2+2? 4", "rejected": "2+2? 5"}, PAIR),
+    ("preference", {"question": "2+2?", "chosen": "4", "rejected": "5"}, PAIR),
+    ("preference", {"input": "2+2?", "chosen": [A], "rejected": [B]}, PAIR),
+    ("preference", {"messages": [U], "chosen": A, "rejected": B}, PAIR),
+    ("preference", {"instruction": "Add.", "input": "2+2?", "chosen": "4", "rejected": "5"}, Content(ADD, GOOD, BAD)),
+    ("preference", {"prompt": "2+2?", "question": "?", "chosen": "4", "rejected": "5"}, PAIR),
+    ("preference", {"prompt": "\n\nHuman: 2+2?\n\nAssistant:", "chosen": "4", "rejected": "5"}, PAIR),
+    ("preference", {"prompt": "2+2?", "chosen": H + "4", "rejected": H + "5"}, PAIR),
+    ("implicit_preference", {"question": "2+2?", "chosen": [U, A], "rejected": [U, B]}, PAIR),
+    ("alpaca", {"instruction": "2+2?", "output": "4", "input": "", "history": []}, Content(ASK, GOOD)),
+    ("alpaca", {"instruction": "Add.", "output": "4", "input": "2+2?"}, Content(ADD, GOOD)),
     (
-        "implicit_preference",
-        {"chosen": "2+2? 41", "rejected": "2+2? 42"},
-        Content(ASK, (Message("assistant", "41"),), (Message("assistant", "42"),)),
+        "alpaca",
+        {"instruction": "2+2?", "output": "4", "input": None, "history": [["Hi", "Hello."]]},
+        Content(HH_PROMPT, GOOD),
     ),
+    ("scored", {"instruction": "Add.", "input": "2+2?", "output": "4", "reward": 1}, Content(ADD, GOOD, reward=1.0)),
+    ("prompt", {"prompt": [U], "reward_model": {"ground_truth": "4", "style": "rule"}}, Content(ASK, label="4")),
+    ("prompt", {"prompt": json.dumps([U]), "label": 4}, Content(ASK, label="4")),
+    ("messages", {"messages": json.dumps([U, A])}, Content(ASK, GOOD)),
     ("hh", {"chosen": HH + "4", "rejected": HH + "5"}, Content(HH_PROMPT, GOOD, BAD)),
-    ("unpaired_preference", {"prompt": "2+2?", "completion": "4", "label": True}, Content(ASK, GOOD, judged=True)),
-    (
-        "unpaired_preference",
-        {"prompt": [U], "completion": [B], "label": "False"},
-        Content(ASK, rejected=BAD, judged=True),
-    ),
-    (
-        "unpaired_preference",
-        {"prompt": [U], "completion": [B], "label": " 0 "},
-        Content(ASK, rejected=BAD, judged=True),
-    ),
+    ("unpaired_preference", {"prompt": "2+2?", "completion": "4", "thumbs": "up"}, Content(ASK, GOOD, judged=True)),
     (
         "stepwise",
         {"prompt": "2+2?", "completions": ["4"], "labels": [True]},
@@ -92,6 +98,22 @@ def test_each_format_is_detected_and_read(name: str, row: dict[str, Any], conten
     assert convert(row, name) == content
 
 
+@pytest.mark.parametrize("label", [False, "False", " 0 ", "undesirable", "rejected", "No", "harmful"])
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("prompt_completion", {"prompt": [U], "completion": [B]}),
+        ("unpaired_preference", {"prompt": [U], "completion": [B]}),
+        ("messages", {"messages": [U, B]}),
+        ("alpaca", {"instruction": "2+2?", "output": "5"}),
+        ("question_answer", {"question": "2+2?", "answer": "5"}),
+    ],
+)
+def test_a_bad_answer_is_none_to_imitate_in_any_format(name: str, row: dict[str, Any], label: Any) -> None:
+    (content,) = convert_all(row | {"label": label}, name, coding="auto", ranking_pairs="max_min", labels="verdict")
+    assert (content.chosen, content.rejected, content.judged, content.label) == ((), BAD, True, "")
+
+
 BAD_ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("messages", {"messages": []}, "not turns"),
     ("messages", {"messages": [{"text": "x"}]}, "not a turn"),
@@ -105,6 +127,10 @@ BAD_ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("preference", {"prompt": "2+2?", "chosen": "4", "rejected": "4"}, "chosen equals rejected"),
     ("preference", {"prompt": "x", "chosen": "4", "rejected": "5", "margin": "wide"}, "not a number"),
     ("implicit_preference", {"chosen": "Four", "rejected": "Five"}, "empty turn|no common prompt"),
+    ("implicit_preference", {"chosen": [U, A], "rejected": [U]}, "no answer"),
+    ("implicit_preference", {"question": "3+3?", "chosen": [U, A], "rejected": [U, B]}, "two prompts: .*'question'"),
+    ("preference", {"prompt": "x", "chosen": "4", "rejected": "5", "margin": -0.5}, "negative margin: margin is -0.5"),
+    ("alpaca", {"instruction": "x", "output": "4", "history": ["Hi"]}, "not a history"),
     ("implicit_preference", {"chosen": [A], "rejected": [B]}, "no common prompt"),
     ("hh", {"chosen": "Hi", "rejected": "Ho"}, "not a transcript"),
     ("scored", {"input": "x", "output": "4", "reward": "nan"}, "not a number: reward is nan"),
@@ -202,9 +228,18 @@ def test_a_bad_row_says_what_is_wrong(name: str, row: dict[str, Any], reason: st
 
 def test_columns_of_no_format_are_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        DataError, match=r"unknown columns: \['foo'\]; known formats are \['argilla', 'comparison', 'hh'"
+        DataError, match=r"unknown columns: \['foo'\]; known formats are \['alpaca', 'argilla', 'comparison'"
     ):
         detect({"foo": 1})
+
+
+@pytest.mark.parametrize("more", [{}, {"post": "2+2?"}, {"title": "Sums", "system": "Add."}])
+@pytest.mark.parametrize(("chosen", "rejected"), [("2+2? 4", "2+2? 5"), ([A], [B]), (HH + "4", "5")])
+def test_no_prompt_is_made_of_what_two_answers_have_in_common(chosen: Any, rejected: Any, more: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"no prompt: chosen and rejected are answers alone.*set columns = \{prompt"):
+        detect({"chosen": chosen, "rejected": rejected, **more})
+    said = {"chosen": "2+2? 4", "rejected": "2+2? 5"}  # the format is set
+    assert convert(said, "implicit_preference") == PAIR
 
 
 def test_an_empty_column_does_not_decide_the_format() -> None:
@@ -215,13 +250,3 @@ def test_an_empty_column_does_not_decide_the_format() -> None:
 def test_a_column_called_tied_is_one_like_any_other(said: Any) -> None:
     (content,) = read_as({"prompt": "2+2?", "chosen": "4", "rejected": "5", "tied": said}, "preference")
     assert content.tied == 0
-
-
-def test_columns_are_renamed_and_a_mapped_one_wins() -> None:
-    row = {"instruction": "2+2?", "output": "4", "prompt": "old"}
-    assert rename(row, Columns(prompt="instruction", completion="output")) == {"prompt": "2+2?", "completion": "4"}
-
-
-def test_a_mapped_column_that_is_not_there_is_named() -> None:
-    with pytest.raises(DataError, match="no such column: 'query'; the row has"):
-        rename({"prompt": "x"}, Columns(prompt="query"))

@@ -141,6 +141,20 @@ def test_a_number_of_five_thousand_digits_keeps_them(name: str, tmp_path: Path) 
     assert str(record.row["label"]) == digits
 
 
+def test_a_key_that_an_object_has_twice_spoils_its_row(tmp_path: Path) -> None:
+    twice = '{"prompt": "a", "label": {"b": 1, "b": 2}}'
+    (tmp_path / "x.jsonl").write_text(f'{{"prompt": "c"}}\n{twice}\n')
+    (tmp_path / "x.csv").write_text('prompt,label\nc,1\na,"{""b"": 1, ""b"": 2}"\n')
+    for name in ("x.jsonl", "x.csv"):
+        assert problems(tmp_path / name) == [
+            "",
+            "a key twice: an object of JSON has 'b' more than once; keep one of them",
+        ]
+    (tmp_path / "x.json").write_text(f"[{twice}]")
+    with pytest.raises(DataError, match=r"x\.json.*a key twice"):
+        problems(tmp_path / "x.json")
+
+
 def test_a_json_file_with_brackets_too_deep_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[" * 100_000)
     with pytest.raises(DataError, match=r"x\.json:1.*brackets too deep"):

@@ -61,11 +61,49 @@ def test_a_result_keeps_its_name_and_the_call_that_it_answers() -> None:
         ),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "only the assistant calls tools"),
         ({"from": "function_call", "value": "not json"}, "function_call: not JSON"),
+        ({"role": "assistant", "content": "", "tool_calls": '[{"name": "a", "name": "b"}]'}, "'name' more than once"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "a part of type 'image_url'"),
+        ({"role": "assistant", "content": "x", "weight": 0}, "weight: a turn of the assistant has 0; all answers"),
+        ({"role": "assistant", "content": "x", "weight": 0.5}, "weight: a turn of the assistant has 0.5"),
+        ({"role": "assistant", "content": "x", "train": False}, "train: a turn of the assistant has False"),
+        ({"from": "gpt", "value": "x", "loss_mask": [0, 1]}, "loss_mask: a turn of the assistant has"),
+        ({"role": "user", "content": "x", "train": True}, "train: a turn of the user has True"),
+        ({"role": "user", "content": "x", "thinking": "y"}, "reasoning: a turn that is not the assistant's"),
+        ({"role": "assistant", "content": "<think>z</think>x", "reasoning": "y"}, "reasoning: .* or one has it twice"),
     ],
 )
-def test_a_call_that_cannot_be_kept_exactly_is_refused(turn: dict[str, Any], reason: str) -> None:
+def test_a_turn_that_cannot_be_kept_exactly_is_refused(turn: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         turns_of([turn], role="")
+
+
+THOUGHT = Message("assistant", "<think>\nI add.\n</think>\n\n5")
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"role": "assistant", "content": "5", "reasoning_content": "I add."}, THOUGHT),
+        ({"role": "assistant", "content": "5", "thinking": "I add.\n", "reasoning": None}, THOUGHT),
+        ({"from": "gpt", "value": "5", "reasoning": "I add."}, THOUGHT),
+        (
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "I add."}, {"type": "text", "text": "5"}]},
+            THOUGHT,
+        ),
+        ({"role": "developer", "content": "Add."}, Message("system", "Add.")),
+        ({"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}, Message("user", "2+3?")),
+        ({"role": "user", "content": ["2+3?"], "weight": 0, "train": None}, Message("user", "2+3?")),
+        ({"role": "assistant", "content": "5", "weight": 1, "train": "true", "loss_mask": None}, Message("assistant", "5")),
+    ],
+)  # fmt: skip
+def test_what_a_turn_holds_beside_its_text_is_read(turn: dict[str, Any], message: Message) -> None:
+    assert turns_of([turn], role="") == turns_of(json.dumps([turn]), role="user") == (message,)
+
+
+def test_turns_as_python_shows_them_are_refused() -> None:
+    for text in ("[{'role': 'user', 'content': 'Hi'}]", " [ {'from': 'human', 'value': \"it's\"}]"):
+        with pytest.raises(DataError, match="text as Python shows a list"):
+            turns_of(text, role="user")
 
 
 def test_the_tools_of_a_row_stand_in_the_first_turn() -> None:

@@ -1,0 +1,157 @@
+"""Account for the columns of a row: which name means what, which were read, and which would be left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf_core.config.data import Columns
+from rlhf_core.data.comparisons import asked
+from rlhf_core.data.turns import Turns, turns_of, unread_keys
+from rlhf_core.data.values import string
+from rlhf_core.errors import DataError
+from rlhf_core.types import Message
+
+PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input", "messages", "conversations")
+"""Names of columns that are the prompt of a pair, the first of them that a row has; `instruction` goes with `input`."""
+
+_NEEDED = {
+    *("input", "history", "context"),
+    *("image", "images", "audio", "audios", "video", "videos"),
+}
+"""Columns without which a prompt is another one."""
+
+_OPEN_TRANSCRIPT = re.compile(r"(^|\n\n)Assistant:\s*$")
+
+
+class Reading(Mapping[str, Any]):
+    """A row under the names of our formats, which records the columns that are read.
+
+    A name with dots is a value inside of a column.
+
+    >>> row = Reading({"instruction": "2+2?", "reward_model": {"ground_truth": "4"}, "id": 7}, Columns(prompt="instruction"))
+    >>> row["prompt"], row["reward_model.ground_truth"], row.unread()
+    ('2+2?', '4', ['id'])
+    """
+
+    def __init__(self, row: Mapping[str, Any], columns: Columns | None = None) -> None:
+        """Raise DataError for a mapped column that the row does not have."""
+        self._row = row
+        self._theirs = {
+            ours: theirs for ours in Columns.model_fields if columns is not None and (theirs := getattr(columns, ours))
+        }
+        self._seen: set[str] = set()
+        missing = sorted(theirs for theirs in self._theirs.values() if not _has(row, theirs))
+        if missing:
+            raise DataError(f"no such column: {missing[0]!r}; the row has {sorted(row)}")
+
+    def __getitem__(self, name: str) -> Any:
+        theirs = self._theirs[name] if name in self._theirs else name
+        if name not in self:
+            raise KeyError(name)
+        value = _value(self._row, theirs)
+        self._seen.add(theirs)
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str):
+            return False
+        return name in self._theirs or (name not in self._theirs.values() and _has(self._row, name))
+
+    def __iter__(self) -> Iterator[str]:
+        taken = set(self._theirs.values())
+        yield from self._theirs
+        yield from (name for name in self._row if name not in taken and name not in self._theirs)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __or__(self, more: Mapping[str, Any]) -> Reading:
+        """Return the row with the columns `more`; what is read there is read here."""
+        other = Reading({**self._row, **more})
+        other._theirs = {ours: theirs for ours, theirs in self._theirs.items() if ours not in more}
+        other._seen = self._seen
+        return other
+
+    def again(self) -> Reading:
+        """Return the row with no column read."""
+        other = Reading(self._row)
+        other._theirs = self._theirs
+        return other
+
+    def unread(self) -> list[str]:
+        """Return the columns, and the keys of turns, that hold something and were not read."""
+        return sorted({name for column, value in self._row.items() for name in self._unread(column, value)})
+
+    def _unread(self, name: str, value: Any) -> Iterator[str]:
+        if name in self._seen:
+            yield from (f"{name}[].{key}" for key in unread_keys(value))
+        elif isinstance(value, Mapping) and any(seen.startswith(f"{name}.") for seen in self._seen):
+            for key, inner in value.items():
+                yield from self._unread(f"{name}.{key}", inner)
+        elif not is_empty(value):
+            yield name
+
+
+def refuse_left_out(unread: Sequence[str]) -> None:
+    """Raise DataError if a column without which the prompt is another one was not read."""
+    needed = sorted(_NEEDED & set(unread))
+    if needed:
+        raise DataError(
+            f"a part of the prompt: {needed} would be left out in silence; rows of `instruction`, `input`, `history` and "
+            "`output` are read as they are, without `columns` (or set columns = {input = ...} for format = 'alpaca'); set "
+            "`format` to leave the column out"
+        )
+
+
+def prompt_name(row: Mapping[str, Any]) -> str:
+    """Return the name of the column with the prompt of a pair, or the empty text if the row has none that is known."""
+    return next((name for name in PROMPTS if not is_empty(row.get(name))), "")
+
+
+def prompt_turns(row: Mapping[str, Any]) -> Turns:
+    """Return the prompt of a row under the name that it has there. A transcript that ends with `Assistant:` is turns."""
+    name = prompt_name(row) or "prompt"
+    if name == "instruction":
+        return alpaca_turns(row)
+    value = row[name]
+    return turns_of(asked(value) if isinstance(value, str) and _OPEN_TRANSCRIPT.search(value) else value, role="user")
+
+
+def alpaca_turns(row: Mapping[str, Any]) -> Turns:
+    """Return the prompt of an alpaca row: its `history` (pairs of a question and an answer), `instruction` and `input`."""
+    name = "prompt" if "prompt" in row else "instruction"
+    parts = [string(row[one], one) for one in (name, "input") if one == name or not is_empty(row.get("input"))]
+    earlier: list[Message] = []
+    for pair in row.get("history") or ():
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise DataError("not a history: pairs of a question and its answer are needed")
+        earlier += [Message("user", string(pair[0], "history")), Message("assistant", string(pair[1], "history"))]
+    return (*earlier, Message("user", "\n".join(part for part in parts if part.strip())))
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a cell holds nothing, as tables write what a row does not have."""
+    return value is None or (isinstance(value, (str, list, tuple, Mapping)) and len(value) == 0)
+
+
+# ---------------------------------------------------------------- private
+
+
+def _has(row: Mapping[str, Any], name: str) -> bool:
+    try:
+        _value(row, name)
+    except KeyError:
+        return False
+    return True
+
+
+def _value(row: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a column, or inside of one (`a.b`). Raises KeyError."""
+    if name in row:
+        return row[name]
+    column, dot, rest = name.partition(".")
+    if not dot or not isinstance(row.get(column), Mapping):
+        raise KeyError(name)
+    return _value(row[column], rest)
