@@ -146,6 +146,11 @@ class Stage:
         """Return the names of the inputs that the stage reads under this configuration."""
         return [name for name in self.inputs if self.reads_input(name, config)]
 
+    def scores(self, config: Config) -> bool:
+        """Return whether the stage computes rewards, whose heads stay float32 under a bfloat16 trainer."""
+        kinds = {self.output, *(self.inputs[name].kind for name in self.inputs_read(config))}
+        return not kinds.isdisjoint({RewardModelRef, ProcessRewardModelRef})
+
     def spec(
         self,
         config: Config,

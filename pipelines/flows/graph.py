@@ -310,6 +310,8 @@ class Stages:
             engines["files"] = files
         if "registry" in stage.engines:
             engines["registry"] = registry(Home.here())
+        if configured["trainer"]["dtype"] == "bfloat16" and stage.scores(config):
+            engines["scalar_heads"] = "float32"  # earlier results were computed in bfloat16 throughout
         functions = reward_functions(config, path)
         for key, function in functions.items():  # now, not after earlier stages have run for hours
             user_code_digest(function, key=key)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.precision import DType, Precision, dtype_of_gpus
-from rlhf_core.schema.base import OPERATIONAL, Config
+from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 
 Url = Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]
@@ -47,6 +47,9 @@ class InitModel(Config):
 BaseModelConfig = Annotated[PretrainedModel | InitModel, Field(discriminator="type")]
 
 
+ALL_LINEAR: Literal["all-linear"] = "all-linear"
+
+
 class LoraConfig(Config):
     """Low-rank adapters (arXiv 2106.09685), merged into the weights on export."""
 
@@ -55,7 +58,13 @@ class LoraConfig(Config):
     variant: Literal["lora", "rslora", "dora"] = "lora"
     """Variant of the adapters: `rslora` scales by alpha / sqrt(rank) (arXiv 2312.03732), `dora` also learns the norms
     of the rows (2402.09353)."""
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+    """Linear modules by name or by the end of their full name, as in peft; the default fits Llama and its kin. "all-linear"
+    fits every architecture: all but the LM head. Fused experts are not modules and get no adapters. A module that shares
+    its weight (a tied LM head) is refused, because its adapter could not be merged."""
     quantise: Literal["", "nf4"] = ""
     """Quantization of the base weights: `nf4` keeps them in 4 bits (QLoRA, arXiv 2305.14314) and needs bitsandbytes.
     The export has full weights: the rounded ones with the adapters merged in."""
@@ -104,6 +113,10 @@ class TrainerConfig(Config):
     micro_tokens: Annotated[int, Field(ge=0), OPERATIONAL] = 0
     """Maximum number of tokens, with padding, in a forward pass of at least one row, used instead of `micro_batch` if
     above 0: short rows form larger batches. `micro_batch` applies to packed rows."""
+    fp32_lm_head: bool = added_option(False)
+    """Whether the LM head of a policy multiplies in float32 under `dtype = "bfloat16"`. Set it for the sampler, too:
+    bfloat16 logits are the largest part of the difference between the log-probabilities of the two (arXiv 2506.13585).
+    Takes a float32 copy of the head's weight. Scores and values are always computed in float32."""
     gradient_checkpointing: Annotated[bool, OPERATIONAL] = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel. `sdpa` is refused for architectures with an attention cap or sinks (Gemma 2, gpt-oss)."""
@@ -212,6 +225,8 @@ class VllmSamplerConfig(BaseSamplerConfig):
     type: Literal["vllm"] = "vllm"
     dtype: DType = "float32"
     """Precision of sampling; `auto` as in `trainer.dtype`."""
+    fp32_lm_head: bool = added_option(False)
+    """As `trainer.fp32_lm_head`, and to be set with it; vLLM's `head_dtype`."""
     max_model_len: int = Field(256, ge=16)
     tensor_parallel: Annotated[int, Field(ge=1), OPERATIONAL] = 1
     engines: Annotated[int, Field(ge=1), OPERATIONAL] = 1
@@ -248,6 +263,8 @@ class VllmServerSamplerConfig(BaseSamplerConfig):
     """Environment variable with the servers' `--api-key`."""
     dtype: Precision = "float32"
     """Precision with which the servers were started."""
+    fp32_lm_head: bool = added_option(False)
+    """As `trainer.fp32_lm_head`: whether the servers were started with `--hf-overrides '{"head_dtype": "float32"}'`."""
     max_model_len: int = Field(256, ge=16)
     request_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
     """Deadline, in seconds, of one completion, including the wait in the server's queue."""
@@ -273,6 +290,8 @@ class HFSamplerConfig(BaseSamplerConfig):
     type: Literal["hf"] = "hf"
     dtype: DType = "float32"
     """Precision of sampling; `auto` as in `trainer.dtype`."""
+    fp32_lm_head: bool = added_option(False)
+    """As `trainer.fp32_lm_head`, and to be set with it."""
     batch_size: Annotated[int, Field(ge=1), OPERATIONAL] = 32
 
 
@@ -350,6 +369,16 @@ class RuntimeConfig(Config):
             raise ValueError(
                 f"sampler.tensor_parallel = {parallel}: runtime.gpus_per_engine = {engine:g} is smaller; give each engine as "
                 "many GPUs, which it then does not share"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _both_heads_have_one_precision(self) -> Self:
+        heads = self.trainer.fp32_lm_head, self.sampler.fp32_lm_head
+        if self.trainer.dtype == self.sampler.dtype == "bfloat16" and heads[0] != heads[1]:
+            raise ValueError(
+                f"trainer.fp32_lm_head, sampler.fp32_lm_head = {heads[0]}, {heads[1]}: with one head in float32, the "
+                "log-probabilities of the two differ more than with none; set both"
             )
         return self
 

@@ -51,6 +51,18 @@ def length_limit(config: Any) -> int | None:
     return min(limits) if limits else None
 
 
+def backbone_of(model: Any) -> Any:
+    """Return the part of `model` below its head."""
+    base = model.base_model
+    # Llama 4 names an attribute that only its multimodal form has.
+    return model.model if base is model and hasattr(model, "model") else base
+
+
+def padding_id(config: Any) -> int | None:
+    """Return the padding token of a transformers configuration, or None. Some architectures have no such entry."""
+    return getattr(config.get_text_config(), "pad_token_id", None)
+
+
 def read_config(folder: Path) -> Any:
     """Return the transformers configuration of the model in `folder`. Raises ConfigError if there is none."""
     # Stages import this module with the losses; transformers takes seconds.

@@ -62,4 +62,9 @@ def _save(model: nn.Module, folder: Path) -> None:
     any_model.config.save_pretrained(folder)
     if any_model.can_generate():
         any_model.generation_config.save_pretrained(folder)
-    save_torch_state_dict(merged_state_dict(model), folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
+    # The experts of one fused parameter share its storage, of which huggingface_hub would write a part only.
+    state = {
+        name: tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+        for name, tensor in merged_state_dict(model).items()
+    }
+    save_torch_state_dict(state, folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.models.architecture import check_length
+from rlhf_core.models.architecture import backbone_of, check_length, padding_id
 from rlhf_core.models.batches import TokenBatch
 from rlhf_core.models.drawn_tokens import logprobs_and_entropy
 from rlhf_core.models.head_pass import in_one_call
@@ -98,33 +98,33 @@ def token_values(model: nn.Module, batch: TokenBatch) -> Tensor:
     value_model: Any = model
     rows_T, before_T = _masked_positions(batch)
     hidden_TH = hidden_states(model, batch)[rows_T, before_T]
-    values_T = value_model.value_head(hidden_TH).squeeze(-1).float()
+    values_T = value_model.value_head(hidden_TH).squeeze(-1)
     return _scatter(values_T, rows_T, before_T + 1, batch)
 
 
 def sequence_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
     """Return `scores_N`, one score per sample in fp32, read at its last token, in the order of the samples.
 
-    `model` is a sequence classifier with one output (`head="score"`).
+    `model` is one of `load_model` with `head="score"`.
     """
     classifier: Any = model
     device = batch.token_ids_BL.device
     rows_N = torch.tensor([row for row, _, _ in batch.rows], device=device)
     last_N = torch.tensor([start + length - 1 for _, start, length in batch.rows], device=device)
     hidden_NH = hidden_states(model, batch)[rows_N, last_N]
-    return classifier.score(hidden_NH).squeeze(-1).float()
+    return classifier.score(hidden_NH).squeeze(-1)  # type: ignore[no-any-return]
 
 
 def step_scores(model: nn.Module, batch: TokenBatch) -> Tensor:
     """Return `logits_BL`, the score *at* each token that the loss mask selects (a step's last), fp32 and 0 elsewhere.
 
-    `model` is a sequence classifier with one output (`head="score"`). At a sequence's last token the value equals that
+    `model` is one of `load_model` with `head="score"`. At a sequence's last token the value equals that
     of `sequence_scores`.
     """
     classifier: Any = model
     rows_T, at_T = torch.nonzero(batch.loss_mask_BL, as_tuple=True)
     hidden_TH = hidden_states(model, batch)[rows_T, at_T]
-    return _scatter(classifier.score(hidden_TH).squeeze(-1).float(), rows_T, at_T, batch)
+    return _scatter(classifier.score(hidden_TH).squeeze(-1), rows_T, at_T, batch)
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def check_head(model: nn.Module) -> None:
     any_model: Any = model
     ids_1L = torch.arange(4, device=any_model.device).unsqueeze(0)
     own_1LV = any_model(input_ids=ids_1L, use_cache=False).logits.float()
-    hidden_1LH = any_model.base_model(input_ids=ids_1L, use_cache=False).last_hidden_state
+    hidden_1LH = backbone_of(model)(input_ids=ids_1L, use_cache=False).last_hidden_state
     # A wrong scale or cap is off by far more than the rounding of bfloat16.
     if not torch.allclose(_logits(model, hidden_1LH), own_1LV, rtol=1e-2, atol=1e-2 * own_1LV.abs().max().item()):
         raise ConfigError(
@@ -157,10 +157,9 @@ def check_rows(model: nn.Module) -> None:
     No hidden state may depend on a later token, since otherwise later tokens and padding would change a token's
     log-probability. Positions that count from 0 must also be the model's own.
     """
-    any_model: Any = model
-    backbone = any_model.base_model
+    backbone = backbone_of(model)
     # Some models count only tokens that are not padding when they number positions.
-    real = [token for token in range(9) if token != backbone.config.get_text_config().pad_token_id][:8]
+    real = [token for token in range(9) if token != padding_id(backbone.config)][:8]
     ids_BL = torch.tensor([real, 2 * real[:4]], device=backbone.device)
     positions_BL = torch.arange(8, device=backbone.device).repeat(2, 1)
     remedy = "use a causal language model (some are one only with is_decoder = true in config.json)"
@@ -228,8 +227,7 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     If the lengths of the samples differ much, or samples begin with the same tokens, unpacked rows are computed in
     fewer, shared rows.
     """
-    any_model: Any = model
-    backbone = any_model.base_model
+    backbone = backbone_of(model)
     if batch.packed:
         check_packing(backbone.config)
     check_length(backbone.config, batch.position_ids_BL)

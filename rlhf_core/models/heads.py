@@ -1,4 +1,4 @@
-"""Define the value model, a backbone with a scalar head saved as safetensors.
+"""Define the value model, a backbone with a scalar head saved as safetensors, and heads that compute in float32.
 
 Legend: B rows, L positions, H hidden.
 """
@@ -9,15 +9,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rlhf_core.errors import ConfigError, explain
+
 VALUE_HEAD_FILE = "value_head.safetensors"
 
 
+class Float32Linear(nn.Linear):
+    """A linear layer whose products are float32 numbers, whatever the precision of its weight, its input or autocast.
+
+    A bfloat16 number above 8 is a multiple of 0.0625, so that close scores would be equal.
+    """
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return hidden @ weight.T + bias in float32."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+def compute_in_float32(head: nn.Module) -> None:
+    """Turn a linear head into a `Float32Linear` with the same weight, which may be tied. Raises ConfigError for others."""
+    if type(head).forward is not nn.Linear.forward:
+        rule = f"the LM head is a {type(head).__name__}, not a linear layer alone"
+        raise ConfigError(explain("fp32_lm_head", True, rule, "set it to false, or leave the head out of the adapters"))
+    head.__class__ = Float32Linear
+
+
 class ValueModel(nn.Module):
-    """A model that computes V(state) = w . hidden.
+    """A model that computes V(state) = w . hidden, or the score of a text where transformers has no class for it.
 
     `rlhf_core.models.forward.token_values` shifts the values so that values[t] is *before* token t. The head has no
     bias, like that of a reward model, so that it can start from one.
@@ -26,13 +49,18 @@ class ValueModel(nn.Module):
     def __init__(self, backbone: nn.Module, head_1H: Tensor) -> None:
         super().__init__()
         self.backbone = backbone
-        self.value_head = nn.Linear(head_1H.shape[1], 1, bias=False)
+        self.value_head = Float32Linear(head_1H.shape[1], 1, bias=False)
         self.value_head.weight = nn.Parameter(head_1H.detach().clone())
 
     @property
     def base_model(self) -> nn.Module:
         """The backbone, under the name that transformers models use."""
         return self.backbone
+
+    @property
+    def score(self) -> nn.Module:
+        """The head, under the name that sequence classifiers of transformers use."""
+        return self.value_head
 
     @property
     def config(self) -> Any:

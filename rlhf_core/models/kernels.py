@@ -10,6 +10,7 @@ from torch import nn
 from transformers.utils import is_flash_attn_2_available
 
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.models.architecture import backbone_of
 
 LIGER = "liger_kernel"
 
@@ -42,5 +43,5 @@ def use_liger(model: nn.Module) -> None:
         rule = f"Liger does not support the architecture {kind!r}"
         raise ConfigError(explain("runtime.trainer.liger", True, rule, "remove it"))
     patches._apply_liger_kernel_to_instance(
-        model=any_model.base_model, cross_entropy=False, fused_linear_cross_entropy=False
+        model=backbone_of(model), cross_entropy=False, fused_linear_cross_entropy=False
     )

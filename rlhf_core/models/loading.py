@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -20,11 +21,11 @@ from transformers import (
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.architecture import check_attention, check_folder, read_config
+from rlhf_core.models.architecture import check_attention, check_folder, padding_id, read_config
 from rlhf_core.models.export import export_model
 from rlhf_core.models.forward import check_head, check_rows
-from rlhf_core.models.heads import ValueModel, initial_head, read_head
-from rlhf_core.models.lora import apply_lora
+from rlhf_core.models.heads import ValueModel, compute_in_float32, initial_head, read_head
+from rlhf_core.models.lora import apply_lora, check_adapters
 from rlhf_core.models.packages import local_folder
 from rlhf_core.models.quantised import check_quantizer
 
@@ -35,10 +36,10 @@ PAD_CANDIDATES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|e
 
 
 def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpointing: bool, device: str) -> nn.Module:
-    """Load the model of `spec` on `device` without dropout, in evaluation mode unless activations are checkpointed.
+    """Load the model of `spec` on `device` without dropout, in evaluation mode.
 
-    The head `lm` gives a causal LM, with adapters if `spec.lora`; `score` a sequence classifier with one output;
-    `value` a `ValueModel`. A missing `score` or `value` head is drawn from N(0, 1/(hidden + 1)) with `spec.seed`. A
+    The head `lm` gives a causal LM, with adapters if `spec.lora`; `score` a sequence classifier with one output, or a
+    `ValueModel` where transformers has no such class; `value` a `ValueModel`. Scores and values are float32. A missing `score` or `value` head is drawn from N(0, 1/(hidden + 1)) with `spec.seed`. A
     value model made from a reward model starts from its head. Raises ConfigError if the folder is not a model or lacks
     weights, if its rows would need an attention mask, or if `attention` omits a part of what the architecture computes.
     """
@@ -61,10 +62,11 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
             module.p = 0.0
     model.eval()
     model = model.to(device)
-    check_rows(model)  # before training mode, in which some routers add noise
+    check_rows(model)
+    if spec.lora is not None:
+        check_adapters(model, spec.lora)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+        _checkpoint_activations(model)
     if spec.head == "lm":
         check_head(model)
     return model
@@ -115,16 +117,19 @@ def _load_lm(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> n
 
 
 def _load_score(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return _load_value(folder, config, seed, options)
     head_1H = read_head(folder)
     config.num_labels = 1
-    if config.pad_token_id is None:
-        config.pad_token_id = load_tokenizer(folder).pad_token_id
+    if padding_id(config) is None:
+        config.get_text_config().pad_token_id = load_tokenizer(folder).pad_token_id
     model: Any = _from_pretrained(
         AutoModelForSequenceClassification, folder, config, options, allowed_missing=("score.weight",)
     )
     if head_1H is None:
         fresh_1H = initial_head(model.config.get_text_config().hidden_size, seed=seed)
         model.score.weight.data.copy_(fresh_1H)
+    compute_in_float32(model.score)
     return model
 
 
@@ -164,11 +169,26 @@ def _from_pretrained(
     return model
 
 
+def _checkpoint_activations(model: Any) -> None:
+    """Make `model` recompute its activations in the backward pass, and nothing else.
+
+    A layer does so only in training mode. All modules in it stay in evaluation mode: in the other, routers add noise.
+    """
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError as error:
+        rule = f"{type(model).__name__} does not support it"
+        raise ConfigError(explain("runtime.trainer.gradient_checkpointing", True, rule, "set it to false")) from error
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+
+
 def _config_without_dropout(folder: Path) -> Any:
     config = read_config(folder)
     for owner in {id(c): c for c in (config, config.get_text_config())}.values():
         for name, value in vars(owner).items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            if isinstance(value, float) and "drop" in name:  # also attn_pdrop and layerdrop
                 setattr(owner, name, 0.0)
     return config
 

@@ -6,24 +6,31 @@ head as one without.
 The result of a stage is always the merged weights; the adapters are saved beside them for other programs. The next
 stage starts from the merged weights with fresh adapters. Adapters are never stacked, loaded again or merged twice.
 Within a stage, a checkpoint contains the adapters, and a resumed stage continues with them.
+
+What an adapter learns must reach the merged weights. Modules for which it would not are refused before training: those
+that share their weight with another module, and those whose weight the model uses without calling them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.pytorch_utils import Conv1D
 
-from rlhf_core.config.engines import LoraConfig
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.config.engines import ALL_LINEAR, LoraConfig
+from rlhf_core.errors import ConfigError, TrainingError, explain
 from rlhf_core.models.quantised import is_quantized, quantise, whole_weight
 
 logger = logging.getLogger(__name__)
@@ -38,23 +45,9 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
     """Return `model` with trainable adapters and everything else frozen. Its outputs do not change at first.
 
     A ~ Kaiming-uniform from `seed`, B = 0. With `quantise`, the adapted layers' weights are rounded to 4 bits first.
-    Raises ConfigError if no module matches `target_modules`.
+    Raises ConfigError for targets that the model does not have or whose adapter could not be merged.
     """
-    linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    targets = [name for name in config.target_modules if name in linear]
-    if not targets:
-        raise ConfigError(
-            explain(
-                "lora.target_modules",
-                config.target_modules,
-                "the model has none of these modules",
-                f"choose from {sorted(linear)}",
-            )
-        )
-    if len(targets) < len(config.target_modules):
-        logger.warning(
-            "lora: %s has no modules named %s", type(model).__name__, sorted(set(config.target_modules) - linear)
-        )
+    targets = _targets(model, config)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -64,6 +57,7 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
         target_modules=targets,
         bias="none",
         task_type="CAUSAL_LM",
+        fan_in_fan_out=isinstance(model.get_submodule(targets[0]), Conv1D),
     )
     any_model: Any = model
     if config.quantise:
@@ -71,17 +65,55 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
         any_model.is_loaded_in_4bit = (
             True  # tells peft to adapt 4-bit layers; deleted below, as transformers would refuse to move the model
         )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        adapted = peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapted = peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+    except ValueError as error:  # peft knows modules that cannot be adapted, of Mamba for example
+        raise _refused(config, str(error), "leave them out") from error
     if config.quantise:
         del any_model.is_loaded_in_4bit
+    for name, layer in adapted.named_modules():
+        if hasattr(layer, "lora_magnitude_vector") and not all(
+            (m.weight != 0).all() for m in layer.lora_magnitude_vector.values()
+        ):
+            rule = f"{name} has a row of zeros, which has no direction"
+            raise ConfigError(explain("lora.variant", config.variant, rule, 'use "lora", or leave this module out'))
     return adapted
+
+
+@torch.no_grad()
+def check_adapters(model: nn.Module, config: LoraConfig) -> None:
+    """Check on a few tokens that the model calls its adapted modules.
+
+    Some models compute with the weight of a module instead (Mamba), and text alone does not reach an image encoder. The
+    adapters of such modules are frozen if the targets are "all-linear". Raises ConfigError if they were named.
+    """
+    called: set[str] = set()
+    layers = {name: layer for name, layer in model.named_modules() if _is_adapted(layer)}
+    hooks = [
+        layer.register_forward_hook(lambda *_, kind=_kind(name): called.add(kind)) for name, layer in layers.items()
+    ]
+    try:
+        any_model: Any = model
+        any_model(input_ids=torch.arange(8, device=any_model.device).unsqueeze(0), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # A few tokens reach a few experts only, so all modules at the same place of their layers count as one.
+    idle = [name for name in layers if _kind(name) not in called]
+    if idle and config.target_modules != ALL_LINEAR:
+        kinds = sorted({_kind(name) for name in idle})
+        raise _refused(config, f"the model does not call {kinds}, so adapters would learn nothing", "leave them out")
+    for name in idle:
+        layers[name].requires_grad_(False)
+    if idle:
+        logger.info("lora: %d modules that text does not reach stay as they are, such as %s", len(idle), idle[0])
 
 
 def has_lora(model: nn.Module) -> bool:
     """Return whether `model` has adapters of `apply_lora`."""
-    return any(".lora_A." in name for name, _ in model.named_parameters())
+    return any(_is_adapted(module) for module in model.modules())
 
 
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -94,21 +126,33 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     layers = _adapted_layers(model)
     state: dict[str, Tensor] = {}
+    merged: set[str] = set()
     for name, tensor in model.state_dict().items():
-        if ".lora_" in name or _BLOCK_STATE in name:
+        owner, is_adapter, _ = name.partition(".lora_")
+        if (is_adapter and f"{owner}{_LAYER}weight" in layers) or _BLOCK_STATE in name:
             continue
-        merged = _merged(tensor, layers.pop(name)) if name in layers else tensor
-        state[name.replace(_LAYER, ".")] = merged.detach().cpu().contiguous()
-    for name in _tied_duplicates(model):
-        state.pop(name, None)
-    return _checkpoint_names(model, state)
+        if name in layers:
+            tensor = _merged(tensor, layers[name])
+            merged.add(name)
+        state[name.replace(_LAYER, ".")] = tensor.detach().cpu().contiguous()
+    tied = _tied(model)
+    lost = sorted({*(layers.keys() - merged), *(name for names in tied for name in names if name in layers)})
+    if lost:
+        raise _lost(lost)
+    for names in tied:
+        for name in names[1:]:
+            state.pop(name, None)
+    named = _checkpoint_names(model, state)
+    if layers and sum(map(Tensor.numel, named.values())) != sum(map(Tensor.numel, state.values())):
+        raise _lost(sorted(named.keys() ^ state.keys()))
+    return named
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
     """Write only the adapters in peft's layout, so that `peft.PeftModel.from_pretrained(base, folder)` loads them."""
     any_model: Any = model
     folder.mkdir(parents=True, exist_ok=True)
-    weights = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER)
+    weights = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
     named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = any_model.peft_config[_ADAPTER].to_dict()
@@ -121,36 +165,117 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n")
 
 
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers with an adapter, by the name of the weight that it changes."""
-    return {
-        f"{name}{_LAYER}weight": module
-        for name, module in model.named_modules()
-        if hasattr(module, "lora_A") and _ADAPTER in module.lora_A
-    }
+def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Return the full names of the modules that `config` selects, as peft does: by a name or the end of one."""
+    any_model: Any = model
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    experts = {last for last in {_last(name) for name in linear} if _becomes_experts(model, last)}
+    if config.target_modules == ALL_LINEAR:
+        head = any_model.get_output_embeddings()
+        targets = [name for name, module in linear.items() if module is not head and _last(name) not in experts]
+    else:
+        targets = [name for name in linear if _ends_with(name, config.target_modules)]
+        found = {target for target in config.target_modules if any(_ends_with(name, [target]) for name in targets)}
+        missing = sorted(set(config.target_modules) - found)
+        if missing:
+            choices = sorted({_last(name) for name in linear} - experts)
+            raise _refused(
+                config, f"the model has no linear modules {missing}", f'use "{ALL_LINEAR}", or some of {choices}'
+            )
+        fused = [name for name, _ in model.named_parameters() if _ends_with(name, config.target_modules)]
+        fused += [name for name in targets if _last(name) in experts]
+        if fused:
+            raise _refused(config, f"{fused[0]} is, or means in peft, a parameter of fused experts", "leave it out")
+    if not targets:
+        raise _refused(config, f"{type(model).__name__} has no linear modules", "remove lora")
+    for names in _tied(model):
+        shared = sorted({name.rpartition(".")[0] for name in names} & set(targets))
+        if shared:
+            rule = f"{shared[0]} shares its weight ({', '.join(names)}), so that what it learns would be lost or change both"
+            raise _refused(config, rule, "leave it out")
+    if config.quantise and any(isinstance(linear[name], Conv1D) for name in targets):
+        raise ConfigError(
+            explain(
+                "lora.quantise", config.quantise, "the model has Conv1D layers, which have no 4-bit form", "remove it"
+            )
+        )
+    left_out = {_last(name) for name in linear.keys() - set(targets)}
+    logger.info("lora: adapters for %s, none for %s", sorted({_last(name) for name in targets}), sorted(left_out))
+    return targets
 
 
 @torch.no_grad()
-def _merged(weight_OI: Tensor, layer: Any) -> Tensor:
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether `module` computes a product and nothing else: the routers of Llama 4 are a Linear, too."""
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        return False
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    any_module: Any = module
+    return isinstance(module(any_module.weight.new_zeros(1, any_module.in_features)), Tensor)
+
+
+def _becomes_experts(model: nn.Module, name: str) -> bool:
+    """Return whether peft reads the name of a linear module as that of the fused experts beside it (DeepSeek V3)."""
+    settings = peft.LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(settings, model, None)
+    except ValueError:  # a part of what is fused
+        return True
+    return bool(settings.target_parameters)
+
+
+def _lost(names: Sequence[str]) -> TrainingError:
+    rule = f"what adapters have learned would be missing in the merged weights ({', '.join(names[:3])})"
+    return TrainingError(explain("lora", len(names), rule, "please report this as a bug, with the model's type"))
+
+
+def _refused(config: LoraConfig, rule: str, remedy: str) -> ConfigError:
+    return ConfigError(explain("lora.target_modules", config.target_modules, rule, remedy))
+
+
+def _ends_with(name: str, targets: Sequence[str]) -> bool:
+    return any(f".{name}".endswith(f".{target}") for target in targets)
+
+
+def _last(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A") and _ADAPTER in module.lora_A
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers with an adapter, by the name of the weight that it changes."""
+    return {f"{name}{_LAYER}weight": module for name, module in model.named_modules() if _is_adapted(module)}
+
+
+@torch.no_grad()
+def _merged(weight: Tensor, layer: Any) -> Tensor:
     base = layer.get_base_layer()
     if is_quantized(base):
-        weight_OI = whole_weight(base)
+        weight = whole_weight(base)
+    transposed = layer.fan_in_fan_out  # the weight of GPT-2's Conv1D is [in, out]
+    weight_OI = (weight.T if transposed else weight).float()
     a_RI, b_OR = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
-    merged_OI = weight_OI.float() + (b_OR @ a_RI) * layer.scaling[_ADAPTER]
+    merged_OI = weight_OI + (b_OR @ a_RI) * layer.scaling[_ADAPTER]
     if layer.use_dora[_ADAPTER]:
         norm_O = layer.lora_magnitude_vector[_ADAPTER].weight.float()
         merged_OI = merged_OI * (norm_O / merged_OI.norm(dim=1)).unsqueeze(1)
-    return merged_OI.to(weight_OI.dtype)
+    return (merged_OI.T if transposed else merged_OI).to(weight.dtype)
 
 
-def _tied_duplicates(model: nn.Module) -> list[str]:
-    """Return the names of parameters that duplicate another one (a tied LM head)."""
-    duplicates, seen = [], set()
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several (embeddings and a tied LM head), in the model's order."""
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
-            duplicates.append(name.replace(_LAYER, "."))
-        seen.add(id(parameter))
-    return duplicates
+        names.setdefault(id(parameter), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
 
 
 def _checkpoint_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -21,34 +21,32 @@ def check_quantizer() -> None:
         raise ConfigError(explain("lora.quantise", "nf4", rule, f"install {QUANTIZER}, or remove lora.quantise"))
 
 
-def quantise(model: nn.Module, names: Collection[str]) -> None:
-    """Replace the linear layers of `model` whose last name is in `names` with 4-bit layers.
+def quantise(model: nn.Module, names: Iterable[str]) -> None:
+    """Replace the linear layers `names` of `model` (full names) with 4-bit layers, and freeze all weights.
 
     Weights are NF4 in blocks of 64, with quantized scales of the blocks. A weight is rounded when its layer is moved to
     a device.
     """
     bitsandbytes = import_module(QUANTIZER)
-    for owner in list(model.modules()):
-        for name, layer in list(owner.named_children()):
-            if name not in names or not isinstance(layer, nn.Linear):
-                continue
-            small = bitsandbytes.nn.Linear4bit(
-                layer.in_features,
-                layer.out_features,
-                bias=layer.bias is not None,
-                quant_type="nf4",
-                compress_statistics=True,
-                device="meta",
-            )
-            small.weight = bitsandbytes.nn.Params4bit(
-                layer.weight.data,
-                requires_grad=False,
-                quant_type="nf4",
-                compress_statistics=True,
-                module=small,
-            )
-            small.bias = layer.bias
-            setattr(owner, name, small.to(layer.weight.device))
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        small = bitsandbytes.nn.Linear4bit(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            quant_type="nf4",
+            compress_statistics=True,
+            device="meta",
+        )
+        small.weight = bitsandbytes.nn.Params4bit(
+            layer.weight.data,
+            requires_grad=False,
+            quant_type="nf4",
+            compress_statistics=True,
+            module=small,
+        )
+        small.bias = layer.bias
+        model.set_submodule(name, small.to(layer.weight.device))
     model.requires_grad_(False)
 
 

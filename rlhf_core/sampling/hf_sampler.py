@@ -19,6 +19,7 @@ from rlhf_core.data.chat_templates import Decoder
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import EngineSampler, ModelSpec, SamplerEngine, Transfer, Weights
 from rlhf_core.models.architecture import caps_attention, length_limit, read_config
+from rlhf_core.models.heads import compute_in_float32
 from rlhf_core.models.loading import load_model, load_tokenizer
 from rlhf_core.sampling.received_weights import received_tensors
 from rlhf_core.sampling.requests import check_logprobs, check_requests, finish_reason, most_tokens, stop_token_ids
@@ -42,6 +43,8 @@ class HFSampler:
         self._model: Any = load_model(
             spec, dtype=config.dtype, attention=attention, gradient_checkpointing=False, device=device
         )
+        if config.fp32_lm_head:
+            compute_in_float32(self._model.get_output_embeddings())
         tokenizer = load_tokenizer(policy)
         self._stops = stop_token_ids(policy, tokenizer_eos=tokenizer.eos_token_id)
         self._decoder = Decoder(tokenizer, ends=self._stops)

@@ -60,6 +60,7 @@ def start(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> LLM
             skip_tokenizer_init=True,
             generation_config="vllm",  # the policy's own sampling defaults would override SamplingConfig
             dtype=config.dtype,
+            hf_overrides={"head_dtype": "float32"} if config.fp32_lm_head else {},
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             tensor_parallel_size=config.tensor_parallel,

@@ -74,13 +74,18 @@ class Server:
         return str(version)
 
     def _check_settings(self, found: Mapping[str, Any], config: VllmServerSamplerConfig) -> None:
-        wanted = {"logprobs_mode": "processed_logprobs", "dtype": config.dtype}
-        wrong = [(name, value) for name, value in wanted.items() if found[name] != value]
+        head = "float32" if config.fp32_lm_head else config.dtype
+        wanted = {
+            "logprobs_mode": ("processed_logprobs", "--logprobs-mode processed_logprobs"),
+            "dtype": (config.dtype, f"--dtype {config.dtype}"),
+            "head_dtype": (head, f"""--hf-overrides '{{"head_dtype": "{head}"}}'"""),
+        }
+        wrong = {name: option for name, (value, option) in wanted.items() if found[name] != value}
         if found["max_model_len"] < config.max_model_len:
-            wrong.append(("max_model_len", str(config.max_model_len)))
+            wrong["max_model_len"] = f"--max-model-len {config.max_model_len}"
         if wrong:
-            rule = ", ".join(f"its {name} is {found[name]}" for name, _ in wrong)
-            options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in wrong)
+            rule = ", ".join(f"its {name} is {found[name]}" for name in wrong)
+            options = " ".join(wrong.values())
             raise ConfigError(explain("runtime.sampler.urls", self.url, rule, f"start it with {options}"))
 
     async def _check_route(self) -> None:

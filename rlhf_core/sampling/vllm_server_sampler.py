@@ -3,7 +3,8 @@
     VLLM_SERVER_DEV_MODE=1 vllm serve <policy> --enable-scale-out --logprobs-mode processed_logprobs --dtype float32
         --max-model-len 256 --worker-extension-cls rlhf_core.sampling.vllm_worker.WeightReload
 
-`--dtype` and `--max-model-len` are those of `runtime.sampler`. The CPU build starts only with `python -m
+`--dtype` and `--max-model-len` are those of `runtime.sampler`; `fp32_lm_head` is `--hf-overrides '{"head_dtype":
+"float32"}'`. The CPU build starts only with `python -m
 vllm.entrypoints.openai.api_server --model <policy>` and the same options. This package must be installed there too: its
 worker extension loads weights and checks what arrived. Weights travel through a folder that the servers and this process
 see under one path. In this mode anyone who reaches a server can load weights into it, whatever its `--api-key`: keep it

@@ -29,6 +29,7 @@ class WeightReload:
         model = self.vllm_config.model_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
+            "head_dtype": str(model.head_dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
             "logprobs_mode": str(model.logprobs_mode),
         }

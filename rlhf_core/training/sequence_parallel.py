@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.models.architecture import backbone_of
 from rlhf_core.training.distributed import join, rank_and_world
 
 KEY = "runtime.trainer.sequence_parallel"
@@ -48,8 +49,7 @@ def spread(model: nn.Module, size: int) -> None:
     Raises ConfigError if `size` does not divide the number of ranks or heads, or if the architecture does not pass
     position IDs and keyword arguments to its attention.
     """
-    any_model: Any = model
-    backbone = any_model.base_model
+    backbone = backbone_of(model)
     _, world = rank_and_world()
     if world % size != 0:
         raise ConfigError(explain(KEY, size, f"does not divide the {world} train workers", "use a divisor of them"))

@@ -21,6 +21,7 @@ from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
+from rlhf_core.models.architecture import backbone_of, padding_id
 from rlhf_core.models.batches import TokenBatch, collate, unpack
 from rlhf_core.models.digest import weights_digest
 from rlhf_core.models.export import export_model
@@ -70,15 +71,14 @@ class LocalTrainer:
         self._router_aux = config.router_aux_coef if self._trained else 0.0
         self._engine = open_engine(spec, optimizer, config) if engine is None else engine
         self._keeps_memory = self._engine.device.type == "cpu" and keep_freed_memory()
-        self._together = prefix_width(self._engine.module.base_model.config)
+        self._together = prefix_width(backbone_of(self._engine.module).config)
         self._average = average_of(
             self._engine.module, decay=optimizer.ema_decay if optimizer else 0.0, rank=self._engine.rank
         )
         self._copies = HostCopies()
-        any_module: Any = self._engine.module
         # Any token can be the padding token, because no sample ever sees its padding.
-        pad_id = any_module.config.get_text_config().pad_token_id
-        self._pad_id = 0 if pad_id is None else int(pad_id)
+        any_module: Any = self._engine.module
+        self._pad_id = padding_id(any_module.config) or 0
 
     # ------------------------------------------------------------ training
 

@@ -195,10 +195,7 @@ def adapters(one: Sheet, key: str | None) -> None:
     if one.has("load_in_4bit"):
         one.put(f"{key}.quantise", "nf4", "load_in_4bit")
     modules = one.text("target_modules").split()
-    if modules and modules != ["all-linear"]:
-        one.put(f"{key}.target_modules", modules, "target_modules")
-    else:
-        one.says("target_modules", f"the default of {key}.target_modules: all linear layers of a Llama")
+    one.put(f"{key}.target_modules", "all-linear" if modules in ([], ["all-linear"]) else modules, "target_modules")
 
 
 def _parts(one: Sheet, name: str) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.heads import compute_in_float32
 from rlhf_core.models.kernels import check_kernels, use_liger
 from rlhf_core.models.loading import load_model
 from rlhf_core.models.routing import check_routers
@@ -127,13 +128,15 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
 
 def _load(spec: ModelSpec, config: TrainerConfig, *, dtype: str, trained: bool, device: torch.device) -> nn.Module:
     check_kernels(config.attention, liger=config.liger, device=device.type)
-    module = load_model(
+    module: Any = load_model(
         spec,
         dtype=dtype,
         attention=config.attention,
         gradient_checkpointing=config.gradient_checkpointing and trained,
         device=str(device),
     )
+    if config.fp32_lm_head and spec.head == "lm":
+        compute_in_float32(module.get_output_embeddings())
     if config.liger:
         use_liger(module)
     if trained and config.router_aux_coef > 0:

@@ -44,6 +44,16 @@ def test_engines_enter_the_spec_of_the_stages_that_lease_them(tmp_path: Path) ->
     assert stages["prepare_data"].engines == {}
 
 
+def test_float32_heads_are_in_the_keys_of_stages_with_rewards_under_bfloat16_alone(tmp_path: Path) -> None:
+    def marked(dtype: str) -> set[str]:
+        stages = plan(load_profile("tiny/full", [f"runtime.trainer.dtype={dtype}"]), ArtifactStore(tmp_path))
+        return {stage.label.rsplit("/", 1)[-1] for stage in stages if "scalar_heads" in stage.spec.engines}
+
+    assert marked("float32") == set()
+    assert marked("bfloat16") >= {"reward_model", "ppo", "score"}
+    assert marked("bfloat16").isdisjoint({"prepare_data", "sft", "dpo", "generate"})
+
+
 def test_a_reference_that_nothing_asks_is_in_no_key() -> None:
     def inputs(config: PPOConfig | DPOConfig, reference: str) -> dict[str, Any]:
         specs: list[StageSpec] = []

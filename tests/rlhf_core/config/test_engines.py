@@ -34,6 +34,14 @@ def test_workers_and_micro_batches_are_not_in_the_key_but_precision_and_sampler_
     assert keyed(small) != keyed(RuntimeConfig(sampler=VllmSamplerConfig(max_model_len=128)))
 
 
+def test_a_float32_head_of_one_engine_alone_is_refused() -> None:
+    trainer, sampler = {"dtype": "bfloat16", "fp32_lm_head": True}, {"type": "hf", "dtype": "bfloat16"}
+    with pytest.raises(ValidationError, match=r"fp32_lm_head = True, False: .*set both"):
+        RuntimeConfig.model_validate({"trainer": trainer, "sampler": sampler})
+    for fits in ({"fp32_lm_head": True}, {"dtype": "float32"}):
+        RuntimeConfig.model_validate({"trainer": trainer, "sampler": sampler | fits})
+
+
 @pytest.mark.parametrize("temperature", [1e-6, 0.005, 0.0099])
 def test_a_temperature_that_vllm_would_raise_is_refused(temperature: float) -> None:
     with pytest.raises(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,6 @@ from rlhf_core.sampling.hf_sampler import HFSampler
 from rlhf_core.sampling.policy_folder import PolicyFolder
 from rlhf_core.types import SamplingRequest, TokenSample
 
-SHAPE = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 4,
-}
 SHORT, LONG = 16, 64
 LONGROPE = {
     "rope_type": "longrope",
@@ -45,26 +31,6 @@ LONGROPE = {
 }
 PHI3 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": SHORT}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-
-
-@pytest.fixture
-def made(tiny_llama: Path, tmp_path: Path) -> Any:
-    def make(family: str, **options: Any) -> Path:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | options))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" not in name:
-                    parameter.mul_(6.0)  # sharp enough for attention to matter
-        folder = tmp_path / family
-        model.save_pretrained(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(tiny_llama / name, folder / name)
-        return folder
-
-    return make
 
 
 def loaded(folder: Path, attention: str = "sdpa", *, dtype: str = "float32", lora: LoraConfig | None = None) -> Any:

@@ -17,7 +17,7 @@ from rlhf_core.config.engines import LoraConfig, PretrainedModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.batches import collate
-from rlhf_core.models.forward import sequence_scores, token_logprobs
+from rlhf_core.models.forward import hidden_states, sequence_scores, token_logprobs
 from rlhf_core.models.heads import initial_head
 from rlhf_core.models.loading import load_model, load_tokenizer, materialize
 from rlhf_core.types import TokenSample
@@ -197,6 +197,34 @@ def test_a_misnamed_gguf_file_is_refused_with_the_choices(tmp_path: Path) -> Non
     (tmp_path / "model.Q4_1.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"choose from \['model.Q4_1.gguf'\]"):
         materialize(PretrainedModel(path=str(tmp_path), gguf_file="model.gguf"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("head", ["lm", "score", "value"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("phimoe", {"router_jitter_noise": 0.2}),
+        ("mixtral", {"router_jitter_noise": 0.2}),
+        ("opt", {"layerdrop": 0.5, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    ],
+)
+def test_checkpointed_activations_bring_none_of_the_noise_of_training_mode(
+    family: str, options: dict[str, Any], head: Any, made: Any
+) -> None:
+    folder = made(family, num_hidden_layers=3, **options)
+
+    batch = collate([TokenSample(tuple(range(5, 25)), (0,) + (1,) * 19)], pad_id=0)
+    plain, model = (loaded(folder, head, checkpointing=checkpointing) for checkpointing in (False, True))
+    wanted = hidden_states(plain, batch)
+    calls: list[int] = []
+    layers = next(module for name, module in model.named_modules() if name.endswith("layers"))
+    layers[1].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(2):
+        hidden = hidden_states(model, batch)
+        assert torch.equal(hidden, wanted)
+    hidden.sum().backward()
+    assert len(calls) == 3  # two forward passes, and once more in the backward pass
+    assert all(module.gradient_checkpointing for module in model.modules() if module.training)
 
 
 # ---------------------------------------------------------------- a real GGUF file

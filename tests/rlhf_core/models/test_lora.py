@@ -7,15 +7,37 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from rlhf_core.config.engines import LoraConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.export import export_model
 from rlhf_core.models.loading import load_model
 from rlhf_core.models.lora import has_lora, merged_state_dict, save_adapter
 
 LORA = LoraConfig(rank=4, alpha=8.0)
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    **MOE,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "phi3": {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "qwen3_moe": MOE,
+    "deepseek_v3": DEEPSEEK,
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 48},
+    "jamba": {"num_experts": 4, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
+}
 IDS = torch.tensor([[1, 20, 30, 40, 4, 2, 50]])
 
 
@@ -24,13 +46,13 @@ def loaded(folder: Path, lora: LoraConfig | None, *, dtype: str = "float32", see
     return load_model(spec, dtype=dtype, attention="sdpa", gradient_checkpointing=False, device="cpu")
 
 
-def trained(folder: Path, *, dtype: str = "float32") -> Any:
+def trained(folder: Path, lora: LoraConfig = LORA, *, dtype: str = "float32") -> Any:
     """A model whose adapters are no longer zero."""
-    model = loaded(folder, LORA, dtype=dtype)
+    model = loaded(folder, lora, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
+            if ".lora_B." in name and parameter.requires_grad:
                 parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     return model
 
@@ -157,9 +179,97 @@ def test_fused_experts_get_their_checkpoint_names_back(tiny_llama: Path, tmp_pat
     assert all(torch.equal(state[name], stored[name]) for name in stored)
 
 
-def test_targets_that_are_not_in_the_model_are_refused_with_the_choices(tiny_llama: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lora.target_modules = \('c_attn',\).*q_proj"):
-        loaded(tiny_llama, LoraConfig(target_modules=("c_attn",)))
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize(
+    ("family", "adapted", "frozen"),
+    [
+        ("gpt2", {"c_attn", "c_proj", "c_fc"}, set()),  # Conv1D, whose weights are [in, out]
+        ("phi3", {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}, set()),
+        ("qwen3_moe", {"q_proj", "k_proj", "v_proj", "o_proj"}, set()),  # experts that are no modules
+        # peft would read the names of the shared experts as those of the fused ones.
+        ("deepseek_v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}, set()),
+        # A router that is a Linear, and returns more than a product.
+        ("llama4_text", {*("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")}, set()),
+        ("jamba", {*("q_proj", "x_proj", "in_proj", "out_proj", "router")}, {"dt_proj"}),  # its weight alone is used
+    ],
+)
+def test_all_that_is_adapted_in_a_family_is_in_its_export(
+    family: str, adapted: set[str], frozen: set[str], variant: Any, made: Any, tmp_path: Path
+) -> None:
+    folder = made(family, **FAMILIES.get(family, {}))
+    model = trained(folder, LoraConfig(rank=2, variant=variant, target_modules="all-linear"))
+    layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")]
+    assert adapted <= {name.rsplit(".", 1)[-1] for name, _ in layers}
+    assert "lm_head" not in {name for name, _ in layers}
+    still = {name.rsplit(".", 1)[-1] for name, one in layers if not any(p.requires_grad for p in one.parameters())}
+    assert still == frozen
+    before, plain = logits(model), logits(loaded(folder, None))
+    assert (before - plain).abs().max() > 1e-3
+    export_model(model, tmp_path / "out", tokenizer_from=folder)
+    torch.testing.assert_close(logits(loaded(tmp_path / "out", None)), before, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "lora", "message"),
+    [
+        ("llama", False, {"target_modules": ("c_attn",)}, r"'c_attn',\): the model has no linear modules.*'q_proj'"),
+        (
+            "llama",
+            False,
+            {"target_modules": ("q_proj", "qkv_proj")},
+            r"no linear modules \['qkv_proj'\]; use \"all-linear\"",
+        ),
+        ("llama", False, {"target_modules": ("q_proj", "embed_tokens")}, r"no linear modules \['embed_tokens'\]"),
+        ("phi3", False, {}, r"no linear modules \['gate_proj', 'k_proj', .*use \"all-linear\""),
+        (
+            "llama",
+            True,
+            {"target_modules": ("q_proj", "lm_head")},
+            "lm_head shares its weight .*embed_tokens.*leave it out",
+        ),
+        ("qwen3_moe", False, {"target_modules": ("q_proj", "down_proj")}, r"no linear modules \['down_proj'\]"),
+        ("deepseek_v3", False, {"target_modules": ("shared_experts.down_proj",)}, "parameter of fused experts"),
+        (
+            "jamba",
+            False,
+            {"target_modules": ("q_proj", "dt_proj")},
+            r"does not call \['model.layers.\*.mamba.dt_proj'\]",
+        ),
+        ("gpt2", False, {"target_modules": "all-linear", "quantise": "nf4"}, "Conv1D layers, which have no 4-bit form"),
+    ],
+)
+def test_adapters_that_would_not_be_trained_or_merged_are_refused(
+    family: str, tied: bool, lora: Any, message: str, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_core.models.loading.check_quantizer", lambda: None)
+    with pytest.raises(ConfigError, match=message):
+        loaded(made(family, tie_word_embeddings=tied, **FAMILIES.get(family, {})), LoraConfig(rank=2, **lora))
+
+
+def test_the_end_of_a_full_name_selects_a_module(tiny_llama: Path) -> None:
+    model = loaded(tiny_llama, LoraConfig(rank=2, target_modules=("1.mlp.down_proj", "k_proj")))
+    adapted = [name.removeprefix("model.layers.") for name, one in model.named_modules() if hasattr(one, "lora_A")]
+    assert adapted == ["0.self_attn.k_proj", "1.self_attn.k_proj", "1.mlp.down_proj"]
+
+
+def test_a_row_of_zeros_has_no_direction_for_dora(made: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = made("llama", tie_word_embeddings=False)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][7] = 0.0  # as in a vocabulary that is padded
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lora.variant = 'dora': lm_head has a row of zeros"):
+        loaded(folder, LoraConfig(target_modules=("lm_head",), variant="dora"))
+
+
+def test_a_merge_that_would_lose_an_adapter_is_an_error(made: Any) -> None:
+    model = trained(made("llama", tie_word_embeddings=False), LoraConfig(rank=2, target_modules=("q_proj", "lm_head")))
+    assert not torch.equal(merged_state_dict(model)["lm_head.weight"], model.lm_head.base_layer.weight)
+    model.lm_head.base_layer.weight = nn.Parameter(model.model.embed_tokens.weight)
+    model.model.embed_tokens.weight = model.lm_head.base_layer.weight  # tied after the adapters were made
+    with pytest.raises(TrainingError, match=r"lora = 1: what adapters have learned would be missing .*lm_head"):
+        merged_state_dict(model)
 
 
 @pytest.mark.parametrize(("variant", "scaling"), [("rslora", 8.0 / 4**0.5), ("dora", 8.0 / 4)])

@@ -316,6 +316,10 @@ def test_a_request_has_a_deadline(wires: tuple[Wire, Wire], policies: tuple[Path
             "its logprobs_mode is raw_logprobs; start it with --logprobs-mode processed_l",
         ),
         ({"dtype": "bfloat16"}, "its dtype is bfloat16; start it with --dtype float32"),
+        (
+            {"head_dtype": "bfloat16"},
+            """its head_dtype is bfloat16; start it with --hf-overrides '{"head_dtype": "float32"}'""",
+        ),
         ({"max_model_len": 64}, "its max_model_len is 64; start it with --max-model-len 96"),
     ],
 )

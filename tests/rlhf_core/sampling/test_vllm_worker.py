@@ -102,6 +102,13 @@ def test_an_engine_that_goes_on_with_its_old_weights_is_found_out(tmp_path: Path
 
 def test_the_settings_are_those_that_decide_about_logprobs() -> None:
     told = WeightReload()
-    model = SimpleNamespace(dtype=torch.bfloat16, max_model_len=96, logprobs_mode="raw_logprobs", seed=3)
+    model = SimpleNamespace(
+        dtype=torch.bfloat16, head_dtype=torch.float32, max_model_len=96, logprobs_mode="raw_logprobs", seed=3
+    )
     told.vllm_config = SimpleNamespace(model_config=model)
-    assert told.settings() == {"dtype": "bfloat16", "max_model_len": 96, "logprobs_mode": "raw_logprobs"}
+    assert told.settings() == {
+        "dtype": "bfloat16",
+        "head_dtype": "float32",
+        "max_model_len": 96,
+        "logprobs_mode": "raw_logprobs",
+    }

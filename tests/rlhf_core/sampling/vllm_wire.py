@@ -18,7 +18,7 @@ from rlhf_core.models.digest import weights_digest
 from rlhf_core.sampling.vllm_worker import read_tensors
 
 Answer = tuple[int, Any]
-SETTINGS = {"dtype": "float32", "max_model_len": 96, "logprobs_mode": "processed_logprobs"}
+SETTINGS = {"dtype": "float32", "head_dtype": "float32", "max_model_len": 96, "logprobs_mode": "processed_logprobs"}
 
 
 class Wire:

@@ -350,6 +350,54 @@ def test_a_frozen_model_measures_and_refuses_to_train(policy_spec: ModelSpec, to
         trainer.optim_step(learning_rate=1e-3)
 
 
+BFLOAT16 = {
+    "bfloat16 weights": (TrainerConfig(engine="deepspeed", dtype="bfloat16"), False),
+    "autocast": (TORCH.model_copy(update={"dtype": "bfloat16"}), True),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BFLOAT16))
+def test_scores_and_values_of_a_bfloat16_trainer_are_float32_numbers(
+    name: str,
+    score_spec: ModelSpec,
+    value_spec: ModelSpec,
+    optimizer: OptimizerConfig,
+    token_samples: list[TokenSample],
+) -> None:
+    config, trained = BFLOAT16[name]
+    reward, critic = (LocalTrainer(s, optimizer if trained else None, config) for s in (score_spec, value_spec))
+    last = [TokenSample(s.token_ids, (0,) * (len(s.token_ids) - 1) + (1,)) for s in token_samples]
+    scores = reward.scores([s.token_ids for s in token_samples])
+    for measured in (scores, [v[-1] for v in critic.values(last)], [v[0] for v in reward.step_scores(last)]):
+        exact = torch.tensor(measured)
+        # The chance that a float32 is a bfloat16 is 2^-16.
+        assert not (exact == exact.bfloat16().float()).any()
+    if trained:
+        reward.forward_backward([RewardPair((1, 20, 30), (1, 20, 40), 0.0)], BradleyTerryObjective(centering_coef=0.0))
+        assert reward.optim_step(learning_rate=1e-3)["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", sorted(BFLOAT16))
+def test_a_float32_lm_head_multiplies_what_the_layers_give_it_without_rounding(
+    name: str, policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
+) -> None:
+    config, trained = BFLOAT16[name]
+    one = token_samples[0]
+    found = {}
+    for fp32 in (False, True):
+        chosen = config.model_copy(update={"fp32_lm_head": fp32})
+        trainer = LocalTrainer(policy_spec, optimizer if trained else None, chosen)
+        found[fp32] = torch.tensor(trainer.logprobs([one], temperature=1.0)[0][2:])
+    module: Any = trainer._engine.module
+    ids_1L = torch.tensor([one.token_ids])
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=trained):
+        hidden_LH = module.model(input_ids=ids_1L, use_cache=False).last_hidden_state[0]
+    logits_LV = hidden_LH.float() @ module.lm_head.weight.float().T
+    wanted = logits_LV[1:-1].log_softmax(-1).gather(-1, ids_1L[0, 2:, None]).squeeze(-1)
+    torch.testing.assert_close(found[True], wanted.detach(), rtol=0, atol=1e-6)
+    assert not torch.allclose(found[False], wanted, rtol=0, atol=1e-5)
+
+
 def test_bfloat16_trains_float32_weights(
     policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
 ) -> None:
