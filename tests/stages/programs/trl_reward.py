@@ -1,9 +1,8 @@
-"""Reward functions as TRL's users write them: the share of digits in the completion."""
+"""Reward functions as TRL's users write them for prompts that are text: the share of digits in the completion."""
 
 
 def digits_reward(completions, **kwargs):
-    contents = [completion[0]["content"] for completion in completions]
-    return [sum(letter.isdigit() for letter in content) / max(len(content), 1) for content in contents]
+    return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in completions]
 
 
 async def digits_reward_async(prompts, completions, completion_ids, trainer_state=None, **kwargs):
