@@ -69,7 +69,7 @@ def judge(
     annotator, name = config.annotator, comparisons.digest[:12]
     match annotator:
         case ProgramAnnotator():
-            return ask_program(annotator, asked, code=context.functions, seed=context.seed), {}
+            return ask_program(annotator, asked, code=context.functions, notes=context.notes, seed=context.seed), {}
         case JudgeAnnotator():
             return judged_by_model(annotator, asked, context)
         case FileAnnotator() | ReviewAnnotator():
@@ -120,7 +120,7 @@ def known_rewards(
     """Return comparison -> reward of the first side less that of the second, {} without a known reward."""
     if not config.gold:
         return {}
-    pairs = rewards_of_sides(config.gold, asked, code=context.functions, timeout_s=GOLD_TIMEOUT_S)
+    pairs = rewards_of_sides(config.gold, asked, code=context.functions, notes=context.notes, timeout_s=GOLD_TIMEOUT_S)
     return {one.id: first - second for one, (first, second) in zip(asked, pairs, strict=True)}
 
 

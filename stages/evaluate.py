@@ -142,7 +142,7 @@ def gold_rewards(
     """Return the gold reward of each answer by policy; nothing when there is no gold reward."""
     if not config.gold:
         return dict.fromkeys(rows, ())
-    settings = WorkerSettings(code=dict(context.functions))
+    settings = WorkerSettings(code=dict(context.functions), notes=context.notes)
     with IsolatedReward("gold", config.gold, timeout_s=config.gold_timeout_s, settings=settings) as reward:
         return {name: tuple(checked("gold", reward(items), items)) for name, items in rows.items()}
 

@@ -129,7 +129,14 @@ def function_values(config: FunctionSuite, rows: Sequence[Generation], context: 
         workers=config.workers,
     )
     with ExitStack() as leases:
-        reward = open_elsewhere(config.name, spec, context.work / "values", leases, functions=context.functions)
+        reward = open_elsewhere(
+            config.name,
+            spec,
+            context.work / "values",
+            leases,
+            functions=context.functions,
+            notes=context.notes,
+        )
         return list(reward(rows).values)
 
 

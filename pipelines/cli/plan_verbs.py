@@ -16,6 +16,7 @@ from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.stage.decision import target_of
 from rlhf_core.stage.key import Strictness
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.user_code.dependencies import unseen_reads
 from rlhf_core.user_code.sources import DECLARATION
 
@@ -24,6 +25,13 @@ def plan(options: argparse.Namespace) -> None:
     """Print the decision for every stage."""
     planned = _plan(options)
     console.print(decisions_table([(stage.label, stage.decision) for stage in planned], wide=console.is_terminal))
+    store = store_of(load_profile(options.profile, options.overrides), Home.here())
+    stages: dict[str, list[str]] = {}
+    for stage in planned:
+        for line in _unseen(store, stage):
+            stages.setdefault(line, []).append(stage.label)
+    for line, labels in stages.items():
+        console.print(f"{', '.join(labels)}: {line}", highlight=False, markup=False, soft_wrap=True)
 
 
 def explain(options: argparse.Namespace) -> None:
@@ -31,15 +39,13 @@ def explain(options: argparse.Namespace) -> None:
     planned = _plan(options)
     check_labels(planned, {"explain": [options.stage]})
     stage = next(stage for stage in planned if stage.label == options.stage)
-    said = [f"{stage.label}: {stage.decision.action}: {stage.decision.reason}"]
-    for function in stage.spec.callables:
-        said += [f"not in the key: {phrase}; what counts: {DECLARATION} there" for phrase in unseen_reads(function)]
+    store = store_of(load_profile(options.profile, options.overrides), Home.here())
+    said = [f"{stage.label}: {stage.decision.action}: {stage.decision.reason}", *_unseen(store, stage)]
     console.print("\n".join(said), highlight=False, markup=False, soft_wrap=True)
     if any(ref.uri.startswith(PENDING) for ref in stage.spec.refs()):
         console.print("its key depends on what the stages before it make")
         return
     console.print(f"key {stage.decision.key}", highlight=False)
-    store = store_of(load_profile(options.profile, options.overrides), Home.here())
     target = target_of(store, stage.spec, strict=_strictness(options))
     console.print_json(json.dumps(target.payload))
     record = store.record(stage.decision.key)
@@ -53,6 +59,15 @@ def _plan(options: argparse.Namespace) -> list[PlannedStage]:
     config = load_profile(options.profile, options.overrides)
     wanted = RunOptions(until=options.until, force=tuple(options.force), strict=_strictness(options))
     return plan_run(config, lifecycle, wanted, store=store_of(config, Home.here()))
+
+
+def _unseen(store: ArtifactStore, stage: PlannedStage) -> list[str]:
+    """Return what the stage's functions read that its key does not see: by their text, and as its record says."""
+    phrases = dict.fromkeys(phrase for function in stage.spec.callables for phrase in unseen_reads(function))
+    record = store.record(stage.decision.key) if stage.decision.key else None
+    return [f"not in the key: {phrase}; what counts: {DECLARATION} there" for phrase in phrases] + [
+        f"not in the key, as seen when it ran: {note}" for note in (() if record is None else record.unseen)
+    ]
 
 
 def _strictness(options: argparse.Namespace) -> Strictness:

@@ -353,13 +353,15 @@ Play: TypeAlias = Callable[[str, str, SamplingParams, LLMEngine], Coroutine[Any,
 """(prompt, label, sampling_params, llm_engine) -> what an executor says of an episode."""
 
 
-def open_executor(config: OpenRLHFAgent, *, tokenizer: str, code: Mapping[str, str] = NO_DIGESTS) -> Program:
+def open_executor(
+    config: OpenRLHFAgent, *, tokenizer: str, code: Mapping[str, str] = NO_DIGESTS, notes: str = ""
+) -> Program:
     """Load the file and return its executor, or its `step`, as a program; ConfigError if it has neither.
 
     One executor plays all episodes.
     """
     provide_modules()
-    file = UserFile("agent.file", Path(config.file), code=code)
+    file = UserFile("agent.file", Path(config.file), code=code, notes=notes)
     module = file.run()
     if hasattr(module, "AgentExecutor"):
         _check_constructor(config, module.AgentExecutor)

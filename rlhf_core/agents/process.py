@@ -49,7 +49,7 @@ class Environments:
     """Environments in `config.processes` processes, each episode known by a ticket.
 
     ConfigError if the user's code cannot be loaded, or has changed: `functions` and `files` are the digests by which the
-    key of the stage was made. `tokenizer` is the folder of a tokenizer, read only by agents that tokenize.
+    key of the stage was made; what the code reads beyond them is noted in the file `notes`. `tokenizer` is the folder of a tokenizer, read only by agents that tokenize.
 
     >>> with Environments(config, tokenizer="policy") as environments:            # doctest: +SKIP
     ...     ticket = environments.begin(prompt, seed=7)
@@ -64,9 +64,11 @@ class Environments:
         tokenizer: str,
         functions: Mapping[str, str] = MappingProxyType({}),
         files: Mapping[str, str] = MappingProxyType({}),
+        notes: str = "",
     ) -> None:
         self.config = config
-        self._given = (config, tokenizer, {name: functions[name] for name in config.callables() if name in functions})
+        code = {name: functions[name] for name in config.callables() if name in functions}
+        self._given = (config, tokenizer, code, notes)
         self._files = {name: files[name] for name in config.read_files() if name in files}
         self._inbox: queue.SimpleQueue[tuple[_Child, Any]] = queue.SimpleQueue()
         self._homes: dict[int, _Child] = {}
@@ -158,7 +160,7 @@ class _Child:
 
     def __init__(
         self,
-        given: tuple[AgentConfig, str, Mapping[str, str]],
+        given: tuple[AgentConfig, str, Mapping[str, str], str],
         inbox: queue.SimpleQueue[tuple[_Child, Any]],
     ) -> None:
         self.owed: dict[int, None] = {}

@@ -72,20 +72,22 @@ class EnvironmentSession:
             await resolved(self._environment.close())
 
 
-def open_sessions(config: AgentConfig, *, tokenizer: str, code: Mapping[str, str] = NO_DIGESTS) -> Sessions:
+def open_sessions(
+    config: AgentConfig, *, tokenizer: str, code: Mapping[str, str] = NO_DIGESTS, notes: str = ""
+) -> Sessions:
     """Load the user's code; ConfigError if it cannot be, or has another digest than in `code`.
 
-    `tokenizer` is a folder, read only by agents that tokenize.
+    What it reads beyond its key is noted in the file `notes`. `tokenizer` is a folder, read only by agents that tokenize.
     """
     # Agents that talk over HTTP are imported when one is wanted: each takes 0.3 s, and a plain environment starts in 0.5 s.
     match config:
         case EnvironmentAgent():
-            make = load_callable("agent.environment", config.environment, code=code)
+            make = load_callable("agent.environment", config.environment, code=code, notes=notes)
             return Sessions(partial(EnvironmentSession, partial(make, **config.arguments)))
         case OpenRLHFAgent():
-            return Sessions(partial(ProgramSession, open_executor(config, tokenizer=tokenizer, code=code)))
+            return Sessions(partial(ProgramSession, open_executor(config, tokenizer=tokenizer, code=code, notes=notes)))
         case ToolsAgent():
-            tools = load_tools(config.tools, code=code)
+            tools = load_tools(config.tools, code=code, notes=notes)
             functions = {name: tool.function for name, tool in tools.items()}
             make = partial(ToolEnvironment, functions, max_tool_calls=config.max_tool_calls)
             return Sessions(partial(EnvironmentSession, make), tools=tuple(tool.schema for tool in tools.values()))

@@ -106,12 +106,12 @@ def as_text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def load_tools(specs: Sequence[str], *, code: Mapping[str, str] = NO_DIGESTS) -> dict[str, Tool]:
+def load_tools(specs: Sequence[str], *, code: Mapping[str, str] = NO_DIGESTS, notes: str = "") -> dict[str, Tool]:
     """Return name -> tool; ConfigError if a function has no types, or a docstring that does not describe its arguments."""
     from transformers.utils import get_json_schema  # 1.7 s, and only this function needs it
 
     tools: dict[str, Tool] = {}
-    for spec, function in zip(specs, load_callables("agent.tools", specs, code=code), strict=True):
+    for spec, function in zip(specs, load_callables("agent.tools", specs, code=code, notes=notes), strict=True):
         try:
             schema = get_json_schema(function)
         except Exception as error:  # TypeHintParsingException, DocstringParsingException

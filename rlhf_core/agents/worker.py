@@ -25,6 +25,7 @@ from rlhf_core.processes.child import start_guard, take_standard_streams
 from rlhf_core.schema.secrets import with_secrets
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.user_code.dependencies import check_functions
+from rlhf_core.user_code.watch import watch_process
 
 TRACEBACK_LINES = 12
 
@@ -53,10 +54,11 @@ def main(beacon: int) -> None:
     """Serve until the input ends."""
     start_guard()
     answers, requests = take_standard_streams()
-    config, tokenizer, functions = pickle.load(requests)
+    config, tokenizer, functions, notes = pickle.load(requests)
     try:
         check_functions(functions, key="agent")
-        sessions = open_sessions(with_secrets(config, "agent"), tokenizer=tokenizer, code=functions)
+        sessions = open_sessions(with_secrets(config, "agent"), tokenizer=tokenizer, code=functions, notes=notes)
+        watch_process()
         check_functions(functions, key="agent")
     except ConfigError as error:
         _send(answers, ("refused", str(error)))

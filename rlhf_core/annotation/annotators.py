@@ -33,13 +33,13 @@ class NotJudgedYet(Exception):
 
 
 def ask_program(
-    config: ProgramAnnotator, comparisons: Sequence[Comparison], *, code: Mapping[str, str], seed: int
+    config: ProgramAnnotator, comparisons: Sequence[Comparison], *, code: Mapping[str, str], notes: str = "", seed: int
 ) -> list[Judgment]:
     """Return the judgments of simulated people (Bradley and Terry 1952), drawn from the seed and the comparison.
 
-    `code` holds the digests under which the function entered the key.
+    `code` holds the digests under which the function entered the key; what it reads beyond that is noted in `notes`.
     """
-    pairs = rewards_of_sides(config.function, comparisons, code=code, timeout_s=config.timeout_s)
+    pairs = rewards_of_sides(config.function, comparisons, code=code, notes=notes, timeout_s=config.timeout_s)
     names = [f"program-{number + 1}" for number in range(config.annotators)]
     return [
         Judgment(one.id, name, _drawn(config, pair, random.Random(derive_seed(seed, "annotator", name, one.id))))
@@ -49,11 +49,11 @@ def ask_program(
 
 
 def rewards_of_sides(
-    function: str, comparisons: Sequence[Comparison], *, code: Mapping[str, str], timeout_s: float
+    function: str, comparisons: Sequence[Comparison], *, code: Mapping[str, str], notes: str = "", timeout_s: float
 ) -> list[tuple[float, float]]:
     """Return the rewards of the first and the second answer of each comparison."""
     answers = [_generation(one, text) for one in comparisons for text in (one.first, one.second)]
-    settings = WorkerSettings(code=dict(code))
+    settings = WorkerSettings(code=dict(code), notes=notes)
     with IsolatedReward("annotator", function, timeout_s=timeout_s, settings=settings) as reward:
         values = checked("annotator", reward(answers), answers)
     return list(zip(values[::2], values[1::2], strict=True))

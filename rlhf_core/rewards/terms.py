@@ -61,7 +61,9 @@ def open_terms(
     What runs elsewhere is opened first: it fails in a second, before a model is loaded.
     """
     opened = {
-        name: open_elsewhere(name, spec, context.work / "rewards", leases, functions=context.functions)
+        name: open_elsewhere(
+            name, spec, context.work / "rewards", leases, functions=context.functions, notes=context.notes
+        )
         for name, spec in config.terms.items()
         if isinstance(spec, (FunctionReward, RemoteReward, JudgeReward))
     }
@@ -78,16 +80,18 @@ def open_elsewhere(
     leases: ExitStack,
     *,
     functions: Mapping[str, str] = MappingProxyType({}),
+    notes: str = "",
 ) -> BatchedReward:
     """Return a reward that runs in other processes; what it caches is kept in `folder`.
 
-    A function that has another digest than it has in `functions` is refused, whenever a process loads it.
+    A function that has another digest than it has in `functions` is refused, whenever a process loads it; what it reads
+    beyond its key is noted in the file `notes`.
     """
     path = folder / f"{sha256_text(name)[:16]}.jsonl"
     cache = ResultCache(identity(spec), path) if spec.cache else None
     match spec:
         case FunctionReward():
-            workers = _start_workers(name, spec, leases, functions)
+            workers = _start_workers(name, spec, leases, functions, notes)
             return BatchedReward(
                 name,
                 [worker.outcome for worker in workers],
@@ -156,13 +160,15 @@ def episode_reward(generations: Sequence[Generation]) -> RewardOutcome:
 
 
 def _start_workers(
-    name: str, spec: FunctionReward, leases: ExitStack, functions: Mapping[str, str]
+    name: str, spec: FunctionReward, leases: ExitStack, functions: Mapping[str, str], notes: str
 ) -> list[IsolatedReward]:
     """Start the processes: the first alone, since it tells whether the function can be loaded."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = spec.memory_mb * 2**20 if spec.memory_mb else machine // 2 // spec.workers
     code = {spec.function: functions[spec.function]} if spec.function in functions else {}
-    settings = WorkerSettings(arguments=spec.arguments, protocol=spec.protocol, code=code, memory_bytes=memory)
+    settings = WorkerSettings(
+        arguments=spec.arguments, protocol=spec.protocol, code=code, notes=notes, memory_bytes=memory
+    )
 
     def start(_: int) -> IsolatedReward:
         return IsolatedReward(

@@ -24,6 +24,7 @@ from rlhf_core.schema.secrets import resolved
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.user_code.dependencies import check_functions
 from rlhf_core.user_code.loading import load_callable
+from rlhf_core.user_code.watch import watch_process
 
 
 class WorkerSettings(BaseModel):
@@ -35,6 +36,8 @@ class WorkerSettings(BaseModel):
     protocol: FunctionProtocol = "auto"
     code: dict[str, str] = {}
     """The digest that the function must have, if it is known: that by which the key of the stage was made."""
+    notes: str = ""
+    """File for what the function reads beyond its key; "" notes nothing."""
     memory_bytes: int = 0
     """Most memory of the process; 0 sets no limit."""
 
@@ -45,7 +48,8 @@ def main(function: str, settings: WorkerSettings) -> None:
     answers, requests = take_standard_streams()
     try:
         arguments = resolved(settings.arguments, "arguments")
-        loaded = load_callable("function", function, code=settings.code)
+        loaded = load_callable("function", function, code=settings.code, notes=settings.notes)
+        watch_process()
         reward = adapt(loaded, protocol=settings.protocol, arguments=arguments)
         check_functions(settings.code, key="function")
     except ConfigError as error:

@@ -145,7 +145,9 @@ def open_environments(
     """Start the agent's processes, which end with `leases`; None without an agent. `policy` is the policy's folder."""
     if agent is None:
         return None
-    opened = Environments(agent, tokenizer=str(policy), functions=context.functions, files=context.files)
+    opened = Environments(
+        agent, tokenizer=str(policy), functions=context.functions, files=context.files, notes=context.notes
+    )
     return leases.enter_context(opened)
 
 

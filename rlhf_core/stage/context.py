@@ -28,6 +28,7 @@ from rlhf_core.store.failures import Counts, Failed
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.records import Provenance, environment
 from rlhf_core.types import ArtifactRef
+from rlhf_core.user_code import watch
 from rlhf_core.user_code.dependencies import UserFunction
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,9 @@ class RunningAttempt:
             rule = f"was read from {finding}"
             raise ArtifactError(explain(f"{self.spec.label}.inputs", finding.object[:12], rule, "run it again"))
 
-    def provenance(self, metrics: Mapping[str, float], engines: dict[str, str], noted: dict[str, Failed]) -> Provenance:
+    def provenance(
+        self, metrics: Mapping[str, float], engines: dict[str, str], failed: dict[str, Failed], unseen: tuple[str, ...]
+    ) -> Provenance:
         """Return the provenance of the artifact, for its record."""
         return Provenance(
             label=self.spec.label,
@@ -80,7 +83,8 @@ class RunningAttempt:
             inputs=tuple(dict.fromkeys(ref.uri for ref in self.spec.refs())),
             code=self.target.code,
             earlier_code=self.earlier_code,
-            failures=noted,
+            failures=failed,
+            unseen=unseen,
             metrics={name: float(value) for name, value in metrics.items()},
             engines=engines,
             environment=environment(),
@@ -138,9 +142,14 @@ class StageContext:
 
     def user_function(self, part: Config) -> UserFunction | None:
         """Return the user's function that a part of the configuration names, or None."""
-        return (
-            UserFunction.of(part.function, self.functions[part.function]) if isinstance(part, CustomFunction) else None
-        )
+        if not isinstance(part, CustomFunction):
+            return None
+        return UserFunction.of(part.function, self.functions[part.function], notes=self.notes)
+
+    @property
+    def notes(self) -> str:
+        """Return the file in which all processes note what the user's code reads beyond the key."""
+        return str(self.work / attempts.UNSEEN)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; `reward/mean` of the stage `ppo` becomes `ppo/reward/mean`.
@@ -210,7 +219,9 @@ class StageContext:
             self.out,
             kind,
             children=children,
-            record=self._run.provenance(metrics, self.runtime.engines(), failures.noted(self.work)),
+            record=self._run.provenance(
+                metrics, self.runtime.engines(), failures.noted(self.work), watch.noted(Path(self.notes))
+            ),
             parents=tuple(dict.fromkeys(ref.digest for ref in self._run.spec.refs())),
             lease=self._run.lease,
             pin=pin,

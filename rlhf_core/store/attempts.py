@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 HISTORY = "attempt.json"
 METRICS = "metrics.jsonl"
+UNSEEN = "unseen.jsonl"
+"""What user code has read that the key does not see."""
 _NUMBERED = re.compile(r"(work|out)-(\d{1,10})")
 
 Status = Literal["running", "failed", "interrupted", "committed"]
@@ -200,7 +202,7 @@ def clear(folder: Path, *, keep_metrics: bool, until: Attempt | None = None) -> 
             remove_tree(folder / f"work-{number}")
     if numbers:
         left = folder / f"work-{max(numbers)}"
-        names = [CHECKPOINTS, FAILURES, *_unfinished(left), *(() if keep_metrics else (METRICS,))]
+        names = [CHECKPOINTS, FAILURES, UNSEEN, *_unfinished(left), *(() if keep_metrics else (METRICS,))]
         for path in (left / name for name in names):
             remove_tree(path)
     for number in _numbered(folder, "out"):
@@ -233,7 +235,7 @@ def _unfinished(left: Path) -> list[str]:
 
 
 def _is_ours(name: str) -> bool:
-    return name in (METRICS, FAILURES, CHECKPOINTS) or name.startswith(".")
+    return name in (METRICS, FAILURES, UNSEEN, CHECKPOINTS) or name.startswith(".")
 
 
 def _read(folder: Path) -> tuple[str, list[Attempt]]:

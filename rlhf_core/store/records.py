@@ -61,6 +61,8 @@ class Provenance(BaseModel):
     """Module name -> digest in the attempts that the last one resumed from, where it differs from `code`."""
     failures: dict[str, Failed] = {}
     """Failed answers by their path in the configuration, with counts and settings; {} if none failed."""
+    unseen: tuple[str, ...] = ()
+    """What the user's code read, connected to or started that is not in the key; () in records of earlier versions."""
     metrics: dict[str, float]
     engines: dict[str, str]
     environment: dict[str, str]

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.user_code.loading import load_callable
-from rlhf_core.user_code.sources import READS, changed, code_of, digest_of, file_digest, user_modules
+from rlhf_core.user_code.sources import (
+    PROGRAM_PACKAGES,
+    changed,
+    code_of,
+    digest_of,
+    file_digest,
+    is_users_own,
+    search_folders,
+    user_modules,
+)
+from rlhf_core.user_code.unseen import unseen_uses
 
 
 def user_code_digest(spec: str, *, key: str = "callable") -> str:
@@ -42,12 +52,14 @@ class UserFunction:
 
     spec: str
     digest: str
+    notes: str = ""
+    """File for what the function reads beyond its key (`rlhf_core.user_code.watch`); "" notes nothing."""
 
     @classmethod
-    def of(cls, spec: str, digest: str) -> UserFunction:
+    def of(cls, spec: str, digest: str, *, notes: str = "") -> UserFunction:
         """Return the function with the absolute path of its file, since other processes may run in other folders."""
         location, _, name = spec.rpartition(":")
-        return cls(f"{Path(location).resolve()}:{name}" if location.endswith(".py") else spec, digest)
+        return cls(f"{Path(location).resolve()}:{name}" if location.endswith(".py") else spec, digest, notes)
 
     def load(self, *, key: str) -> Any:
         """Return the function, loaded once per process. Raises ConfigError if its digest has changed."""
@@ -56,7 +68,7 @@ class UserFunction:
 
 @lru_cache(maxsize=64)
 def _loaded(function: UserFunction, key: str) -> Any:
-    found = load_callable(key, function.spec, code={function.spec: function.digest})
+    found = load_callable(key, function.spec, code={function.spec: function.digest}, notes=function.notes)
     check_functions({function.spec: function.digest}, key=key)
     return found
 
@@ -77,12 +89,15 @@ def user_code(spec: str, *, key: str = "callable") -> dict[str, str]:
 def unseen_reads(spec: str, *, key: str = "callable") -> list[str]:
     """Return phrases that describe what a function reads outside its key; [] if nothing was found.
 
-    Modules that declare `DEPENDS_ON` are not searched.
+    Files and variables of modules that declare such in `DEPENDS_ON` are taken for declared. What installed packages and
+    this program read counts as their version does.
     """
-    phrases = []
-    for module in user_modules(spec, key=key):
-        places: dict[str, list[str]] = {}
-        for name, line in module.source.reads if not module.source.declared else ():
-            places.setdefault(READS[name], []).append(f"{name}, line {line}")
-        phrases += [f"{module.path.name} {what} ({'; '.join(where[:3])})" for what, where in places.items()]
-    return phrases
+    modules = [
+        module
+        for module in user_modules(spec, key=key)
+        if module.name.partition(".")[0] not in PROGRAM_PACKAGES and is_users_own(module.path)
+    ]
+    own = frozenset(module.name.partition(".")[0] for module in modules)
+    location = spec.rpartition(":")[0]
+    search = search_folders(Path(location) if location.endswith(".py") else None)
+    return [phrase for module in modules for phrase in unseen_uses(module, own, search)]

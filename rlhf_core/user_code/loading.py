@@ -18,8 +18,10 @@ from rlhf_core.user_code.modules import Modules
 NO_DIGESTS: Mapping[str, str] = MappingProxyType({})
 
 
-def load_callable(key: str, spec: str, *, code: Mapping[str, str] = NO_DIGESTS) -> Any:
+def load_callable(key: str, spec: str, *, code: Mapping[str, str] = NO_DIGESTS, notes: str = "") -> Any:
     """Return the function or class that `spec` names, from fresh modules.
+
+    What it reads or reaches beyond its key is noted in the file `notes` (`rlhf_core.user_code.watch`); "" notes nothing.
 
     Raises ConfigError, naming the configuration's `key` and the nearest name, if the module, file or name does not
     exist or is not callable, or if its code has another digest than in `code`.
@@ -27,10 +29,12 @@ def load_callable(key: str, spec: str, *, code: Mapping[str, str] = NO_DIGESTS) 
     >>> load_callable("function", "rlhf_core.rewards.verifiable:exact_match").__name__
     'exact_match'
     """
-    return load_callables(key, [spec], code=code)[0]
+    return load_callables(key, [spec], code=code, notes=notes)[0]
 
 
-def load_callables(key: str, specs: Sequence[str], *, code: Mapping[str, str] = NO_DIGESTS) -> list[Any]:
+def load_callables(
+    key: str, specs: Sequence[str], *, code: Mapping[str, str] = NO_DIGESTS, notes: str = ""
+) -> list[Any]:
     """Return the callable for each of `specs`, as `load_callable`; specs of one file share one module and its state."""
     modules: dict[str, ModuleType] = {}
     found = []
@@ -40,9 +44,10 @@ def load_callables(key: str, specs: Sequence[str], *, code: Mapping[str, str] = 
             raise ConfigError(explain(key, spec, "must read module:name or file.py:name", "add the name"))
         if location not in modules:
             from_file = location.endswith(".py")
-            modules[location] = (
-                UserFile(key, Path(location), code=code).run() if from_file else _load_module(key, spec, location, code)
-            )
+            if from_file:
+                modules[location] = UserFile(key, Path(location), code=code, notes=notes).run()
+            else:
+                modules[location] = _load_module(key, spec, Modules(key, location, code=code, notes=notes))
         found.append(_named(key, spec, modules[location]))
     return found
 
@@ -53,13 +58,13 @@ class UserFile:
     Raises ConfigError if the file does not exist, or has another digest than in `code`.
     """
 
-    def __init__(self, key: str, path: Path, *, code: Mapping[str, str] = NO_DIGESTS) -> None:
+    def __init__(self, key: str, path: Path, *, code: Mapping[str, str] = NO_DIGESTS, notes: str = "") -> None:
         if not path.is_file():
             files = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
             rule = f"there is no file {path} (seen from {Path.cwd()})"
             raise ConfigError(explain(key, str(path), rule, nearest(path.name, files)))
         self._key, self._path = key, path
-        self._modules = Modules(key, str(path), code=code)
+        self._modules = Modules(key, str(path), code=code, notes=notes)
 
     def run(self) -> ModuleType:
         """Return a fresh module of the file; a second one shares what it imports. Raises ConfigError if it fails."""
@@ -71,17 +76,16 @@ class UserFile:
             ) from error
 
 
-def _load_module(key: str, spec: str, location: str, code: Mapping[str, str]) -> ModuleType:
+def _load_module(key: str, spec: str, modules: Modules) -> ModuleType:
+    location, _, _ = spec.rpartition(":")
     try:
-        return Modules(key, location, code=code).import_module(location)
+        return modules.import_module(location)
     except ModuleNotFoundError as error:
         # A module that exists but imports something missing is a different mistake.
         if error.name is None or not (location == error.name or location.startswith(f"{error.name}.")):
             raise ConfigError(explain(key, spec, f"importing {location} needs {error.name}", "install it")) from error
         remedy = nearest(location.rpartition(".")[2], _siblings(location))
         raise ConfigError(explain(key, spec, f"there is no module {error.name}", remedy)) from None
-    except ConfigError:
-        raise
     except Exception as error:
         raise ConfigError(explain(key, spec, f"importing {location} fails: {error!r}", "fix the module")) from error
 

@@ -32,7 +32,9 @@ from rlhf_core.user_code.sources import (
     locate,
     reached_from,
     search_folders,
+    seen_files,
 )
+from rlhf_core.user_code.watch import MARK, Watch
 
 _TAKEN: dict[str, tuple[Modules, Place]] = {}
 """Name in `sys.modules`, without dots -> the load that it belongs to, and where the module lies."""
@@ -43,11 +45,12 @@ _COMPILED: dict[Path, str] = {}
 class Modules:
     """The modules of the user's that one file or module, at `location`, is and imports.
 
+    What they reach beyond the key is noted in the file `notes`.
     ConfigError if a function in `code` that lies there has another digest, or if it needs a compiled module of which this
     process has loaded another version.
     """
 
-    def __init__(self, key: str, location: str, *, code: Mapping[str, str]) -> None:
+    def __init__(self, key: str, location: str, *, code: Mapping[str, str], notes: str = "") -> None:
         reached = reached_from(location)
         for spec, digest in code.items():
             if Path(spec.rpartition(":")[0]) == Path(location) and digest_of(reached, key=key) != digest:
@@ -62,6 +65,8 @@ class Modules:
         self._added: list[str] = []
         self._names: dict[str, str] = {}
         self.builtins = {**vars(builtins), "__import__": self._import}
+        if notes:
+            self.builtins[MARK] = Watch(Path(notes), seen_files(reached))
         _install()
         if self._file is not None:
             self._add(str(self._file.resolve().parent))

@@ -40,31 +40,19 @@ PROGRAM_PACKAGES = (*OUR_PACKAGES, "pipelines")
 ADDED: set[str] = set()
 """Entries of `sys.path` that loading a user's file has added: its folder, and what its code added."""
 
-READS = {
-    "open": "reads files",
-    "read_text": "reads files",
-    "read_bytes": "reads files",
-    "environ": "reads environment variables",
-    "getenv": "reads environment variables",
-    "import_module": "imports modules by a computed name",
-    "__import__": "imports modules by a computed name",
-    "exec": "runs code from text",
-}
 _LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
 _SPACE = (tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The analysis of one user file: the digest of its code, its imports, declarations and undeclared reads."""
+    """The analysis of one user file: the digest of its code, its imports and declarations."""
 
     digest: str
     content: bytes
     """The bytes that were hashed, and from which the module is compiled; empty where nothing is."""
     imports: tuple[str, ...]
     declared: tuple[str, ...]
-    reads: tuple[tuple[str, int], ...]
-    """Name and line of each use of something beyond the code, such as `open`."""
     names: frozenset[str] | None
     """Names at its top level; None if this Python cannot parse the file."""
     functions: tuple[str, ...]
@@ -211,7 +199,7 @@ def is_users_own(path: Path) -> bool:
     resolved = path.resolve()
     if {"site-packages", "dist-packages"} & set(resolved.parts):
         return False
-    return not any(resolved.is_relative_to(folder) for folder in _installed())
+    return not any(resolved.is_relative_to(folder) for folder in installed_folders())
 
 
 def _own(names: Sequence[str], search: Sequence[Path]) -> Iterator[tuple[str, Path]]:
@@ -235,7 +223,8 @@ def _by_finders(top: str) -> Place:
 
 
 @lru_cache(maxsize=1)
-def _installed() -> tuple[Path, ...]:
+def installed_folders() -> tuple[Path, ...]:
+    """Return the folders of the standard library and of installed packages."""
     places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return tuple({Path(place).resolve() for place in places if place})
 
@@ -250,7 +239,7 @@ def _parents(name: str) -> list[str]:
 
 def _source(path: Path, name: str) -> Source:
     if path.suffix != ".py":
-        return Source(file_digest(path), b"", (), (), (), None, ())
+        return Source(file_digest(path), b"", (), (), None, ())
     # Read each time, and not known by its status: an edit may keep size and time.
     return _analysed(path, name, path.read_bytes())
 
@@ -274,12 +263,11 @@ def _analysed(path: Path, name: str, content: bytes) -> Source:
         digest = _code_digest(content)
     except (ConfigError, ValueError, RecursionError, tokenize.TokenError):
         # Written for another Python: a file that cannot be parsed counts with all its bytes.
-        return Source(hashlib.sha256(content).hexdigest(), content, (), (), (), None, ())
+        return Source(hashlib.sha256(content).hexdigest(), content, (), (), None, ())
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    reads = tuple((name, line) for name, line in _names(tree) if name in READS)
     imports = tuple(sorted(imported_names(tree, package) - {""}))
     names = frozenset(top_level_names(tree))
-    return Source(digest, content, imports, _declared(tree, path), reads, names, tuple(functions_of(tree)))
+    return Source(digest, content, imports, _declared(tree, path), names, tuple(functions_of(tree)))
 
 
 def _code_digest(content: bytes) -> str:
@@ -287,15 +275,6 @@ def _code_digest(content: bytes) -> str:
     tokens = tokenize.tokenize(io.BytesIO(content).readline)
     kept = [[token.type, "" if token.type in _SPACE else token.string] for token in tokens if token.type not in _LAYOUT]
     return sha256_text(canonical_json(kept))
-
-
-def _names(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Yield the names that the code uses, as variables or attributes, with their lines."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield node.id, node.lineno
-        elif isinstance(node, ast.Attribute):
-            yield node.attr, node.lineno
 
 
 # ---------------------------------------------------------------- what they declare
@@ -322,6 +301,17 @@ def _declared(tree: ast.Module, path: Path) -> tuple[str, ...]:
 def _binds(node: ast.stmt) -> bool:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return any(isinstance(target, ast.Name) and target.id == DECLARATION for target in targets)
+
+
+def seen_files(modules: Sequence[UserModule]) -> list[Path]:
+    """Return the files of `modules`, and the files and folders that they declare: what a digest of them covers."""
+    declared = [
+        module.path.parent / entry
+        for module in modules
+        for entry in module.source.declared
+        if not entry.startswith(ENVIRONMENT)
+    ]
+    return [*(module.path for module in modules), *declared]
 
 
 def _declared_digest(module: UserModule, entry: str, key: str) -> str:

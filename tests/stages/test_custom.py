@@ -133,7 +133,11 @@ def test_dpo_with_the_users_function_makes_the_weights_of_dpo_and_an_edit_anothe
     spec = f"{file}:margin_loss"
     loss = CustomPreferenceLoss(function=spec, arguments={"beta": 0.5, "margin": 0.0})
     custom = DPO.model_copy(update={"loss": loss})
+    (tmp_path / "data.txt").write_text("")
+    file.write_text(f"open({str(tmp_path / 'data.txt')!r})\n{file.read_text()}")
     made, key = trained(tmp_path / "custom", policy, custom, (spec,))
+    record = ArtifactStore(tmp_path / "custom" / "store").record(key)
+    assert record is not None and record.unseen == (f"reads {tmp_path / 'data.txt'}",)
     assert made == trained(tmp_path / "own", policy, DPO.model_copy(update={"loss": DPOLoss(beta=0.5)}))[0]
     file.write_text(file.read_text() + "\n# a comment\n")
     assert trained(tmp_path / "comment", policy, custom, (spec,)) == (made, key)

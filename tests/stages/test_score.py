@@ -69,6 +69,22 @@ def test_every_generation_gets_its_reward(tmp_path: Path) -> None:
     assert shop.runtime.engines() == {}
 
 
+def test_the_record_names_what_the_function_read_and_the_key_does_not_see(tmp_path: Path) -> None:
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
+    file, data = tmp_path / "reward.py", tmp_path / "data.txt"
+    data.write_text("2")
+    file.write_text(f"def f(generations): return [float(open({str(data)!r}).read())] * len(generations)\n")
+    config = ScoreConfig(rewards=RewardsConfig(terms={"mine": FunctionReward(function=f"{file}:f")}))
+    decision = shop.run("score", config, inputs, callables=(f"{file}:f",))[1]
+    record = shop.store.record(decision.key)
+    assert record is not None and record.unseen == (f"reads {data}",)
+    file.write_text(f"DEPENDS_ON = ('data.txt',)\n{file.read_text()}")
+    decision = shop.run("score", config, inputs, callables=(f"{file}:f",))[1]
+    record = shop.store.record(decision.key)
+    assert record is not None and record.unseen == ()
+
+
 @pytest.mark.parametrize("normalise", ["none", "running"])
 def test_a_failed_run_goes_on_after_its_last_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, normalise: str

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,10 +84,16 @@ def test_explain_names_what_the_key_cannot_see(
     stage = PlannedStage("ppo", toy_spec(callables=("mine.py:reward",)), decision)
     monkeypatch.chdir(here)
     monkeypatch.setattr("pipelines.cli.plan_verbs._plan", lambda options: [stage])
+    record = SimpleNamespace(unseen=("reads /a/b.json",), to_json=dict, environment={}, inputs=(), failures={})
+    monkeypatch.setattr(ArtifactStore, "record", lambda store, key: record)
+    lines = [
+        "not in the key: mine.py reads files (open, line 1); what counts: DEPENDS_ON there",
+        "not in the key, as seen when it ran: reads /a/b.json",
+    ]
     assert main(["explain", "ppo", "--profile", str(write_mini(here))]) == 0
-    assert (
-        "not in the key: mine.py reads files (open, line 1); what counts: DEPENDS_ON there" in capsys.readouterr().out
-    )
+    assert "\n".join(lines) in capsys.readouterr().out
+    assert main(["plan", str(write_mini(here))]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [f"ppo: {line}" for line in lines]
 
 
 def test_looking_at_a_store_that_is_not_there_says_what_to_do_and_makes_nothing(

@@ -15,6 +15,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.processes.identity import is_running
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.user_code.dependencies import user_code_digest
+from rlhf_core.user_code.watch import noted
 from tests.rlhf_core.agents.scripted import WORLDS, chat_folder
 from tests.rlhf_core.agents.test_episodes import numbered, played
 from tests.rlhf_core.processes.test_parent_death_guard import assert_gone
@@ -184,11 +185,13 @@ class World(Environment):
 
 
 def test_an_environment_whose_code_changes_while_it_is_played_is_not_loaded_again(tmp_path: Path) -> None:
-    file = tmp_path / "world.py"
-    file.write_text(CRASHES)
+    file, notes = tmp_path / "world.py", tmp_path / "notes.jsonl"
+    (tmp_path / "data.txt").write_text("")
+    file.write_text(f"open({str(tmp_path / 'data.txt')!r})\n{CRASHES}")
     spec = f"{file}:World"
     config = EnvironmentAgent(environment=spec)
-    with Environments(config, tokenizer="", functions={spec: user_code_digest(spec)}) as environments:
+    code = {spec: user_code_digest(spec)}
+    with Environments(config, tokenizer="", functions=code, notes=str(notes)) as environments:
         ticket = begun(environments, "x")
         awaited(environments, "observed")
         file.write_text(CRASHES.replace("3", "4"))
@@ -197,6 +200,7 @@ def test_an_environment_whose_code_changes_while_it_is_played_is_not_loaded_agai
             ConfigError, match=r"agent = .*world\.py:World': its code, or what it depends on, has changed"
         ):
             awaited(environments, "lost")
+    assert noted(notes) == (f"reads {tmp_path / 'data.txt'}",)
 
 
 def test_a_program_that_changes_while_it_is_played_begins_no_further_episode(tmp_path: Path) -> None:
