@@ -50,7 +50,7 @@ from stages.config.prepare_data import (
     MODEL_TEMPLATE,
     PrepareDataConfig,
     content_digests,
-    counted_files,
+    files_at,
     local_files,
 )
 
@@ -108,8 +108,8 @@ def _as_planned(config: PrepareDataConfig, planned: Mapping[str, str]) -> Iterat
 
 
 def _statuses(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return what changes with every write to a file, or to a file of a folder; nothing if it is gone."""
-    folder, names = (path.parent, [path.name]) if path.is_file() else (path, counted_files(path))
+    """Return what changes with every write to a file, or to one of a folder or pattern; nothing if it is gone."""
+    folder, names = files_at(path)
     found = {name: (folder / name).stat() for name in names if (folder / name).exists()}
     return {
         name: (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

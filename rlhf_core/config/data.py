@@ -98,7 +98,7 @@ class InstructionsWorld(Config):
 
 # ---------------------------------------------------------------- real data
 
-FileType = Literal["auto", "jsonl", "json", "csv", "parquet", "arrow", "saved_dataset", "hub"]
+FileType = Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "saved_dataset", "hub"]
 RowFormat = Literal[
     "auto",
     "messages",
@@ -198,7 +198,8 @@ class Source(Config):
     name: str = Field(min_length=1)
     """Name of the source, written to the column `source` of every row."""
     path: str
-    """A local file (JSONL, JSON, CSV, Parquet, Arrow; `.gz` too), a `save_to_disk` folder, or a Hub name."""
+    """A local file (JSONL, JSON, CSV, TSV, Parquet, Arrow; `.gz` and `.zst` too), a folder of such files, a pattern
+    (`shards/*.jsonl`), a `save_to_disk` folder, or a Hub name."""
     file_type: FileType = "auto"
     """Type of the file; `auto` infers it from the name."""
     revision: str = ""
@@ -218,6 +219,8 @@ class Source(Config):
     label_coding: LabelCoding = added_option("auto")
     """Whether `label` beside one answer is a verdict on it (`verdict`: bad answers are not imitated) or the expected
     answer (`answer`). `auto` infers it from the labels of the whole source and refuses ambiguous ones."""
+    repeated_prompts: Literal["remove", "keep"] = added_option("remove")
+    """What becomes of prompts that nearly all answers of the source begin with."""
     ranking_pairs: RankingPairs = "max_min"
     """Pairs made from a ranking: the best answer against the worst, each against the next one, or each against each."""
     rating_weights: dict[str, float] = added_option({})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from rlhf_core.data.formats import Example, Turns
 from rlhf_core.data.validation import DropReport
 
+_WORD = re.compile(r"[^\W\d_]+")
 _NOT_WORD = re.compile(r"[^\w]+")
 
 
@@ -21,6 +23,21 @@ def normalize(turns: Turns) -> str:
 def exact(turns: Turns) -> str:
     """Return the text of `turns` with normalized white space. Unlike `normalize` it keeps case and punctuation."""
     return "\n".join(f"{message.role}: {' '.join(message.content.split())}{message.tool_fields}" for message in turns)
+
+
+def without_repeated_prompts(examples: Sequence[Example]) -> tuple[list[Example], int]:
+    """Return `examples` with answers that do not repeat their prompt, and in how many examples they did.
+
+    Only if nearly all of them do, with prompts of words: then the source stores whole texts, prompt and answer together.
+    """
+    answered = [example for example in examples if (example.chosen or example.rejected) and not example.steps]
+    repeating = {id(example) for example in answered if all(map(_repeats(example), _answers(example)))}
+    telling = sum(
+        len(_WORD.findall(example.prompt[-1].content)) >= 2 for example in answered if id(example) in repeating
+    )
+    if len(repeating) < 0.95 * len(answered) or 2 * telling <= len(repeating):
+        return list(examples), 0
+    return [_unrepeated(example) if id(example) in repeating else example for example in examples], len(repeating)
 
 
 def deduplicate(examples: Iterable[Example], report: DropReport) -> list[Example]:
@@ -87,3 +104,26 @@ def _ngrams(turns: Turns, size: int | None) -> Iterator[tuple[str, ...]]:
         words = normalize((message,)).split()[1:]
         for start in range(len(words) - size + 1):
             yield tuple(words[start : start + size])
+
+
+def _answers(example: Example) -> list[Turns]:
+    return [answer for answer in (example.chosen, example.rejected) if answer]
+
+
+def _repeats(example: Example) -> Callable[[Turns], bool]:
+    asked = example.prompt[-1].content.strip() if example.prompt else ""
+
+    def repeats(answer: Turns) -> bool:
+        text = answer[0].content.lstrip()
+        return bool(asked) and text.startswith(asked) and text[len(asked) :][:1].isspace() and text.strip() != asked
+
+    return repeats
+
+
+def _unrepeated(example: Example) -> Example:
+    def rest(answer: Turns) -> Turns:
+        text = answer[0].content.lstrip()[len(example.prompt[-1].content.strip()) :].lstrip()
+        return (replace(answer[0], content=text), *answer[1:])
+
+    chosen, rejected = (rest(answer) if answer else answer for answer in (example.chosen, example.rejected))
+    return replace(example, chosen=chosen, rejected=rejected)

@@ -1,52 +1,80 @@
-"""Tell the file type of a data source. Planning asks this, so no library that reads files is imported."""
+"""Tell the file type of a data source, its files, and files of another type. Planning uses it, so it imports no library."""
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
 
 from rlhf_core.config.data import Source
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError, DataError, explain
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
     ".csv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+PACKED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
+"""Suffix of packed files of text -> the bytes that they begin with."""
+
+_SAVED_DATASET = ("state.json", "dataset_dict.json", "dataset_info.json")
+_SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|val|dev|eval)(?![a-z])")
+_OTHERS = (
+    (b"version https://git-lfs", "a pointer of Git LFS instead of the file", "fetch the file with `git lfs pull`"),
+    (b"\xff\xfe", "UTF-16", "save it as UTF-8"),
+    (b"\xfe\xff", "UTF-16", "save it as UTF-8"),
+    (PACKED[".gz"], "packed with gzip", "let its name end in .gz"),
+    (PACKED[".zst"], "packed with Zstandard", "let its name end in .zst"),
+    (b"PK\x03\x04", "a ZIP archive", "unpack it"),
+    (b"PAR1", "Parquet", "set file_type = 'parquet'"),
+    (b"ARROW1", "Arrow", "set file_type = 'arrow'"),
+    (b"<!doctype", "a web page", "download the file itself"),
+    (b"<html", "a web page", "download the file itself"),
+)
+"""First bytes of a file, in lower case -> what it is, and the remedy if another type was expected."""
+_OWN = {"parquet": "Parquet", "arrow": "Arrow"}
 
 
 def is_hub(source: Source) -> bool:
-    """Return whether `source` names a dataset of the Hugging Face Hub instead of a local file."""
+    """Return whether `source` names a dataset of the Hugging Face Hub instead of local files."""
     return file_type(source) == "hub"
+
+
+def source_files(path: str) -> list[Path]:
+    """Return the file at `path`, the files of types that can be read in a folder, or those that match a pattern.
+
+    The order is that of their names. A folder that `Dataset.save_to_disk` wrote is one file.
+    """
+    found = Path(path).expanduser()
+    if found.is_dir() and not any((found / name).exists() for name in _SAVED_DATASET):
+        return sorted(one for one in found.rglob("*") if one.is_file() and _suffix(one) and not _hidden(one, found))
+    if found.exists() or not glob.has_magic(path):
+        return [found]
+    return sorted(one for one in map(Path, glob.glob(str(found), recursive=True)) if one.is_file())  # noqa: PTH207
 
 
 def file_type(source: Source) -> str:
     """Return the file type of the source; `auto` recognizes folders, then file suffixes, then Hub names.
 
-    Raises ConfigError for a name of unknown type, and for a Hub name without the commit that pins it.
+    Raises ConfigError for a name of unknown type, for a Hub name without the commit that pins it, and for a folder or a
+    pattern without files, with several types or with several splits.
     """
     kind: str = source.file_type
     if kind == "auto":
-        suffixes = [suffix.lower() for suffix in Path(source.path).suffixes if suffix.lower() != ".gz"]
         path = Path(source.path).expanduser()
-        if path.is_dir():
-            kind = "saved_dataset"
-        elif suffixes and suffixes[-1] in _SUFFIXES:
-            kind = _SUFFIXES[suffixes[-1]]
+        if path.is_dir() or (glob.has_magic(source.path) and not path.exists()):
+            kind = _type_of_files(source)
+        elif suffix := _suffix(path):
+            kind = _SUFFIXES[suffix]
         elif source.path.count("/") == 1 and not source.path.startswith((".", "/", "~")):
             kind = "hub"
         else:
-            raise ConfigError(
-                explain(
-                    f"data.sources[{source.name}].path",
-                    source.path,
-                    f"neither a folder, a Hub name, nor a file ending in {sorted(_SUFFIXES)}",
-                    "check the path, or set `file_type`",
-                )
-            )
+            rule = f"neither a folder, a Hub name, nor a file ending in {sorted(_SUFFIXES)}"
+            raise _error(source, rule, "check the path, or set `file_type`")
     if kind == "hub" and not re.fullmatch(r"[0-9a-f]{40}", source.revision):
         raise ConfigError(
             explain(
@@ -57,3 +85,60 @@ def file_type(source: Source) -> str:
             )
         )
     return kind
+
+
+def refuse_other_type(begin: bytes, kind: str, source: Source, *, path: Path) -> None:
+    """Raise DataError, with the remedy, if a file that begins with the bytes `begin` is not of the type `kind`."""
+    text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
+    header = text.partition(b"\n")[0]
+    found = next(
+        ((rule, remedy) for magic, rule, remedy in _OTHERS if begin.lower().startswith(magic.lower())),
+        ("", ""),
+    )
+    if found[0] == _OWN.get(kind):
+        return
+    if not found[0] and kind not in _OWN:
+        if b"\0" in begin:
+            found = "UTF-16, or no text", "save it as UTF-8"
+        elif kind == "jsonl" and (text[:1] == b"[" or header.strip() == b"{"):
+            found = "one value of JSON, not an object a line", "set file_type = 'json', or write one row a line"
+        elif kind == "csv" and b"," not in header and b"\t" in header:
+            found = "separated by tabs", "set file_type = 'tsv'"
+        elif kind in ("csv", "tsv") and not {b",", b"\t"} & {bytes([one]) for one in header} and b";" in header:
+            found = "separated by semicolons", "write it with commas"
+    if found[0]:
+        raise DataError(explain(f"data.sources[{source.name}].path", str(path), f"is {found[0]}", found[1]))
+
+
+# ---------------------------------------------------------------- private
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix of a known file type, without that of packing, or the empty text."""
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in PACKED]
+    return suffixes[-1] if suffixes and suffixes[-1] in _SUFFIXES else ""
+
+
+def _hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+
+
+def _type_of_files(source: Source) -> str:
+    files = source_files(source.path)
+    if files == [Path(source.path).expanduser()]:
+        return "saved_dataset"
+    kinds = sorted({_SUFFIXES[suffix] if (suffix := _suffix(one)) else "other" for one in files})
+    if not files:
+        raise _error(source, f"no file there ends in {sorted(_SUFFIXES)}", "check the path")
+    if len(kinds) > 1:
+        raise _error(
+            source, f"has files of several types, {kinds}", "name those of one with a pattern, such as '*.jsonl'"
+        )
+    splits = sorted({match[1] for one in files if (match := _SPLITS.search(one.name.lower()))})
+    if len(splits) > 1:
+        raise _error(source, f"has files of several splits, {splits}", "name those of one with a pattern, 'train-*'")
+    return kinds[0]
+
+
+def _error(source: Source, rule: str, remedy: str) -> ConfigError:
+    return ConfigError(explain(f"data.sources[{source.name}].path", source.path, rule, remedy))

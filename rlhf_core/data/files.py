@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rlhf_core.config.data import Files, PreferenceCoding, Source
-from rlhf_core.data.cleaning import decontaminate, deduplicate, exact
+from rlhf_core.data.cleaning import decontaminate, deduplicate, exact, without_repeated_prompts
 from rlhf_core.data.columns import Reading, refuse_left_out
 from rlhf_core.data.comparisons import NoPreference, refuse_hidden_answers, verdict_coding
 from rlhf_core.data.detection import detect, exported
@@ -89,6 +89,9 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
         made = [_example(content, source, origin) for content in contents]
         # Only the best answer of a ranking is worth imitating: the chosen answer of the first pair.
         examples += made if table_of(made[0], source.use) == "preferences" else made[:1]
+    if source.repeated_prompts == "remove":
+        examples, repeated = without_repeated_prompts(examples)
+        report.not_read[source.name].update({"prompts repeated in answers": repeated} if repeated else {})
     malformed.sort(key=lambda drop: (drop.origin.file, drop.origin.line))
     report.drops += malformed + ties
     report.check_malformed(source.name, malformed, max_bad_fraction=max_bad_fraction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import zlib
 from collections import Counter
@@ -16,7 +17,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from rlhf_core.config.data import Source
-from rlhf_core.data.file_types import file_type
+from rlhf_core.data.file_types import PACKED, file_type, refuse_other_type, source_files
 from rlhf_core.data.validation import Origin
 from rlhf_core.data.values import RepeatedKey, from_json
 from rlhf_core.errors import DataError, explain
@@ -26,6 +27,8 @@ csv.field_size_limit(1 << 30)
 _BAD_VALUE = (ValueError, OverflowError, TypeError, KeyError, pa.ArrowException)
 """Errors for values that Python cannot represent: dates before year 1, text that is not UTF-8, unknown time zones."""
 _BATCH = 1000
+_BEGINNING = 1 << 16
+"""Number of bytes in which the type of a file shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +46,39 @@ def read(source: Source) -> Iterator[Record]:
     if kind == "hub":
         yield from _records(source.path, _dataset_rows(_hub_rows(source)))
         return
-    path = Path(source.path).expanduser()
+    files = [Path(source.path).expanduser()] if kind == "saved_dataset" else source_files(source.path)
+    for path in files:
+        one = source if len(files) == 1 else source.model_copy(update={"path": str(path)})
+        yield from _file_rows(path, kind, one)
+
+
+def _file_rows(path: Path, kind: str, source: Source) -> Iterator[Record]:
     if not path.exists():
         raise DataError(explain(f"data.sources[{source.name}].path", source.path, "does not exist", "check the path"))
     try:
+        if kind != "saved_dataset":
+            refuse_other_type(_beginning(path, kind, source), kind, source, path=path)
         yield from _READERS[kind](path, source)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error, pa.ArrowException) as error:
+        remedy = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "check the file, or set `file_type`"
         raise DataError(
-            explain(
-                f"data.sources[{source.name}].path",
-                source.path,
-                f"cannot be read as {kind} ({error})",
-                "check the file, or set `file_type`",
-            )
+            explain(f"data.sources[{source.name}].path", source.path, f"cannot be read as {kind} ({error})", remedy)
         ) from error
+
+
+def _beginning(path: Path, kind: str, source: Source) -> bytes:
+    """Return the first bytes of a file, unpacked. Raises DataError if its name says that it is packed, and it is not."""
+    with path.open("rb") as raw:
+        begin = raw.read(_BEGINNING)
+    magic = PACKED.get(path.suffix.lower())
+    if magic is None or kind in ("parquet", "arrow") or not begin:
+        return begin
+    refuse_other_type(b"" if begin.startswith(magic) else begin, kind, source, path=path)
+    if not begin.startswith(magic):
+        rule = f"is not packed, though its name ends in {path.suffix}"
+        raise DataError(explain(f"data.sources[{source.name}].path", source.path, rule, "rename it"))
+    with _unpacked(path) as stream:
+        return stream.read(_BEGINNING)
 
 
 # ---------------------------------------------------------------- readers
@@ -103,10 +125,10 @@ def _json(path: Path, source: Source) -> Iterator[Record]:
     yield from _records(source.path, content)
 
 
-def _csv(path: Path, source: Source) -> Iterator[Record]:
+def _csv(path: Path, source: Source, delimiter: str = ",") -> Iterator[Record]:
     """Yield CSV rows, with cells that contain a JSON list or object (turns, for example) parsed."""
     with _open(path, errors="surrogateescape") as stream:
-        reader = csv.DictReader(stream, strict=True)
+        reader = csv.DictReader(stream, strict=True, delimiter=delimiter)
         _refuse_twins(reader.fieldnames or (), source)
         for first, row in _csv_rows(reader):
             last = reader.reader.line_num  # DictReader's own number does not advance past an unreadable row
@@ -120,6 +142,10 @@ def _csv(path: Path, source: Source) -> Iterator[Record]:
                     yield Record(origin, {name: _cell(value) for name, value in row.items()}, "")
                 except RepeatedKey as error:
                     yield Record(origin, {}, str(error))
+
+
+def _tsv(path: Path, source: Source) -> Iterator[Record]:
+    yield from _csv(path, source, delimiter="\t")
 
 
 def _csv_rows(reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
@@ -204,6 +230,7 @@ _READERS: dict[str, Callable[[Path, Source], Iterator[Record]]] = {
     "jsonl": _jsonl,
     "json": _json,
     "csv": _csv,
+    "tsv": _tsv,
     "parquet": _parquet,
     "arrow": _arrow,
     "saved_dataset": _saved_dataset,
@@ -214,9 +241,15 @@ _READERS: dict[str, Callable[[Path, Source], Iterator[Record]]] = {
 
 
 def _open(path: Path, *, errors: str = "strict") -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", errors=errors, newline="")
-    return path.open(encoding="utf-8-sig", errors=errors, newline="")
+    return io.TextIOWrapper(_unpacked(path), encoding="utf-8-sig", errors=errors, newline="")
+
+
+def _unpacked(path: Path) -> io.BufferedReader:
+    if path.suffix.lower() == ".gz":
+        return io.BufferedReader(gzip.open(path))
+    if path.suffix.lower() == ".zst":
+        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+    return path.open("rb")
 
 
 def _table_rows(batches: Iterable[Any]) -> Iterator[Any]:

@@ -91,6 +91,8 @@ def unread_keys(value: Any) -> set[str]:
     for turn in [value] if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
         pair = _pair(turn) if isinstance(turn, Mapping) else None
         if pair is None:
+            tool = isinstance(turn, Mapping) and isinstance(turn.get("function"), Mapping)
+            found |= _others(turn, {"type", "function"}) if tool else set()
             continue
         role, content = pair
         result = _ROLES.get(str(turn[role]).lower()) == "tool"

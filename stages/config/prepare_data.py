@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from glob import has_magic
 from pathlib import Path
 
 from pydantic import Field
@@ -9,7 +10,7 @@ from pydantic import Field
 from rlhf_core.config.data import DataConfig, Files, SupportWorld
 from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
 from rlhf_core.data.chat_templates import SHIPPED
-from rlhf_core.data.file_types import is_hub
+from rlhf_core.data.file_types import is_hub, source_files
 from rlhf_core.errors import DataError, explain
 from rlhf_core.models.packages import PACKAGE, package_folder
 from rlhf_core.schema.base import Config
@@ -43,7 +44,7 @@ def content_digests(config: PrepareDataConfig) -> dict[str, str]:
     """
     digests = {}
     for name, (_, path) in local_files(config).items():
-        if not path.exists():
+        if not path.exists() and not matching(path):
             raise DataError(explain("prepare_data", name, "there is no such file or folder", "check the path"))
         digests[name] = _digest(path)
     return digests
@@ -65,10 +66,23 @@ def local_files(config: PrepareDataConfig) -> dict[str, tuple[str, Path]]:
 
 
 def _digest(path: Path) -> str:
-    """Return the sha256 of a file or a folder."""
-    return hash_file(path) if path.is_file() else tree_digest(hash_files(path, counted_files(path)))
+    """Return the sha256 of a file, of a folder, or of the files that match a pattern."""
+    return hash_file(path) if path.is_file() else tree_digest(hash_files(*files_at(path)))
 
 
-def counted_files(folder: Path) -> list[str]:
-    """Return the files of a folder except compiled Python, which differs between machines."""
-    return [name for name in list_files(folder) if "__pycache__" not in name.split("/")]
+def files_at(path: Path) -> tuple[Path, list[str]]:
+    """Return a folder, and the names in it of the files at `path`: a file, a folder or a pattern.
+
+    Compiled Python in a folder, which differs between machines, does not count.
+    """
+    if path.is_file():
+        return path.parent, [path.name]
+    if path.is_dir():
+        return path, [name for name in list_files(path) if "__pycache__" not in name.split("/")]
+    folder = next(parent for parent in path.parents if not has_magic(str(parent)))
+    return folder, [one.relative_to(folder).as_posix() for one in matching(path)]
+
+
+def matching(path: Path) -> list[Path]:
+    """Return the files that match a pattern; none if `path` is a file or a folder."""
+    return [] if path.exists() else [one for one in source_files(str(path)) if one.is_file()]

@@ -231,14 +231,25 @@ def test_importing_the_configuration_loads_no_engine() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_a_file_that_changed_after_its_digest_was_taken_is_not_read(shop: Workshop, tmp_path: Path) -> None:
-    config = files_config(write_questions(tmp_path / "rows.jsonl"))
+@pytest.mark.parametrize(
+    ("path", "changed"), [("rows.jsonl", "rows.jsonl"), ("*.jsonl", "more.jsonl"), ("", "a/b.jsonl")]
+)
+def test_files_that_changed_after_their_digest_was_taken_are_not_read(
+    shop: Workshop, tmp_path: Path, path: str, changed: str
+) -> None:
+    folder = tmp_path / "data"
+    (folder / "a").mkdir(parents=True)
+    write_questions(folder / "rows.jsonl")
+    config = files_config(folder / path)
     planned = content_digests(config)
-    with (tmp_path / "rows.jsonl").open("a") as stream:
+    with (folder / changed).open("a") as stream:
         stream.write('{"question": "And?", "answer": "#### 0"}\n')
-    with pytest.raises(DataError, match=r"data\.sources\[qa\] = .*rows\.jsonl.*: has changed since .*; run again"):
+    with pytest.raises(DataError, match=r"data\.sources\[qa\] = .*data.*: has changed since .*; run again"):
         shop.run("prepare_data", config, {}, files=planned)
-    shop.run("prepare_data", config, {}, files=content_digests(config))
+    digests = content_digests(config)
+    shop.run("prepare_data", config, {}, files=digests)
+    folder.rename(tmp_path / "moved")
+    assert [*content_digests(files_config(tmp_path / "moved" / path)).values()] == [*digests.values()]
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error_even_if_it_changes_back(

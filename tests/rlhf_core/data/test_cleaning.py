@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rlhf_core.data.cleaning import decontaminate, deduplicate, exact, normalize
+import pytest
+
+from rlhf_core.data.cleaning import decontaminate, deduplicate, exact, normalize, without_repeated_prompts
 from rlhf_core.data.formats import Example, Turns
 from rlhf_core.data.validation import DropReport, Origin
 from rlhf_core.types import Message
@@ -38,6 +40,30 @@ def test_normalised_text_has_words_only() -> None:
 def test_signs_and_case_tell_prompts_apart_and_white_space_does_not() -> None:
     assert exact((Message("user", "3 -\n 2"),)) == exact((Message("user", "3 - 2"),))
     assert exact((Message("user", "3 - 2"),)) != exact((Message("user", "3 + 2"),))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "rest"),
+    [
+        ("What is {}?", "What is {}? It is {}.", "It is {}."),
+        ("What is {}?\n", " What is {}?\n\nIt is {}.", "It is {}."),
+        ("What is {}?", "What is {}?", None),
+        ("What is {}", "What is {}th", None),  # no end of a word
+        ("{} + 1", "{} + 1 = 2", None),  # a sum that the answer writes again
+        ("Hi {}", "Hi {} there", None),
+    ],
+)
+def test_prompts_that_all_answers_repeat_are_taken_from_them(prompt: str, answer: str, rest: str | None) -> None:
+    def texts(form: str) -> list[str]:
+        return [form.replace("{}", str(n)) for n in range(20)]
+
+    rows = [example(one, other) for one, other in zip(texts(prompt), texts(answer), strict=True)]
+    others = [example("What is love?", "Nobody knows."), example("What is what?")]
+    found, count = without_repeated_prompts([*rows, *others])
+    assert count == (0 if rest is None else 20)
+    assert [row.chosen[0].content for row in found[:20]] == texts(answer if rest is None else rest)
+    assert found[20:] == others
+    assert without_repeated_prompts([*rows, *others[:1] * 2])[1] == 0  # fewer than 95 % of them
 
 
 def test_an_equal_prompt_with_an_equal_answer_is_dropped_and_the_first_one_named() -> None:

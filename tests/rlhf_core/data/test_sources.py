@@ -47,6 +47,9 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "c.json": lambda path: path.write_text(json.dumps(ROWS)),
     "d.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps({"version": 1, "data": ROWS}).encode())),
     "e.csv": write_csv,
+    "e.tsv": lambda path: path.write_text('prompt\tcompletion\n"a, b"\t1\n"c\nd"\t2\n'),
+    "bom.jsonl": lambda path: path.write_bytes(b"\xef\xbb\xbf" + LINES.replace("\n", "\r\n").encode()),
+    "i.jsonl.zst": lambda path: path.write_bytes(pa.Codec("zstd").compress(LINES.encode(), asbytes=True)),
     "f.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path),
     "g.arrow": write_arrow_file,
     "h.arrow": write_arrow_stream,
@@ -57,6 +60,73 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 def test_every_kind_of_file_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path / name)
     assert [record.row for record in read(source(tmp_path / name))] == ROWS
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        *(
+            (f"x{end}", LFS, "is a pointer of Git LFS.*git lfs pull")
+            for end in (".jsonl", ".csv.gz", ".parquet", ".arrow")
+        ),
+        ("x.jsonl", LINES.encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        ("x.jsonl.gz", gzip.compress(LINES.encode("utf-16")), "is UTF-16; save it as UTF-8"),
+        ("x.csv", "prompt,completion\n".encode("utf-16-le"), "is UTF-16, or no text; save it as UTF-8"),
+        ("x.json", '[{"prompt": "caf\xe9"}]'.encode("latin-1"), "cannot be read as json .*; save it as UTF-8"),
+        ("x.jsonl", json.dumps(ROWS).encode(), "is one value of JSON.*set file_type = 'json'"),
+        ("x.jsonl", json.dumps({"data": ROWS}, indent=1).encode(), "is one value of JSON.*set file_type = 'json'"),
+        ("x.csv", b"prompt;completion\na;b\n", "is separated by semicolons; write it with commas"),
+        ("x.csv", b"prompt\tcompletion\na\tb\n", "is separated by tabs; set file_type = 'tsv'"),
+        ("x.jsonl.gz", LINES.encode(), "is not packed, though its name ends in .gz; rename it"),
+        ("x.jsonl.zst", LINES.encode(), "is not packed, though its name ends in .zst; rename it"),
+        ("x.jsonl", gzip.compress(LINES.encode()), "is packed with gzip; let its name end in .gz"),
+        ("x.csv", b"PAR1 and so on", "is Parquet; set file_type = 'parquet'"),
+        ("x.jsonl", b"<!DOCTYPE html><html></html>", "is a web page; download the file itself"),
+    ],
+)
+def test_a_file_of_another_type_is_refused_with_what_it_is(
+    name: str, content: bytes, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"sources\[s\]\.path = '.*{name}': {reason}"):
+        list(read(source(tmp_path / name)))
+
+
+def test_a_folder_and_a_pattern_are_read_file_by_file(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    names = ("deep/part-0.jsonl", "part-1.jsonl.gz", "part-2.jsonl", "README.md", ".part.jsonl", "_part.jsonl")
+    for name in names:
+        (tmp_path / name).write_bytes((gzip.compress if name.endswith(".gz") else bytes)(LINES.encode()))
+    records = list(read(source(tmp_path)))
+    assert [record.row for record in records] == ROWS * 3
+    assert [(record.origin.file, record.origin.line) for record in records[2:4]] == [
+        (str(tmp_path / "part-1.jsonl.gz"), 1),
+        (str(tmp_path / "part-1.jsonl.gz"), 2),
+    ]
+    for pattern, count in (("part-*", 2), ("**/part-[02].jsonl", 2), ("part-2.json?", 1)):
+        found = source(tmp_path / pattern)
+        assert (file_type(found), len(list(read(found)))) == ("jsonl", 2 * count)
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ([], "no file there ends in"),
+        (["a.jsonl", "b.csv"], r"has files of several types, \['csv', 'jsonl'\]"),
+        (["train-0.jsonl", "test-0.jsonl"], r"has files of several splits, \['test', 'train'\]"),
+    ],
+)
+def test_a_folder_of_which_files_are_meant_is_not_clear_is_refused(
+    names: list[str], reason: str, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text(LINES)
+    for path in (tmp_path, tmp_path / "*.*"):
+        with pytest.raises(ConfigError, match=reason):
+            file_type(source(path))
 
 
 def test_a_saved_dataset_and_one_split_of_a_saved_dictionary_are_read(tmp_path: Path) -> None:
