@@ -21,6 +21,7 @@ import os
 import resource
 import selectors
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -31,13 +32,8 @@ LOOKS_EVERY_S = 0.02
 """Between two looks at the memory of all processes together."""
 DEVICES = ("null", "zero", "random", "urandom")
 
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
-    0x20000,
-    0x8000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x8000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 2, 4, 8, 0x1000, 0x2000, 0x4000, 0x40000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1  # one number on every machine
@@ -83,7 +79,9 @@ SYSTEM_CALLS = {
     "keyctl": (250, 219),
 }
 """What is denied: the numbers on x86_64 and on aarch64. C libraries take `clone` where there is no `clone3`."""
-CLONE, PRCTL, SOCKET = (56, 220), (157, 167), (41, 198)
+CLONE, PRCTL, SOCKET, FCNTL, SETSOCKOPT = (56, 220), (157, 167), (41, 198), (72, 25), (54, 208)
+F_SETPIPE_SZ, PIPE_BYTES = 1031, 0x10000
+BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both by force
 ADDRESS_FAMILIES = (1, 2, 10, 16)
 """Sockets between processes, of IPv4 and IPv6 (which lead nowhere in a network namespace), and of netlink. AF_VSOCK, for one,
 would lead out of a virtual machine."""
@@ -91,6 +89,8 @@ X32 = 0x40000000
 """Numbers from here on are those of another table of x86_64."""
 
 libc = ctypes.CDLL(None, use_errno=True)
+with socket.socket(socket.AF_UNIX) as probe:
+    SOCKET_BYTES = sum(probe.getsockopt(socket.SOL_SOCKET, size) for size in (socket.SO_SNDBUF, socket.SO_RCVBUF))
 Spec = dict[str, Any]
 
 
@@ -189,9 +189,10 @@ def finish(pid: int, mode: str) -> int:
 def used_bytes() -> int:
     """Return the memory of all processes of the sandbox, whose /proc we see too; 0 where it could not be mounted.
 
-    What processes share counts once and whole: a process may hold what another one, that has ended, has filled.
+    What processes share counts once and whole: a process may hold what another one, that has ended, has filled. So does
+    what the buffers of pipes and sockets can hold, also of sockets on their way from one process to another.
     """
-    own, shared = 0, dict[str, int]()
+    own, shared, sockets = 0, dict[str, int](), 0
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
             place, (_, resident, of_files_or_shared, *_) = sizes(folder)
@@ -201,7 +202,10 @@ def used_bytes() -> int:
                 if rights[3] == "s":
                     start, end = (int(bound, 16) for bound in span.split("-"))
                     shared[str(which)] = max(shared.get(str(which), 0), int(offset, 16) + end - start)
-    return own * resource.getpagesize() + sum(shared.values())
+            links = (str(link.readlink()) for link in (place / "fd").iterdir())
+            shared |= {link: PIPE_BYTES for link in links if link.startswith("pipe:")}
+            sockets = int((place / "net/sockstat").read_text().split()[2])  # of their network namespace
+    return own * resource.getpagesize() + sum(shared.values()) + sockets * SOCKET_BYTES
 
 
 def sizes(process: Path) -> tuple[Path, list[int]]:
@@ -276,9 +280,7 @@ def mount_all(work: Path, spec: Spec) -> None:
     """Change the root to a folder in memory: read-only, with what `visible` names, and an empty folder at `work`."""
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     shielded = MS_NOSUID | MS_NODEV
-    mount(
-        "tmpfs", str(work), "tmpfs", MS_NOSUID, "size=256k,mode=0755"
-    )  # the new root, where the program's folder will be
+    mount("tmpfs", str(work), "tmpfs", MS_NOSUID, "size=256k,mode=0755")  # the new root, around the program's folder
     for path in spec["visible"]:
         show(Path(path), work)
     (work / "proc").mkdir()
@@ -334,37 +336,31 @@ def deny_system_calls() -> None:
     """
     architecture, column = machine()
     load, equal, at_least, any_of, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    number, architecture_at, first_argument = 0, 4, 16
+    number, architecture_at, first, second, third = 0, 4, 16, 24, 32
     namespaces = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
+    refused, unsupported = SECCOMP_ERRNO | errno.EPERM, SECCOMP_ERRNO | errno.EAFNOSUPPORT
     steps = [
         (load, 0, 0, architecture_at),
         (equal, 1, 0, architecture),
         (answer, 0, 0, SECCOMP_KILL),
         (load, 0, 0, number),
         (at_least, 0, 1, X32),
-        (answer, 0, 0, SECCOMP_ERRNO | errno.EPERM),
+        (answer, 0, 0, refused),
     ]
     for name, numbers in SYSTEM_CALLS.items():
         error = errno.ENOSYS if name == "clone3" else errno.EPERM
         steps += [(equal, 0, 1, numbers[column]), (answer, 0, 0, SECCOMP_ERRNO | error)]
-    steps += [
-        (equal, 0, 4, CLONE[column]),
-        (load, 0, 0, first_argument),
-        (any_of, 0, 1, namespaces),
-        (answer, 0, 0, SECCOMP_ERRNO | errno.EPERM),
-        (answer, 0, 0, SECCOMP_ALLOW),
-        (equal, 0, 4, PRCTL[column]),  # a program must not outlive its launcher
-        (load, 0, 0, first_argument),
-        (equal, 0, 1, PR_SET_PDEATHSIG),
-        (answer, 0, 0, SECCOMP_ERRNO | errno.EPERM),
-        (answer, 0, 0, SECCOMP_ALLOW),
-        (equal, 0, len(ADDRESS_FAMILIES) + 3, SOCKET[column]),
-        (load, 0, 0, first_argument),
-        *((equal, len(ADDRESS_FAMILIES) - index, 0, family) for index, family in enumerate(ADDRESS_FAMILIES)),
-        (answer, 0, 0, SECCOMP_ERRNO | errno.EAFNOSUPPORT),
-        (answer, 0, 0, SECCOMP_ALLOW),
-        (answer, 0, 0, SECCOMP_ALLOW),
-    ]
+    for call, argument, test, values, found, otherwise in (
+        (CLONE, first, any_of, (namespaces,), refused, SECCOMP_ALLOW),
+        (PRCTL, first, equal, (PR_SET_PDEATHSIG,), refused, SECCOMP_ALLOW),  # it must not outlive its launcher
+        (SOCKET, first, equal, ADDRESS_FAMILIES, SECCOMP_ALLOW, unsupported),
+        (FCNTL, second, equal, (F_SETPIPE_SZ,), refused, SECCOMP_ALLOW),
+        (SETSOCKOPT, third, equal, BUFFER_SIZES, refused, SECCOMP_ALLOW),
+    ):
+        steps += [(equal, 0, len(values) + 3, call[column]), (load, 0, 0, argument)]
+        steps += [(test, len(values) - at, int(at == len(values)), value) for at, value in enumerate(values, start=1)]
+        steps += [(answer, 0, 0, found), (answer, 0, 0, otherwise)]
+    steps.append((answer, 0, 0, SECCOMP_ALLOW))
     table = (Instruction * len(steps))(*(Instruction(*step) for step in steps))
     program = Filter(len(steps), table)
     check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "seccomp")

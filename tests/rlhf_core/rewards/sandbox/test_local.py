@@ -316,6 +316,32 @@ time.sleep(60)
     assert run(filled_by_those_who_ended, limits=Limits(timeout_s=20)).outcome == "memory"
 
 
+@pytest.mark.parametrize(
+    ("pair", "grown"),
+    [
+        ("socket.socketpair()", "a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**22)"),
+        ("socket.socketpair(type=socket.SOCK_DGRAM)", "b.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**22)"),
+        ("os.pipe()", "fcntl.fcntl(a, fcntl.F_SETPIPE_SZ, 2**20)"),
+    ],
+)
+def test_the_buffers_of_sockets_and_pipes_are_counted_and_keep_their_sizes(pair: str, grown: str) -> None:
+    program = f"""
+import fcntl, os, socket, time
+kept = a, b = {pair}
+try: {grown}
+except PermissionError: print("as it was")
+for _ in range(6):
+    if os.fork() == 0:
+        kept = [{pair} for _ in range(28)]
+        time.sleep(60)
+time.sleep(0.2)
+"""
+    assert run(program, limits=Limits(timeout_s=20)).stdout == "as it was\n"
+    if "socket" in pair:  # 6 * 28 * 2 of them hold up to 2 * 208 KiB each, beside 7 processes of 5 MiB
+        waiting = program.replace("sleep(0.2)", "sleep(60)")
+        assert run(waiting, limits=Limits(timeout_s=20, memory_mb=120)).outcome == "memory"
+
+
 def test_nothing_of_this_machine_is_shown_but_the_interpreter(tmp_path: Path) -> None:
     program = f"""
 import os, sys
