@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.models.loading import materialize
 from rlhf_core.stage.context import StageContext
@@ -12,6 +13,7 @@ from stages.config.import_policy import ImportPolicyConfig, content_digests
 def run(config: ImportPolicyConfig, *, context: StageContext) -> PolicyRef:
     """Return the model as a policy: safetensors, tokenizer and chat template; ConfigError if it is not usable."""
     materialize(config.model, context.out)
+    ChatTemplate.load(context.out)
     if context.files and content_digests(config) != context.files:
         rule, remedy = "has changed since the run was planned", "run again when no other process writes to it"
         raise ConfigError(explain("evaluate.baselines.model.path", config.model.path, rule, remedy))

@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.chat_templates import Decoder, declared_ends, other_opening
+from rlhf_core.data.chat_templates import Decoder, declared_ends, other_opening, vocabulary_rows
 from rlhf_core.data.pieces import Ids, continued, difference, encode, following, marks_beginning
 from rlhf_core.data.tool_rendering import Renderer
 from rlhf_core.errors import ConfigError, DataError, explain
@@ -80,14 +80,17 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         ends: Iterable[int] = (),
+        rows: int | None = None,
     ) -> None:
         """Check that `tokenizer` has a template and a token that ends each assistant turn. Raises ConfigError otherwise.
 
         `tools` are JSON schemas that every prompt shows to the policy. `ends` are the ids, besides the tokenizer's EOS,
-        at which sampling stops; the first of them in an answer is `eos_id`.
+        at which sampling stops; the first of them in an answer is `eos_id`. `rows` is the number of tokens that the
+        model knows: others in a text or the template are refused.
         """
         self.tokenizer: Any = tokenizer
         self._recent: dict[str, Ids] = {}
+        self._rows = rows
         self._marks_beginning = marks_beginning(self.tokenizer)
         name = str(self.tokenizer.name_or_path)
         if not self.tokenizer.chat_template:
@@ -117,13 +120,13 @@ class ChatTemplate:
         """Return the template of the policy in `folder` (`tokenizer.json`, `chat_template.jinja`)."""
         if not folder.is_dir():
             raise ConfigError(explain("policy", str(folder), "is not a folder", "give the folder of a policy"))
-        return cls(load_tokenizer(folder), ends=declared_ends(folder))
+        return cls(load_tokenizer(folder), ends=declared_ends(folder), rows=vocabulary_rows(folder))
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
         """Return this template with `tools` (JSON schemas) in its prompts. Raises ConfigError if it omits them."""
         if not tools:
             return self
-        shown = ChatTemplate(self.tokenizer, tools=tools, ends=self.ends)
+        shown = ChatTemplate(self.tokenizer, tools=tools, ends=self.ends, rows=self._rows)
         if shown.prompt_text(_PROBE[:1]) == self.prompt_text(_PROBE[:1]):
             rule = f"the chat template of {self.tokenizer.name_or_path} does not render tools"
             raise ConfigError(explain("chat_template", len(tools), rule, "give a template that renders `tools`"))
@@ -322,7 +325,13 @@ class ChatTemplate:
         if text not in self._recent:
             while len(self._recent) >= _REMEMBERED:
                 del self._recent[next(iter(self._recent))]
-            self._recent[text] = encode(self.tokenizer, text)
+            ids = encode(self.tokenizer, text)
+            if self._rows is not None and max(ids, default=0) >= self._rows:
+                token = self.tokenizer.convert_ids_to_tokens(max(ids))
+                rule = f"is token {max(ids)} of the tokenizer, but the model has embeddings for {self._rows} tokens"
+                remedy = "use the tokenizer that belongs to the model, or resize its embeddings and train them"
+                raise ConfigError(explain("tokenizer", token, rule, remedy))
+            self._recent[text] = ids
         return self._recent[text]
 
     def _sample(self, segments: Sequence[tuple[str, bool]], *, max_length: int) -> TokenSample | None:

@@ -133,6 +133,13 @@ def _token(tokenizer: Any, number: int) -> str:
     return str(tokenizer.convert_ids_to_tokens(number))
 
 
+def vocabulary_rows(policy: Path) -> int | None:
+    """Return the number of tokens that the model of a folder has embeddings for, or None if its `config.json` has none."""
+    file = policy / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config.get("text_config", config).get("vocab_size")  # type: ignore[no-any-return]
+
+
 def declared_ends(policy: Path) -> set[int]:
     """Return the ids that the `generation_config.json` and the `config.json` of a policy name as ends of an answer."""
     ids: set[int] = set()

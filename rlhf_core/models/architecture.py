@@ -1,7 +1,8 @@
-"""Check the attention kernel and the length of rows against the configuration of an architecture.
+"""Check the attention kernel, the length of rows and their tokens against the configuration of an architecture.
 
 Transformers silently drops what an attention kernel does not support, and two ways of scaling rotary positions choose
-their frequencies by the longest row of a batch. Both would change the model's log-probabilities.
+their frequencies by the longest row of a batch. Both would change the model's log-probabilities. Tables of positions
+and tokens have an end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.models.packages import refuse_adapter
 
 CAPS = ("attn_logit_softcapping", "attention_logit_softcapping")
 """Configuration keys of a cap on attention logits, which sdpa does not apply (Gemma 2, VaultGemma)."""
@@ -36,13 +38,16 @@ def caps_attention(config: Any) -> bool:
 
 
 def length_limit(config: Any) -> int | None:
-    """Return the length up to which the values of a row do not depend on other rows, or None if there is no limit.
+    """Return the length up to which a row has positions and does not depend on other rows, or None without a limit.
 
+    Models without rotary positions have a table of `max_position_embeddings` (GPT-2, OPT).
     `longrope` switches from its short to its long factors beyond `original_max_position_embeddings`. `dynamic` changes
     its base with each longer batch beyond `max_position_embeddings`. vLLM chooses once, by its `max_model_len`. Trainer
     and sampler agree up to this limit.
     """
     text = config.get_text_config()
+    if not getattr(text, "rope_parameters", None):
+        return getattr(text, "max_position_embeddings", None)
     limits = [
         rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else text.max_position_embeddings
         for rope in _ropes(text)
@@ -73,14 +78,19 @@ def read_config(folder: Path) -> Any:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError for a folder without `config.json`."""
+    """Raise ConfigError for a folder without `config.json`, or with an adapter beside it."""
+    refuse_adapter(folder)
     if not (folder / "config.json").is_file():
         rule, remedy = "must be a model folder with config.json", "check the path, or run prepare_data first"
         raise ConfigError(explain("model.path", str(folder), rule, remedy))
 
 
-def check_length(config: Any, position_ids_BL: Tensor) -> None:
-    """Raise ConfigError for a batch whose rows are longer than `length_limit`."""
+def check_batch(config: Any, token_ids_BL: Tensor, position_ids_BL: Tensor) -> None:
+    """Raise ConfigError for a batch with rows longer than `length_limit`, or with tokens beyond the vocabulary."""
+    rows = config.get_text_config().vocab_size
+    largest = int(token_ids_BL.max())
+    if largest >= rows:
+        raise unknown_token(largest, rows)
     limit = length_limit(config)
     if limit is None:
         return
@@ -99,12 +109,20 @@ def check_longest(key: str, length: int, folder: Path) -> None:
 
 def too_long(key: str, length: int, config: Any, limit: int) -> ConfigError:
     """Return the error for rows of `length` tokens, which exceed `limit`."""
+    if not getattr(config.get_text_config(), "rope_parameters", None):
+        return ConfigError(explain(key, length, f"the model has {limit} positions", f"set it to {limit} or less"))
     types = sorted({rope["rope_type"] for rope in _ropes(config.get_text_config())} & set(BY_BATCH))
     rule = (
         f"beyond {limit} tokens the rotary positions of type {' and '.join(types)} change with the longest row of a batch, "
         "so the log-probabilities of a sample would depend on the other samples"
     )
     return ConfigError(explain(key, length, rule, f"set it to {limit} or less"))
+
+
+def unknown_token(token_id: int, rows: int) -> ConfigError:
+    """Return the error for a token of a tokenizer that has more tokens than the model has embeddings."""
+    remedy = "use the tokenizer that belongs to the model, or resize the model's embeddings and train them"
+    return ConfigError(explain("tokenizer", f"token {token_id}", f"the model has embeddings for {rows} tokens", remedy))
 
 
 def _ropes(text_config: Any) -> Iterator[Mapping[str, Any]]:

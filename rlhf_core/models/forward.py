@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.models.architecture import backbone_of, check_length, padding_id
+from rlhf_core.models.architecture import backbone_of, check_batch, padding_id
 from rlhf_core.models.batches import TokenBatch
 from rlhf_core.models.drawn_tokens import logprobs_and_entropy
 from rlhf_core.models.head_pass import in_one_call
@@ -230,7 +230,7 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     backbone = backbone_of(model)
     if batch.packed:
         check_packing(backbone.config)
-    check_length(backbone.config, batch.position_ids_BL)
+    check_batch(backbone.config, batch.token_ids_BL, batch.position_ids_BL)
     routing = routing_arguments()
     # Code that watches the routers expects their logits in the rows of the batch.
     shared = None

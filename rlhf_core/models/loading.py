@@ -103,7 +103,11 @@ def materialize(
             explain("model.path", config.path, "its tokenizer has no chat template", "set prepare_data.chat_template")
         )
     model = _fetch(AutoModelForCausalLM, config, source, options | _weights_options(config))
-    _ensure_padding(model, tokenizer)
+    if hasattr(model, "peft_config"):
+        rule = "is an adapter, which transformers has put on its base model, and only whole models are read"
+        raise ConfigError(explain("model.path", config.path, rule, "merge it (merge_and_unload of peft), and use that"))
+    _note_tying(model)
+    _ensure_padding(config, model, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     export_model(model, folder, tokenizer_from=folder)
@@ -159,6 +163,7 @@ def _from_pretrained(
             raise ConfigError(
                 explain("runtime.trainer.attention", attention, rule, 'set runtime.trainer.attention = "eager"')
             ) from error
+    _note_tying(model)
     missing = sorted(set(loading["missing_keys"]) - set(allowed_missing))
     if missing:
         raise ConfigError(
@@ -167,6 +172,16 @@ def _from_pretrained(
             )
         )
     return model
+
+
+def _note_tying(model: Any) -> None:
+    """Correct a configuration that ties an LM head with a weight of its own: vLLM would leave that weight out."""
+    text = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    if head is None or not text.tie_word_embeddings or head.weight is model.get_input_embeddings().weight:
+        return
+    logger.warning("%s has an LM head of its own, although tie_word_embeddings is true", type(model).__name__)
+    model.config.tie_word_embeddings = text.tie_word_embeddings = False
 
 
 def _checkpoint_activations(model: Any) -> None:
@@ -246,15 +261,22 @@ def _opening(tokenizer: Any) -> str:
     return "".join("{{ " + json.dumps(token) + " }}" for token in tokenizer.convert_ids_to_tokens(whole[:start]))
 
 
-def _ensure_padding(model: Any, tokenizer: Any) -> None:
-    """Set a padding token other than the end token in the tokenizer and the model."""
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        vocabulary = tokenizer.get_vocab()
-        chosen = [t for t in PAD_CANDIDATES if t in vocabulary and t not in (tokenizer.eos_token, tokenizer.bos_token)]
+def _ensure_padding(config: PretrainedModel, model: Any, tokenizer: Any) -> None:
+    """Set a padding token that has an embedding and is not the end token, in the tokenizer and the model."""
+    vocabulary, rows = tokenizer.get_vocab(), model.config.get_text_config().vocab_size
+    unknown = sorted((t for t in vocabulary if vocabulary[t] >= rows and t != tokenizer.pad_token), key=vocabulary.get)
+    if unknown:
+        logger.warning("%s has no embeddings for the tokens %s: texts that have them are refused", config.path, unknown)
+    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id) or tokenizer.pad_token_id >= rows:
+        others = (tokenizer.eos_token, tokenizer.bos_token)
+        chosen = [t for t in PAD_CANDIDATES if t not in others and vocabulary.get(t, rows) < rows]
         if chosen:
             tokenizer.pad_token = chosen[0]
+        elif unknown:
+            rule = f"its tokenizer has {len(tokenizer)} tokens, among them no padding token, and the model {rows} embeddings"
+            raise ConfigError(explain("model.path", config.path, rule, "resize the model's embeddings and save it"))
         else:
-            tokenizer.add_special_tokens({"pad_token": PAD_CANDIDATES[0]})
+            tokenizer.add_special_tokens({"pad_token": tokenizer.pad_token or PAD_CANDIDATES[0]})
             if len(tokenizer) > model.get_input_embeddings().num_embeddings:
                 model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         logger.info("the padding token of %s is now %s", json.dumps(type(model).__name__), tokenizer.pad_token)

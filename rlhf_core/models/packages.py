@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.errors import ConfigError, explain
 
+ADAPTER = "adapter_config.json"
 PACKAGE = "package:"
 """Prefix of the path of such a model."""
 
@@ -25,12 +26,24 @@ def package_folder(path: str) -> Path:
     return folder
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Raise ConfigError for a folder with an adapter of peft: transformers would put it on the model, unmerged."""
+    if (folder / ADAPTER).is_file():
+        rule = f"contains an adapter ({ADAPTER}), and only whole models are read"
+        remedy = (
+            f"merge it (merge_and_unload of peft) and save the result, or take {ADAPTER} out if the weights are whole"
+        )
+        raise ConfigError(explain("model.path", str(folder), rule, remedy))
+
+
 def local_folder(config: PretrainedModel) -> Path | None:
     """Return the folder of a model, None for a Hub model.
 
-    Raises ConfigError for a missing folder, package or GGUF file, and for a Hub name without a revision.
+    Raises ConfigError for a missing folder, package or GGUF file, a folder with an adapter, and a Hub name without a
+    revision.
     """
     folder = package_folder(config.path) if config.path.startswith(PACKAGE) else Path(config.path).expanduser()
+    refuse_adapter(folder)
     if folder.is_dir():
         if config.gguf_file and not (folder / config.gguf_file).is_file():
             found = sorted(file.name for file in folder.glob("*.gguf"))

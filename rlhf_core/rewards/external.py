@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.models.packages import refuse_adapter
 from rlhf_core.types import Message
 
 HEAD = "score.weight"
@@ -38,6 +39,7 @@ PROBES = (
 
 def check_classifier(folder: Path) -> None:
     """Raise ConfigError, with what to do, for a folder that cannot be read as a reward model. No weight is loaded."""
+    refuse_adapter(folder)
     if not (folder / "config.json").is_file():
         raise _refused(folder, "is not a folder with a config.json", "download the model first, and give its folder")
     config = _table(folder, "config.json")

@@ -5,6 +5,7 @@ Legend: B rows of a batch, L positions, V vocabulary.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
@@ -58,7 +59,7 @@ class HFSampler:
             requests,
             vocab_size=text_config.vocab_size,
             max_tokens=sampling.max_tokens,
-            max_model_len=length_limit(self._model.config) or text_config.max_position_embeddings,
+            max_model_len=_most_positions(self._model.config),
         )
         completions: list[Completion] = []
         for start in range(0, len(requests), self._batch_size):
@@ -208,6 +209,12 @@ class _Row:
         most = most_tokens(request, sampling.max_tokens)
         uniforms = torch.rand(most, generator=generator, dtype=torch.float64)
         return cls(request, most, uniforms, [], [], False)
+
+
+def _most_positions(config: Any) -> int:
+    # Recurrent models have no positions.
+    stated = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length_limit(config) or stated or sys.maxsize
 
 
 def _left_pad(prompts: Sequence[Sequence[int]], *, device: Any) -> tuple[Tensor, Tensor]:

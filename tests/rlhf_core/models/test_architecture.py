@@ -228,6 +228,28 @@ def test_what_is_too_long_is_refused_before_anything_is_loaded(made: Any) -> Non
         sampler.generate([SamplingRequest(sample(10).token_ids, 7)], SamplingConfig(max_tokens=7))
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt2", {}),
+        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+        ("gpt_neo", {"attention_types": [[["global"], 2]]}),
+        ("gptj", {"rotary_dim": 4}),
+    ],
+)
+def test_rows_beyond_a_table_of_positions_are_refused(family: str, options: dict[str, Any], made: Any) -> None:
+    folder = made(family, max_position_embeddings=SHORT, **options)
+    check_longest("sft.max_length", SHORT, folder)
+    with pytest.raises(ConfigError, match=r"sft.max_length = 17: the model has 16 positions; set it to 16 or less"):
+        check_longest("sft.max_length", SHORT + 1, folder)
+    with pytest.raises(ConfigError, match=r"runtime\.sampler\.max_model_len = 17"):
+        PolicyFolder.read(folder, max_model_len=SHORT + 1)
+    model = loaded(folder, "eager")
+    assert logprobs(model, sample(SHORT))
+    with pytest.raises(ConfigError, match="max_length = 17: the model has 16 positions"):
+        logprobs(model, sample(SHORT + 1))
+
+
 def test_other_rotary_positions_have_no_limit(made: Any) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": SHORT}
     assert length_limit(read_config(made("llama", rope_parameters=yarn))) is None

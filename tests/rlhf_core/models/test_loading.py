@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from rlhf_core.config.engines import LoraConfig, PretrainedModel
+from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.batches import collate
-from rlhf_core.models.forward import hidden_states, sequence_scores, token_logprobs
+from rlhf_core.models.export import export_model
+from rlhf_core.models.forward import hidden_states, sequence_scores, token_logprobs, token_values
 from rlhf_core.models.heads import initial_head
 from rlhf_core.models.loading import load_model, load_tokenizer, materialize
-from rlhf_core.types import TokenSample
+from rlhf_core.models.packages import local_folder
+from rlhf_core.rewards.external import check_classifier
+from rlhf_core.types import Message, TokenSample
 from tests.rlhf_core.models.conftest import TINY
 from tests.support.tolerances import of_model
 
@@ -184,6 +189,89 @@ def test_a_hub_model_that_cannot_be_had_is_a_config_error(tmp_path: Path, monkey
     config = PretrainedModel(path="owner/no-such-model", revision="0" * 40)
     with pytest.raises(ConfigError, match=r"model.path = 'owner/no-such-model': could not be loaded"):
         materialize(config, tmp_path)
+
+
+def test_an_adapter_in_the_folder_of_a_model_is_refused_wherever_it_is_read(tiny_llama: Path, tmp_path: Path) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(tiny_llama, tmp_path / "in")
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_llama), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    model.save_pretrained(tmp_path / "in")
+    refusals: list[Callable[[], object]] = [
+        lambda: materialize(PretrainedModel(path=str(tmp_path / "in")), tmp_path / "out"),
+        lambda: local_folder(PretrainedModel(path=str(tmp_path / "in"))),  # in the plan
+        lambda: loaded(tmp_path / "in"),
+        lambda: check_classifier(tmp_path / "in"),
+    ]
+    for refusal in refusals:
+        with pytest.raises(ConfigError, match=r"contains an adapter \(adapter_config.json\).*merge it"):
+            refusal()
+    assert not (tmp_path / "out").exists()
+
+
+def with_tokens(source: Path, folder: Path, count: int, **special: str) -> PretrainedModel:
+    """A model whose tokenizer has `count` more tokens than the model has embeddings, and special ones."""
+    tokenizer = load_tokenizer(source)
+    tokenizer.add_tokens([f"<more{number}>" for number in range(len(tokenizer), TINY.vocab_size + count)])
+    tokenizer.add_special_tokens(special)
+    shutil.copytree(source, folder)
+    tokenizer.save_pretrained(folder)
+    return PretrainedModel(path=str(folder))
+
+
+def test_tokens_without_embeddings_are_refused_where_a_text_or_the_template_has_them(
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = with_tokens(tiny_llama, tmp_path / "in", 2)
+    materialize(config, tmp_path / "out")
+    assert "no embeddings for the tokens ['<more320>', '<more321>']" in caplog.text
+    chat = ChatTemplate.load(tmp_path / "out")
+    assert chat.prompt_ids((Message("user", "more"),))
+    with pytest.raises(ConfigError, match=r"tokenizer = '<more321>': is token 321 .* embeddings for 320 tokens"):
+        chat.prompt_ids((Message("user", "one <more321> token"),))
+    template = chat.tokenizer.chat_template.replace("<|end|>", "<more320>")
+    materialize(config, tmp_path / "ends", chat_template=template)
+    with pytest.raises(ConfigError, match="tokenizer = '<more320>'"):
+        ChatTemplate.load(tmp_path / "ends")
+    batch = collate([TokenSample((1, 320), (0, 1))], pad_id=0)  # from an agent of a user, for example
+    with pytest.raises(ConfigError, match="token 320': the model has embeddings for 320 tokens"):
+        token_logprobs(loaded(tmp_path / "out"), batch, temperature=1.0, with_entropy=False)
+
+
+def test_a_padding_token_without_an_embedding_is_replaced(tiny_llama: Path, tmp_path: Path) -> None:
+    materialize(with_tokens(tiny_llama, tmp_path / "in", 0, pad_token="[MYPAD]"), tmp_path / "out")
+    assert load_tokenizer(tmp_path / "out").pad_token == "<|pad|>"
+    assert loaded(tmp_path / "out").config.pad_token_id == 0
+
+
+def test_a_head_of_its_own_that_the_configuration_ties_stays_one(made: Any, tmp_path: Path) -> None:
+    folder = made("llama", tie_word_embeddings=False)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert not loaded(folder).config.tie_word_embeddings
+    materialize(PretrainedModel(path=str(folder)), tmp_path / "out")
+    assert not json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("family", ["cohere", "olmoe", "llama4_text"])
+def test_a_family_without_a_classifier_gets_a_score_head_that_survives_saving(
+    family: str, made: Any, tmp_path: Path
+) -> None:
+    folder = made(family, **{"olmoe": {"num_experts": 4, "num_experts_per_tok": 2}}.get(family, {}))
+    model = loaded(folder, "score")
+    batch = collate([TokenSample((1, 20, 30, 40), (0,) * 4), TokenSample((7, 8), (0, 0))], pad_id=0)
+    with torch.no_grad():
+        scores = sequence_scores(model, batch)
+        export_model(model, tmp_path / "out", tokenizer_from=folder)
+        assert torch.equal(sequence_scores(loaded(tmp_path / "out", "score", seed=9), batch), scores)
+        values = token_values(
+            loaded(tmp_path / "out", "value", seed=9),
+            collate([TokenSample((1, 20, 30, 40, 5), (0, 0, 0, 0, 1))], pad_id=0),
+        )
+    torch.testing.assert_close(values[0, -1], scores[0], rtol=0, atol=1e-5)
 
 
 def test_weights_that_are_not_safetensors_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
