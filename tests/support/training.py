@@ -51,9 +51,7 @@ def answer(text: str) -> tuple[Message, ...]:
 
 
 def demonstrations(store: ArtifactStore, root: Path, count: int = 24) -> DemonstrationsRef:
-    rows = [
-        Demonstration(f"d{i}", question(i % prompts) + answer(f"It is {i % prompts}."), "test") for i in range(count)
-    ]
+    rows = [Demonstration(f"d{i}", question(i % 9) + answer(f"It is {i % 9}."), "test") for i in range(count)]
     write_demonstrations(root / "demonstrations" / "train.parquet", rows)
     write_demonstrations(root / "demonstrations" / "eval.parquet", rows[:4])
     return store.external(DemonstrationsRef, root / "demonstrations")
