@@ -14,9 +14,9 @@ from rlhf_core.schema.base import keyed
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 
 PROFILES = {
-    "multi_node/full": ("086880412b6f563a", "8381e15b9815b27e"),
-    "one_gpu/full": ("8a70d983f6940768", "b79d4c949e7ada29"),
-    "one_node/full": ("cec4fdffe9bd7322", "b37130a8a96d9c4d"),
+    "multi_node/full": ("7a4d535311cd24f8", "f1b00acc1ec7ae91"),
+    "one_gpu/full": ("0624df10d7132b92", "bd0a57faaf7f1ef2"),
+    "one_node/full": ("f913cee988a5045b", "97042f38113e1357"),
     "smollm2/full": ("da6fa35a9dbecb0d", "f709ffae50375c17"),
     "smollm2/grpo": ("bfd71a46e4da1f48", "dc28c6d2313e01ce"),
     "smollm2/instructions": ("c144572b74f80fa6", "4236826d1ca80ca8"),
