@@ -105,6 +105,7 @@ OF_SEVERAL_MODULES = {
     "pipelines/test_ray_jobs.py": "a pipeline as jobs of a real Ray",
     "pipelines/test_secrets.py": "a secret through a whole run",
     "pipelines/test_waiting_runs.py": "runs that are killed while they wait, or while a question or an answer is written",
+    "pipelines/test_wheel.py": "the wheel, installed without the clone",
     "rlhf_core/algorithms/test_invariances.py": "what all losses have in common",
     "rlhf_core/rewards/library/test_contract.py": "what all rewards of the library have in common",
     "rlhf_core/runtime/test_made_up_gpus.py": "placement on a Ray that is told of GPUs",

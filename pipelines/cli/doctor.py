@@ -21,6 +21,7 @@ from pipelines.services.user_servers import prefect_trouble, user_prefect
 from rlhf_core.secrets.redaction import shown
 
 PACKAGES = ("torch", "deepspeed", "ray", "prefect", "mlflow", "transformers", "peft", "datasets", "pyarrow")
+OF_TORCH = ("torchvision", "torchaudio", "torchcodec")
 ENGINES = ("torch", "transformers", "ray", "deepspeed", "vllm", "prefect", "mlflow")
 LEAST_MEMORY_GIB = 6.0
 LEAST_DISK_GIB = 5.0
@@ -47,6 +48,7 @@ def examine(console: Console) -> int:
         ),
         (disk >= LEAST_DISK_GIB, f"{disk:.1f} GiB disk free at {home.root}", "set RLHF_HOME to a larger disk"),
         *(_version(package) for package in (*PACKAGES, _vllm_package())),
+        _builds_fit(),
         _services(home),
         *(_imports(engine) for engine in ENGINES),
     ]
@@ -61,6 +63,19 @@ def _version(package: str) -> tuple[bool, str, str]:
         return True, f"{package} {importlib.metadata.version(package)}", ""
     except importlib.metadata.PackageNotFoundError:
         return False, f"{package} is not installed", "make install"
+
+
+def _builds_fit() -> tuple[bool, str, str]:
+    """Return whether the packages that belong to torch are CPU builds where torch is one; others break transformers."""
+    versions = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
+    cpu = versions.get("torch", "").endswith("+cpu")
+    others = [name for name in OF_TORCH if name in versions and cpu and not versions[name].endswith("+cpu")]
+    named = ", ".join(others)
+    return (
+        not others,
+        f"{named or 'no package'} beside the CPU build of torch needs CUDA",
+        f"pip uninstall {' '.join(others)}",
+    )
 
 
 def _vllm_package() -> str:

@@ -165,8 +165,6 @@ def find(name: str, search: Sequence[Path]) -> Path | None:
     top, *rest = name.split(".")
     place = locate(top, search)
     for part in rest:
-        if place.file is not None and not is_users_own(place.file):
-            return place.file  # nothing below an installed package is the user's
         place = in_folders(part, place.folders)
     return place.file
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -37,6 +38,15 @@ def test_a_machine_that_lacks_nothing_is_fine(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(doctor, "ENGINES", ("json",))
     code, said = examine()
     assert code == 0 and "bad" not in said
+
+
+def test_builds_that_need_cuda_beside_a_torch_that_does_not_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.0+cpu"}
+    found = [SimpleNamespace(metadata={"Name": name}, version=version) for name, version in versions.items()]
+    monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda: found)
+    monkeypatch.setattr(doctor, "ENGINES", ())
+    _, said = examine()
+    assert "bad torchvision beside the CPU build of torch needs CUDA; pip uninstall torchvision\n" in said
 
 
 def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,25 @@ def test_installed_and_own_functions_count_with_their_own_file_alone() -> None:
     assert list(user_code("math_verify:verify")) == ["math_verify"]
 
 
+def test_a_function_in_a_module_of_an_installed_package_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "team_of_ours" / "rewards"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "style.py").write_text("from .words import polite\ndef reward(x): return polite(x)\n")
+    (package / "words.py").write_text("def polite(x): return 1\n")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    spec = "team_of_ours.rewards.style:reward"
+    found = user_code(spec)
+    assert list(found) == ["team_of_ours.rewards.style"]  # the rest of a package counts by its version
+    assert load_callable("function", spec)("x") == 1
+    with pytest.raises(ConfigError, match=r"style has no rewrd; did you mean reward\?"):
+        user_code("team_of_ours.rewards.style:rewrd")
+    (package / "style.py").write_text("def reward(x): return 2\n")
+    assert user_code(spec) != found
+
+
 def test_what_a_module_declares_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "answers.json").write_text("[1]")
     (folder / "tables").mkdir()
