@@ -34,7 +34,8 @@ from typing import Any, Literal
 
 from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError, RewardError, explain
-from rlhf_core.rewards.outcomes import Logs, RewardOutcome, merged_logs, read_scores
+from rlhf_core.rewards.forgotten_return import forgotten_return
+from rlhf_core.rewards.outcomes import Logs, RewardOutcome, merged_logs, read_scores, shortened
 from rlhf_core.types import Generation, Message
 
 Protocol = Literal["generations", "columns", "openrlhf", "trl", "trl_text", "trl_messages"]
@@ -91,12 +92,23 @@ class Adapted:
         answer = self._call(generations, logged)
         if inspect.iscoroutine(answer):  # of a function that is not async itself, a partial or a lambda around one
             answer = runner.run(answer)
-        return read_answer(answer, len(generations), also=logged.logs())
+        return self._read(answer, len(generations), logged)
 
     async def _awaited(self, generations: Sequence[Generation]) -> RewardOutcome:
         logged = _Logged()
         answer = await self._call(generations, logged)
-        return read_answer(answer, len(generations), also=logged.logs())
+        return self._read(answer, len(generations), logged)
+
+    def _read(self, answer: Any, count: int, logged: _Logged) -> RewardOutcome:
+        outcome = read_answer(answer, count, also=logged.logs())
+        nothing = outcome.values.count(None)
+        place = forgotten_return(self.function) if nothing else ""
+        if place:
+            remedy = "return a number there, or `return None` where the reward does not apply"
+            raise ValueError(
+                f"it returned None for {nothing} of {count} answers, and {place} can end without `return`: {remedy}"
+            )
+        return outcome
 
     def _call(self, generations: Sequence[Generation], logged: _Logged) -> Any:
         match self.protocol:
@@ -208,6 +220,8 @@ def read_answer(answer: Any, count: int, *, also: Logs) -> RewardOutcome:
         if "rewards" not in answer:
             raise ValueError(f"the returned dictionary has no 'rewards', only {sorted(answer)}")
         answer = answer["rewards"]
+    if answer is None:
+        raise ValueError("it returned None and no list of numbers: does it end without `return`?")
     return RewardOutcome(tuple(_number(value) for value in _listed(answer)), logs=merged_logs(logs), scores=scores)
 
 
@@ -275,10 +289,11 @@ def _listed(value: Any) -> list[Any]:
 
 def _number(value: Any) -> float | None:
     """Return a number, also where it is alone in a list or a tensor."""
-    if value is None:
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    if plain is None:
         return None
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        return _number(value[0])
-    if isinstance(value, str):
-        raise ValueError(f"a reward must be a number or None, not {value!r}")
-    return float(value)
+    if isinstance(plain, (list, tuple)) and len(plain) == 1:
+        return _number(plain[0])
+    if not hasattr(plain, "__float__"):
+        raise ValueError(f"a reward must be a number or None, not {shortened(repr(plain))}: return float, int or bool")
+    return float(plain)

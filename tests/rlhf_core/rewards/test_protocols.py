@@ -157,8 +157,15 @@ def test_a_function_that_is_not_async_may_run_a_loop_of_its_own() -> None:
     [
         (["good"], "must be a number or None"),
         ({"scores": [1.0]}, "no 'rewards'"),
-        ([[1.0, 2.0]], "float"),
+        ([[1.0, 2.0]], r"a number or None, not \[1.0, 2.0\]"),
         (["1"], "'1'"),
+        ("1", "'1'"),
+        ([(1.0, "why")], r"not \(1.0, 'why'\)"),
+        ([{"score": 1.0}], "not {'score': 1.0}"),
+        ((value for value in [1.0]), "not <generator"),
+        ([1j], "not 1j"),
+        (None, "returned None and no list of numbers: does it end without `return`"),
+        ({"rewards": None}, "returned None and no list"),
     ],
 )
 def test_what_holds_no_numbers_is_refused(returned: Any, message: str) -> None:

@@ -1,0 +1,120 @@
+"""Find the function that may lack a `return`, once a reward function has returned None for an answer.
+
+None in so many words says that a reward does not apply. A function that ends without `return` gives the same None, and most
+often by mistake.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
+
+from rlhf_core.user_code.sources import is_users_own
+
+Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+_INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+def forgotten_return(function: Callable[..., Any]) -> str:
+    """Return the place of a function that returns a value on some paths and ends without `return` on another, or whose
+    value is used and that never returns one; "" if there is none in `function` and the user's functions that it calls.
+    """
+    trees = [(one, tree) for one in _reached(function) for tree in [_tree(one)] if tree is not None]
+    used = {name for _, tree in trees for name in _used(tree)}
+    for one, tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, Definition) and _forgets(node, used):
+                file = Path(one.__code__.co_filename).name
+                return f"{node.name} ({file}, line {one.__code__.co_firstlineno + node.lineno - 1})"
+    return ""
+
+
+def _reached(function: Callable[..., Any]) -> Iterator[FunctionType]:
+    """Yield the plain function of a callable, and the user's functions that it names, transitively."""
+    waiting, seen = _plain(function), set[FunctionType]()
+    while waiting:
+        one = waiting.pop()
+        if one in seen or not is_users_own(Path(one.__code__.co_filename)):
+            continue
+        seen.add(one)
+        yield one
+        names = set(_names(one.__code__))
+        for value in [one.__globals__[name] for name in names if name in one.__globals__]:
+            inside = [getattr(value, name, None) for name in names] if isinstance(value, ModuleType) else [value]
+            waiting += [plain for named in inside if isinstance(named, FunctionType) for plain in _plain(named)]
+
+
+def _plain(function: Any) -> list[FunctionType]:
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, (FunctionType, MethodType)):
+        found = [inspect.unwrap(function)]
+    else:
+        found = list(vars(type(function)).values())
+    return [one for one in (getattr(one, "__func__", one) for one in found) if isinstance(one, FunctionType)]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _tree(function: FunctionType) -> ast.Module | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):  # no source file, or a lambda inside a longer expression
+        return None
+
+
+def _used(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of the functions that are called or handed on for what they return."""
+    calls = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    dropped = {id(call.func) for call in calls if isinstance(call, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Name, ast.Attribute)) and id(node) not in dropped:
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def _forgets(node: Definition, used: set[str]) -> bool:
+    own = list(_own(node))
+    if _ends(node.body) or any(isinstance(one, (ast.Yield, ast.YieldFrom)) for one in own):
+        return False
+    returns = [one.value for one in own if isinstance(one, ast.Return)]
+    return any(value is not None for value in returns) or (not returns and node.name in used)
+
+
+def _own(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function without those of the functions inside it."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, _INNER):
+            yield from _own(child)
+
+
+def _ends(body: Sequence[ast.stmt]) -> bool:
+    """Return whether the end of `body` cannot be reached."""
+    match body[-1]:
+        case ast.Return() | ast.Raise():
+            return True
+        case ast.If(body=then, orelse=otherwise):
+            return bool(otherwise) and _ends(then) and _ends(otherwise)
+        case ast.With(body=inner) | ast.AsyncWith(body=inner):
+            return _ends(inner)
+        case ast.Try(body=inner, handlers=handlers, orelse=otherwise, finalbody=last):
+            tried = _ends(otherwise or inner) and all(_ends(handler.body) for handler in handlers)
+            return tried or bool(last and _ends(last))
+        case ast.While(test=ast.Constant(value=True)) as loop:
+            return not any(isinstance(one, ast.Break) for one in _own(loop))
+        case ast.Match(cases=cases):
+            catches_all = isinstance(cases[-1].pattern, ast.MatchAs) and cases[-1].pattern.pattern is None
+            return catches_all and cases[-1].guard is None and all(_ends(case.body) for case in cases)
+        case _:
+            return False
