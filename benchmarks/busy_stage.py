@@ -38,7 +38,7 @@ def run(config: BusyConfig, *, context: StageContext) -> PolicyRef:
         work(config)
         context.metrics(step, {f"train/value_{i}": float(step * i) for i in range(METRICS)})
         context.progress(step, config.steps, "busy")
-    (context.out / "done.txt").write_text(str(context.seed))
+    (context.out / "done.txt").write_text(str(context.seed), encoding="utf-8")
     return context.commit(PolicyRef)
 
 

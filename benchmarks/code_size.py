@@ -22,7 +22,7 @@ def main() -> int:
 
 def row(folder: str) -> str:
     """Return a line of the table."""
-    texts = {path: path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))}
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / folder).rglob("*.py"))}
     lines = {str(path.relative_to(ROOT)): len(text.splitlines()) for path, text in texts.items()}
     functions = {
         f"{path.relative_to(ROOT)}:{name}": count for path, text in texts.items() for name, count in lengths(text)

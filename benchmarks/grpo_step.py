@@ -88,7 +88,7 @@ def main() -> int:
         for one in roots.values():
             one.close()
     if options.markdown:
-        options.markdown.write_text("\n".join(lines) + "\n")
+        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
 
 
@@ -130,8 +130,8 @@ def compare(options: argparse.Namespace, spread: str, folder: Path, roots: Mappi
 def end_at(model: Path, stops: Sequence[int]) -> None:
     """Have the model's answers end at these tokens, too."""
     file = model / "generation_config.json"
-    settings = json.loads(file.read_text())
-    file.write_text(json.dumps(settings | {"eos_token_id": [settings["eos_token_id"], *stops]}))
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(settings | {"eos_token_id": [settings["eos_token_id"], *stops]}), encoding="utf-8")
 
 
 def over(turns: dict[str, list[dict[str, float]]], name: str, clock: str) -> str:

@@ -155,13 +155,13 @@ def served(model: Path, folder: Path) -> Iterator[str]:
         "HF_HUB_OFFLINE": "1",
     }
     log = folder / "server.log"
-    with log.open("w") as stream:
+    with log.open("w", encoding="utf-8") as stream:
         process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
     try:
         health = f"http://127.0.0.1:{port}/health"
         answers = wait_for(lambda: process.poll() is not None or healthy(health), START_TIMEOUT_S)
         if not answers or process.poll() is not None:
-            raise SystemExit(f"vLLM's server did not start:\n{log.read_text()[-4000:]}")
+            raise SystemExit(f"vLLM's server did not start:\n{log.read_text(encoding='utf-8')[-4000:]}")
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         kill_family(process.pid)

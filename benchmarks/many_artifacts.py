@@ -154,14 +154,14 @@ def _write(store: ArtifactStore, key: str, kind: type[R], provenance: Provenance
     folder = store.layout.object(digest)
     for path, text in contents.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+        (folder / path).write_text(text, encoding="utf-8")
     listed = {path: {"size": entry.size, "sha256": entry.sha256} for path, entry in entries.items()}
-    (folder / MANIFEST).write_text(json.dumps({"schema": 1, "files": listed}))
+    (folder / MANIFEST).write_text(json.dumps({"schema": 1, "files": listed}), encoding="utf-8")
     make_read_only(folder)
     record = KeyRecord(key=key, handle=_handle(kind, digest), **dict(provenance))
     place = store.layout.key(key)
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(record.to_json()))
+    place.write_text(json.dumps(record.to_json()), encoding="utf-8")
     return record
 
 

@@ -47,7 +47,7 @@ def late_imports(root: Path) -> float:
 
     A statement counts once, whatever it imports from whatever package; statements below `if TYPE_CHECKING` do not.
     """
-    sources = [path.read_text() for path in modules(root)]
+    sources = [path.read_text(encoding="utf-8") for path in modules(root)]
     found = sum(late_imports_of(source) for source in sources)
     return round(1000 * found / sum(len(source.splitlines()) for source in sources), 2)
 
@@ -75,7 +75,7 @@ def run_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 def readme_lines(root: Path) -> int:
     """Count the lines of README.md."""
-    return len((root / "README.md").read_text().splitlines())
+    return len((root / "README.md").read_text(encoding="utf-8").splitlines())
 
 
 def modules_in_no_layer(root: Path) -> int:
@@ -83,7 +83,9 @@ def modules_in_no_layer(root: Path) -> int:
 
     The packages of a contract without containers are taken as one container: `rlhf_core` counts where none names it.
     """
-    contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
     layers: dict[str, set[str]] = {package: set() for package in ("pipelines", "rlhf_core")}
     for contract in contracts:
         for container in contract["containers"] if "containers" in contract else ():
@@ -110,14 +112,17 @@ def import_cycles(root: Path) -> int:
 def long_functions(root: Path) -> int:
     """Count the functions of the packages longer than `LONG_FUNCTION` lines, signature and docstring included."""
     functions = [
-        node for path in modules(root) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, Function)
+        node
+        for path in modules(root)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, Function)
     ]
     return sum((node.end_lineno or node.lineno) - node.lineno + 1 > LONG_FUNCTION for node in functions)
 
 
 def long_files(root: Path) -> int:
     """Count the files of the packages longer than `LONG_FILE` lines."""
-    return sum(len(path.read_text().splitlines()) > LONG_FILE for path in modules(root))
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) > LONG_FILE for path in modules(root))
 
 
 def files_of_a_setting(root: Path) -> int:
@@ -128,7 +133,7 @@ def files_of_a_setting(root: Path) -> int:
     they write profiles and read none.
     """
     trees = {
-        path.relative_to(root): ast.parse(path.read_text())
+        path.relative_to(root): ast.parse(path.read_text(encoding="utf-8"))
         for path in modules(root)
         if not path.relative_to(root).is_relative_to(TRANSLATORS)
     }

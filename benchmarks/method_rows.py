@@ -406,5 +406,7 @@ def judged(
         conditioned_prompts={name: prompts for name, prompts in asked.items() if prompts is not None},
         reward_models=start.reward_models,
     )
-    found: dict[str, Any] = json.loads((bench.store.path(report) / "report.json").read_text())["policies"]
+    found: dict[str, Any] = json.loads((bench.store.path(report) / "report.json").read_text(encoding="utf-8"))[
+        "policies"
+    ]
     return found

@@ -60,7 +60,7 @@ def judge_of_steps(bench: Bench, seed: int) -> dict[str, float]:
         return rewards_by_prompt(bench.store.path(scored))
 
     ours, theirs = answers("judged/sft", sft), answers("judged/imitator", imitator)
-    report = json.loads((bench.store.path(model) / "report.json").read_text())
+    report = json.loads((bench.store.path(model) / "report.json").read_text(encoding="utf-8"))
     return {
         "accuracy": report["accuracy"],
         "first_error_accuracy": report["first_error_accuracy"],

@@ -85,7 +85,7 @@ def measure(seed: int, overrides: Sequence[str], state: Path) -> Result:
             conditioned_prompts={},
             reward_models=start.reward_models,
         )
-        rows = json.loads((bench.store.path(report) / "report.json").read_text())["policies"]
+        rows = json.loads((bench.store.path(report) / "report.json").read_text(encoding="utf-8"))["policies"]
         compared = [compared_models(bench, number) for number in rounds]
     return Result(seed, list(overrides), rows, compared)
 
@@ -109,7 +109,7 @@ def loop(section: OnlineConfig, stages: Stages, start: Start, arm: str) -> dict[
 def compared_models(bench: Bench, number: int) -> dict[str, float]:
     """Return the figures of the reward models before and after the refresh of this round."""
     report = bench.run.results[f"methods/refreshed/0/online/round_{number}/compare"]
-    content = json.loads((bench.store.path(report) / "report.json").read_text())
+    content = json.loads((bench.store.path(report) / "report.json").read_text(encoding="utf-8"))
     return {
         f"{name}/{figure}": float(content[name][figure])
         for name in ("before", "after")

@@ -73,7 +73,9 @@ def main() -> int:
         curves.append(optimized(world, judge, pairs, options))
         print(table(curves[-2]), table(curves[-1]), sep="\n\n", flush=True)
     print(stops(curves))
-    (options.state / "over_optimization.json").write_text(json.dumps([plain(curve) for curve in curves], indent=1))
+    (options.state / "over_optimization.json").write_text(
+        json.dumps([plain(curve) for curve in curves], indent=1), encoding="utf-8"
+    )
     return 0
 
 

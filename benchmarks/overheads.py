@@ -140,7 +140,7 @@ def measure_commit() -> None:
 def _write_model(folder: Path) -> None:
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(secrets.token_bytes(MODEL_MB * 1_000_000))
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
 
 
 def _hash(folder: Path) -> None:

@@ -30,7 +30,7 @@ BETA, CLIP = 0.1, 0.2
 def work(job: dict[str, Any], turn: Turn) -> None:
     """Do the job: steps for as long as they are asked for."""
     step = plain_step(job) if job["engine"] == "plain" else our_step(job)
-    shape = json.loads((Path(job["model"]) / "config.json").read_text())
+    shape = json.loads((Path(job["model"]) / "config.json").read_text(encoding="utf-8"))
 
     def peak(dtype: torch.dtype) -> Callable[[], float]:
         return lambda: matmul_gflops(shape["hidden_size"], shape["intermediate_size"], dtype)

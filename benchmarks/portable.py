@@ -159,7 +159,7 @@ def run(setting: Mapping[str, str], tests: Sequence[str], *, workers: int) -> Ou
         output = process.stdout + process.stderr
         if not report.exists():
             return Outcome(0, ("pytest",), 0, time.monotonic() - started, (0.0, ""), output)
-        return read(report.read_text(), seconds=time.monotonic() - started, output=output)
+        return read(report.read_text(encoding="utf-8"), seconds=time.monotonic() - started, output=output)
 
 
 def read(report: str, *, seconds: float, output: str) -> Outcome:

@@ -103,7 +103,7 @@ def _stands_still(process: psutil.Process) -> bool:
 def _proportional_bytes(process: psutil.Process) -> int:
     """Return the memory of a process; what it shares counts by the share (the kernel's own sum, which is cheap to read)."""
     try:
-        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8")
     except OSError:
         return 0
     kilobytes = next(line.split()[1] for line in text.splitlines() if line.startswith("Pss:"))

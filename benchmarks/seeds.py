@@ -37,14 +37,16 @@ def add_first(parser: argparse.ArgumentParser, default: int = 17) -> None:
 def keep(result: DataclassInstance, file: Path) -> str:
     """Append a result to the file, and return its line."""
     line = json.dumps(asdict(result))
-    with file.open("a") as lines:
+    with file.open("a", encoding="utf-8") as lines:
         lines.write(line + "\n")
     return line
 
 
 def read(file: Path, kind: type[R]) -> list[R]:
     """Return the results in the file, oldest first; none if it is not there."""
-    return [kind(**json.loads(line)) for line in file.read_text().splitlines()] if file.is_file() else []
+    return (
+        [kind(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+    )
 
 
 def latest(results: Iterable[R], of: Callable[[R], Any]) -> list[R]:

@@ -27,7 +27,7 @@ class Root:
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        with log.open("w") as stream:
+        with log.open("w", encoding="utf-8") as stream:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stream, text=True)
 
     def fork(self, job: Path, answers: Path, words: Path) -> None:
@@ -50,7 +50,7 @@ def root(work: Callable[[dict[str, Any], Turn], None]) -> None:
             job, answers, words = map(Path, json.loads(line))
             code = 1
             try:
-                work(json.loads(job.read_text()), Turn(answers, words, job.with_suffix(".log")))
+                work(json.loads(job.read_text(encoding="utf-8")), Turn(answers, words, job.with_suffix(".log")))
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -65,14 +65,14 @@ class Side:
     def __init__(self, name: str, root: Root, job: Mapping[str, Any], folder: Path) -> None:
         self.name = name
         file = folder / f"{name.replace(' ', '_')}.json"
-        file.write_text(json.dumps(job))
+        file.write_text(json.dumps(job), encoding="utf-8")
         self._log = file.with_suffix(".log")
         answers, words = file.with_suffix(".answers"), file.with_suffix(".words")
         for pipe in (answers, words):
             os.mkfifo(pipe)
         root.fork(file, answers, words)
-        self._answers = answers.open()
-        self._words = words.open("w")
+        self._answers = answers.open(encoding="utf-8")
+        self._words = words.open("w", encoding="utf-8")
 
     def wait(self) -> dict[str, float]:
         """Return what the warm-up measured: `loss` and `grad_norm`, by which two sides show that they do the same."""
@@ -97,7 +97,7 @@ class Side:
     def _read(self) -> dict[str, float]:
         line = self._answers.readline()
         if not line:
-            raise SystemExit(f"{self.name} died:\n{self._log.read_text()[-4000:]}")
+            raise SystemExit(f"{self.name} died:\n{self._log.read_text(encoding='utf-8')[-4000:]}")
         answer: dict[str, float] = json.loads(line)
         return answer
 
@@ -107,11 +107,11 @@ class Turn:
 
     def __init__(self, answers: Path, words: Path, log: Path) -> None:
         # Whatever the libraries print goes to the log.
-        stream = log.open("w")
+        stream = log.open("w", encoding="utf-8")
         for standard in (sys.stdout, sys.stderr):
             os.dup2(stream.fileno(), standard.fileno())
-        self._answers = answers.open("w")
-        self._words = words.open()
+        self._answers = answers.open("w", encoding="utf-8")
+        self._words = words.open(encoding="utf-8")
 
     def answer(self, **values: float) -> None:
         """Send one answer."""
@@ -151,6 +151,6 @@ def share_of_even(ids: Sequence[int]) -> float:
 def peak_gib() -> float:
     """Return the highest resident memory that this process has had (Linux)."""
     # Not ru_maxrss: a child starts with its parent's.
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak_kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(peak_kib) / 2**20

@@ -127,7 +127,7 @@ class SmallWorld:
     def curves(self, ref: ArtifactRef) -> dict[str, dict[int, float]]:
         """Return what the run that made a policy logged: metric -> step -> value."""
         (record,) = [record for record in self.store.records() if record.handle == ref]
-        lines = attempts.metrics(self.store.layout.attempt(record.key)).read_text().splitlines()
+        lines = attempts.metrics(self.store.layout.attempt(record.key)).read_text(encoding="utf-8").splitlines()
         found: defaultdict[str, dict[int, float]] = defaultdict(dict)
         for entry in map(json.loads, lines):
             for name, value in entry["values"].items():
@@ -136,7 +136,7 @@ class SmallWorld:
 
     def report(self, ref: ArtifactRef) -> dict[str, Any]:
         """Return `monitors.json` of a policy."""
-        found: dict[str, Any] = json.loads((self.store.path(ref) / "monitors.json").read_text())
+        found: dict[str, Any] = json.loads((self.store.path(ref) / "monitors.json").read_text(encoding="utf-8"))
         return found
 
 

@@ -50,7 +50,7 @@ class Size:
     @property
     def shape(self) -> dict[str, Any]:
         """The model's `config.json`."""
-        shape: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        shape: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         return shape
 
 
@@ -81,7 +81,7 @@ def main() -> int:
                         lines.append(f"| {model} | {kind} | {spread} | {line} |")
                         print(lines[-1], flush=True)
     if options.markdown:
-        options.markdown.write_text("\n".join(lines) + "\n")
+        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
 
 

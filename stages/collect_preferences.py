@@ -50,7 +50,7 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
         raise DataError(explain(context.label, len(judgments), rule, "ask about more pairs, or lower min_attention"))
     counts = write_pairs(config, verdicts.pairs, context)
     write_judgments(context.out, judgments)
-    (context.out / "report.json").write_text(json.dumps(report, indent=2))
+    (context.out / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
     context.tracker.file(context.out / "report.json", "annotators")
     record_table(verdicts, context)
     metrics = counts | verdicts.dropped | headline(report)

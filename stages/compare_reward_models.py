@@ -63,7 +63,7 @@ def run(
         reports[name].setdefault("over", {})[other] = found
         metrics[f"{name}/over/{other}"] = found["mean"]
         metrics |= {f"{name}/over/{other}_{end}": found[end] for end in ("low", "high", "prompts")}
-    (context.out / "report.json").write_text(json.dumps(reports, indent=2))
+    (context.out / "report.json").write_text(json.dumps(reports, indent=2), encoding="utf-8")
     return context.commit(ReportRef, metrics=metrics)
 
 

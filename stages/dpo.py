@@ -253,7 +253,7 @@ def reference_sums(
         return []
     path = context.work / f"reference_logprobs_{split}.json"
     if path.exists():
-        return list(json.loads(path.read_text())["logprobs"])
+        return list(json.loads(path.read_text(encoding="utf-8"))["logprobs"])
     model = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
     sums: list[float] = []
     with context.runtime.trainer("reference", model, None) as trainer:

@@ -309,7 +309,7 @@ def write(
     context: StageContext,
 ) -> None:
     """Write the artifact and hand the same to the tracker."""
-    (context.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False))
+    (context.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False), encoding="utf-8")
     page = render_report(report, title="Evaluation of policies", figures=list(figures.values()), samples=samples)
     (context.out / "report.html").write_text(page, encoding="utf-8")
     (context.out / "figures").mkdir()

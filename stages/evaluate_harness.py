@@ -50,7 +50,7 @@ def run(config: HarnessSuite, *, policy: PolicyRef, context: StageContext) -> Re
     )
     own = {name: results[name] for name in ("results", "versions", "n-shot", "higher_is_better", "n-samples")}
     for folder in (context.work, context.out):  # the first survives a refusal of the numbers below
-        (folder / RESULTS).write_text(json.dumps(own, indent=2, default=str))
+        (folder / RESULTS).write_text(json.dumps(own, indent=2, default=str), encoding="utf-8")
     check_files(config, context)
     result = measured(results, headline=config.headline)
     check_rows(result.rows, rule="the tasks have no documents", remedy="name other tasks")

@@ -29,8 +29,8 @@ def run(config: ImportRewardModelConfig, *, policy: PolicyRef, context: StageCon
     for name in names:
         shutil.copyfile(folder / name, context.out / name)
     check_copy(names, config, context)
-    stored = json.loads((context.out / "config.json").read_text())
-    (context.out / "config.json").write_text(json.dumps(single_output(stored), indent=2))
+    stored = json.loads((context.out / "config.json").read_text(encoding="utf-8"))
+    (context.out / "config.json").write_text(json.dumps(single_output(stored), indent=2), encoding="utf-8")
     context.tracker.input_model(policy.digest)
 
     chat = ChatTemplate.load(context.out)
@@ -56,7 +56,7 @@ def run(config: ImportRewardModelConfig, *, policy: PolicyRef, context: StageCon
         "mean": fmean(scores),
         "std": pstdev(scores),
     }
-    (context.out / "contract.json").write_text(json.dumps(contract))
+    (context.out / "contract.json").write_text(json.dumps(contract), encoding="utf-8")
     metrics = {"probe/mean": fmean(scores), "probe/std": pstdev(scores), "probes": len(probe)}
     return context.commit(RewardModelRef, metrics=metrics)
 

@@ -77,8 +77,10 @@ def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:
     )
     context.progress(3, 4, "writing tables")
     children = _write(tables, report, context.out)
-    (context.out / "validation.json").write_text(json.dumps(report.to_json(), indent=1, ensure_ascii=False))
-    (context.out / "preview.md").write_text(preview(tables, chat, rows=config.preview_rows))
+    (context.out / "validation.json").write_text(
+        json.dumps(report.to_json(), indent=1, ensure_ascii=False), encoding="utf-8"
+    )
+    (context.out / "preview.md").write_text(preview(tables, chat, rows=config.preview_rows), encoding="utf-8")
     _show(tables, report, config, context)
     context.progress(4, 4, "done")
     return context.commit(PreparedDataRef, children=children, metrics=facts | _metrics(tables, report, chat))

@@ -117,7 +117,7 @@ def write_contract(
         "mean": fmean(every),
         "std": pstdev(every),
     }
-    (folder / "contract.json").write_text(json.dumps(contract))
+    (folder / "contract.json").write_text(json.dumps(contract), encoding="utf-8")
 
 
 def write_report(
@@ -130,7 +130,7 @@ def write_report(
     logits = trainer.step_scores([unlabeled(sample) for sample in samples])
     labels = [judgements(sample) for sample in samples]
     report, figures = step_report(logits=logits, labels=labels, prompts=[prompt for prompt, _ in found])
-    (context.out / "report.json").write_text(json.dumps(report, indent=2))
+    (context.out / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
     (context.out / "figures").mkdir()
     for name, png in figures.items():
         path = context.out / "figures" / f"{name}.png"

@@ -58,7 +58,7 @@ def run(
 
     `champion` is the policy that has to be beaten if the configuration has a challenge.
     """
-    content = json.loads((context.path(report) / "report.json").read_text())
+    content = json.loads((context.path(report) / "report.json").read_text(encoding="utf-8"))
     name = name_of(config, policy, content)
     checks = [check(threshold, index, name, content) for index, threshold in enumerate(config.gate)]
     if config.challenge is not None and champion is not None and champion.digest != policy.digest:
@@ -94,7 +94,7 @@ def run(
         "checks": checks,
         "registry": {"name": config.name, "version": version, "aliases": aliases},
     }
-    (context.out / "gate.json").write_text(json.dumps(gate, indent=2))
+    (context.out / "gate.json").write_text(json.dumps(gate, indent=2), encoding="utf-8")
     card = model_card(config, gate, policy, report, content)
     (context.out / "README.md").write_text(card, encoding="utf-8")
     if config.hub:

@@ -19,7 +19,7 @@ def run(config: ReportSuitesConfig, *, results: dict[str, ReportRef], context: S
     report = overview(suites, reference=config.reference, opponents=config.opponents) | {"key": context.key}
     regressions = worst(suites, reference=config.reference, count=config.regressions_shown)
     (context.out / "report.json").write_text(
-        json.dumps(report | {"regressions": regressions}, indent=2, allow_nan=False)
+        json.dumps(report | {"regressions": regressions}, indent=2, allow_nan=False), encoding="utf-8"
     )
     (context.out / "report.html").write_text(render(report, regressions), encoding="utf-8")
     for name in ("report.json", "report.html"):
@@ -39,6 +39,6 @@ def read(results: Mapping[str, ReportRef], context: StageContext) -> Suites:
     for name, ref in results.items():
         suite, _, policy = name.partition("/")
         folder = context.path(ref)
-        found = json.loads((folder / REPORT).read_text()), read_rows(folder / ROWS)
+        found = json.loads((folder / REPORT).read_text(encoding="utf-8")), read_rows(folder / ROWS)
         suites.setdefault(suite, {})[policy] = found
     return suites

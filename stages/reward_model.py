@@ -150,7 +150,7 @@ def write_contract(
         "mean": fmean(scores),
         "std": pstdev(scores),
     }
-    (folder / "contract.json").write_text(json.dumps(contract))
+    (folder / "contract.json").write_text(json.dumps(contract), encoding="utf-8")
 
 
 def write_report(trainer: Trainer, rendered: Sequence[RenderedPair], probes: Probed, context: StageContext) -> Metrics:
@@ -169,7 +169,7 @@ def write_report(trainer: Trainer, rendered: Sequence[RenderedPair], probes: Pro
     )
     if probes.rewards:
         report["probes"] = probe_report(rewards=probes.rewards, changes=probes.changes, spread=report["score_std"])
-    (context.out / "report.json").write_text(json.dumps(report, indent=2))
+    (context.out / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
     (context.out / "figures").mkdir()
     for name, png in figures.items():
         path = context.out / "figures" / f"{name}.png"
@@ -185,7 +185,7 @@ def write_suites(
     if not suites:
         return {}
     reports = {name: suite_report(rows, chat, trainer.scores, max_length=max_length) for name, rows in suites.items()}
-    (context.out / "suites.json").write_text(json.dumps(reports, indent=2))
+    (context.out / "suites.json").write_text(json.dumps(reports, indent=2), encoding="utf-8")
     return dict(suite_metrics(reports))
 
 

@@ -96,14 +96,14 @@ def keep(score: Scorer, folder: Path, shard: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = _state_path(folder, shard)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(score.state()))
+    temporary.write_text(json.dumps(score.state()), encoding="utf-8")
     temporary.replace(path)
 
 
 def restore(score: Scorer, folder: Path, done: int) -> None:
     """Let the scorer go on as if it had scored the `done` shards that are there."""
     if done:
-        score.restore(json.loads(_state_path(folder, done - 1).read_text()))
+        score.restore(json.loads(_state_path(folder, done - 1).read_text(encoding="utf-8")))
 
 
 def reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:

@@ -184,3 +184,27 @@ def defines_fixture(path: Path, name: str) -> bool:
         and any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
         for node in ast.parse(path.read_text()).body
     )
+
+
+def without_encoding(module: str) -> list[str]:
+    """Return the calls in a module that open a file of text in the encoding of whoever runs it."""
+    found = []
+    for call in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8"))):
+        if isinstance(call, ast.Call) and not any(keyword.arg == "encoding" for keyword in call.keywords):
+            name = ast.unparse(call.func).rpartition(".")[2]
+            modes = [mode.value for mode in call.args[:2] if isinstance(mode, ast.Constant)]
+            text = any(str(mode) in ("r", "w", "a", "x", "rt", "wt", "r+", "w+", "a+") for mode in modes)
+            ours = ast.unparse(call.func) == "write_text"  # of rlhf_core.store.layout, in UTF-8
+            if (name in ("read_text", "write_text", "FileHandler") and not ours) or (
+                name in ("open", "fdopen") and text
+            ):
+                found.append(f"{module}:{call.lineno}")
+    return found
+
+
+def test_files_of_text_are_in_utf_8_wherever_we_run() -> None:
+    """Ruff's PLW1514 sees only those whose paths it can tell to be paths."""
+    others = [
+        path.relative_to(ROOT).as_posix() for name in ("benchmarks", "docs") for path in (ROOT / name).rglob("*.py")
+    ]
+    assert [call for module in (*modules(), *others) for call in without_encoding(module)] == []

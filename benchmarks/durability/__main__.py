@@ -96,7 +96,7 @@ def _campaign(options: argparse.Namespace, folder: Path) -> int:
     text = report.markdown(result)
     print(f"\n{text}")
     if options.markdown:
-        options.markdown.write_text(text)
+        options.markdown.write_text(text, encoding="utf-8")
     return 0 if result.ok else 1
 
 

@@ -162,14 +162,14 @@ def _census(setup: Setup, imports: Path) -> Census:
     file, log = setup.home / "census.json", setup.home / LOG
     ended = processes.run(partial(_counted, setup, file, imports), log)
     _must_complete(ended.how, log)
-    return replace(Census(**json.loads(file.read_text())), seconds=ended.seconds)
+    return replace(Census(**json.loads(file.read_text(encoding="utf-8"))), seconds=ended.seconds)
 
 
 def _counted(setup: Setup, file: Path, imports: Path) -> None:
     census, log = Census(), EventLog(setup.events)
     instants.count(setup.home, log.stage, census)
     run_pipeline(setup, log)
-    file.write_text(json.dumps(asdict(census)))
+    file.write_text(json.dumps(asdict(census)), encoding="utf-8")
     write_imports(imports)
 
 
@@ -179,7 +179,7 @@ def _stages_done(setup: Setup) -> set[str]:
 
 def _must_complete(how: processes.End, log: Path) -> None:
     if how != "completed":
-        raise SystemExit(f"a run in peace {how}; read {log}\n{log.read_text()[-2000:]}")
+        raise SystemExit(f"a run in peace {how}; read {log}\n{log.read_text(encoding='utf-8')[-2000:]}")
 
 
 # ---------------------------------------------------------------- workers
@@ -221,12 +221,12 @@ def _one(folder: Path, peace: Peace, number: int, plan: Plan, *, mlflow: bool) -
 
 
 def _write_life(file: Path, life: Life) -> None:
-    with file.open("a") as stream:
+    with file.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(asdict(life)) + "\n")
 
 
 def _read_lives(file: Path) -> list[Life]:
-    return [_life(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    return [_life(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def _life(table: dict[str, Any]) -> Life:

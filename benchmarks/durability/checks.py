@@ -173,7 +173,7 @@ def _result(store: ArtifactStore, record: KeyRecord) -> StageResult:
 
 
 def _points(path: Path) -> Points:
-    entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     figures = [(name, entry["step"], value) for entry in entries for name, value in entry["values"].items()]
     return [figure for figure in figures if not _is_time(figure[0])]
 

@@ -27,10 +27,10 @@ CHANGED = "has changed since the stage began"
 
 def edit(path: Path, what: Edit) -> None:
     """Edit the reward file: add a comment, or change what it gives."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     edited = f"# as it was\n{text}" if what == "comment" else text.replace("LENGTH = 20.0", "LENGTH = 30.0")
     new = path.with_name(f"{path.name}.new")
-    new.write_text(edited)
+    new.write_text(edited, encoding="utf-8")
     new.replace(path)
 
 
@@ -135,7 +135,7 @@ def _run_and_edit(setup: Setup, instant: Instant) -> None:
         timer.daemon = True
         timer.start()
     lives.logged(setup, instant, act=change)
-    if "LENGTH = 20.0" in setup.reward.read_text():  # the instant was not reached
+    if "LENGTH = 20.0" in setup.reward.read_text(encoding="utf-8"):  # the instant was not reached
         change()
 
 

@@ -118,7 +118,7 @@ def checkpoint_intervals(config: PipelineConfig) -> dict[str, int]:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the events of all processes that ran in a state folder, in order; a line cut short is left out."""
     events = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             events.append(json.loads(line))
         except ValueError:
@@ -143,7 +143,7 @@ def set_one_thread() -> None:
 
 def write_imports(path: Path) -> None:
     """Write the names of the modules that this process has imported."""
-    path.write_text("\n".join(sys.modules))
+    path.write_text("\n".join(sys.modules), encoding="utf-8")
 
 
 def import_ahead() -> None:
@@ -154,7 +154,7 @@ def import_ahead() -> None:
 
 def import_all(path: Path) -> None:
     """Import what another process had imported, so that the children of this one need not."""
-    for name in path.read_text().splitlines():
+    for name in path.read_text(encoding="utf-8").splitlines():
         try:
             importlib.import_module(name)
         except ImportError:  # made on the fly by a library, under a name that nothing can import

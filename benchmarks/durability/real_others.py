@@ -51,7 +51,7 @@ def taken_over(peace: RealPeace, number: int, *, tracked: bool) -> Life:
             kill_family(first.process.pid)
     real_runs.note_survivors(life)
     life.problems += takeovers.wrong_words(ends, first.words(), second.words())
-    if "Traceback" in first.log.read_text():
+    if "Traceback" in first.log.read_text(encoding="utf-8"):
         life.problems.append(f"the woken run said more than a sentence; read {first.log}")
     life.ends.append(f"the woken run {takeovers.how(first.words())}")
     lives.examine(life, Setup(home, mlflow=True), peace.results, began, tracked=tracked)

@@ -144,7 +144,7 @@ class Run:
         """Return the error that it ended with, `Class: message` as in process; "" if it completed."""
         if self.process.returncode == 0:
             return ""
-        last = next(reversed([line for line in self.log.read_text().splitlines() if line.strip()]), "")
+        last = next(reversed([line for line in self.log.read_text(encoding="utf-8").splitlines() if line.strip()]), "")
         return f"{_raised(self.log) if self.process.returncode == EXIT_REFUSED else 'Error'}: {last}"
 
     def works(self) -> bool:
@@ -157,7 +157,7 @@ def new_home(home: Path) -> Path:
     home.mkdir(parents=True)
     shutil.copy(REWARD, home)
     profile = SHRUNKEN.format(full=find_profile("tiny/full").resolve(), reward=home / REWARD.name)
-    (home / PROFILE).write_text(profile)
+    (home / PROFILE).write_text(profile, encoding="utf-8")
     return home
 
 
@@ -166,7 +166,7 @@ def start(home: Path, believed: Skew | None = None, *, verb: str = "run") -> Run
     module = ["pipelines.cli.main"] if believed is None else command.command(believed)
     arguments = ["run", str(home / PROFILE)] if verb == "run" else [verb]
     log = home / f"output-{len(logs(home))}.log"
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", *module, *arguments],
             env=os.environ | {"RLHF_HOME": str(home), "PYTHONUNBUFFERED": "1"},
@@ -251,7 +251,7 @@ def logs(home: Path) -> list[Path]:
 def events(*files: Path) -> list[dict[str, Any]]:
     """Return what the runs say of their stages, in the form of the small pipeline's events."""
     found: list[dict[str, Any]] = []
-    for line in (line for file in files for line in file.read_text().splitlines()):
+    for line in (line for file in files for line in file.read_text(encoding="utf-8").splitlines()):
         if started := _STARTED.match(line):
             label, action = started.groups()
             found.append({"event": "started", "label": label, "action": action})
@@ -264,12 +264,12 @@ def events(*files: Path) -> list[dict[str, Any]]:
 
 def note_edit(home: Path) -> None:
     """Write between what the runs said that the reward file was edited now."""
-    (home / f"output-{len(logs(home))}.log").write_text(f"{EDITED}\n")
+    (home / f"output-{len(logs(home))}.log").write_text(f"{EDITED}\n", encoding="utf-8")
 
 
 def seconds(log: Path) -> dict[str, float]:
     """Return how long each stage took that the run computed, by its own account."""
-    done = (_TOOK.match(line) for line in log.read_text().splitlines())
+    done = (_TOOK.match(line) for line in log.read_text(encoding="utf-8").splitlines())
     return {found[1]: float(found[2]) for found in done if found}
 
 
@@ -289,4 +289,7 @@ _FAILED = re.compile(r"\S+: FAILED: (\w+)$")
 
 def _raised(log: Path) -> str:
     """Return the class of the error that a stage failed with."""
-    return next((failed[1] for line in log.read_text().splitlines() if (failed := _FAILED.match(line))), "RlhfError")
+    return next(
+        (failed[1] for line in log.read_text(encoding="utf-8").splitlines() if (failed := _FAILED.match(line))),
+        "RlhfError",
+    )

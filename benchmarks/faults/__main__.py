@@ -35,7 +35,7 @@ def main() -> int:
         results = [(fault, _cause(fault, Path(folder))) for fault in faults]
     print(f"\n{table(results)}\n{len(results)} faults in {time.monotonic() - began:.0f} s")
     if options.markdown:
-        options.markdown.write_text(table(results))
+        options.markdown.write_text(table(results), encoding="utf-8")
     return 1 if any(bad(fault, outcome) for fault, outcome in results) else 0
 
 

@@ -76,12 +76,14 @@ class Cluster:
             process = self._ray(log, *options)
             deadline = time.monotonic() + UP_TIMEOUT_S
             while process.poll() is None and time.monotonic() < deadline:
-                if "Ray runtime started" in log.read_text():
+                if "Ray runtime started" in log.read_text(encoding="utf-8"):
                     return process
                 time.sleep(0.2)
             kill_family(process.pid)
             process.wait()
-        raise TimeoutError(f"ray start {' '.join(options)} failed {START_ATTEMPTS} times: {log.read_text()[-500:]}")
+        raise TimeoutError(
+            f"ray start {' '.join(options)} failed {START_ATTEMPTS} times: {log.read_text(encoding='utf-8')[-500:]}"
+        )
 
     def _ray(self, log: Path, *options: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]

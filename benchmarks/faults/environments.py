@@ -327,7 +327,7 @@ def _right(rollouts: Sequence[Rollout]) -> bool:
 
 def _world(folder: Path, *, retries: int = 0) -> EnvironmentAgent:
     file = folder / "world.py"
-    file.write_text(WORLD)
+    file.write_text(WORLD, encoding="utf-8")
     return EnvironmentAgent(environment=f"{file}:World", step_timeout_s=STEP_S, retries=retries)
 
 
@@ -360,7 +360,7 @@ def _policy() -> Path:
     initialise_llama(TINY, folder, seed=7)
     # Half of all tokens end a turn: a policy that has not been trained hardly ever says the one that should.
     stops = {"eos_token_id": list(range(0, TINY.vocab_size, 2))}
-    (folder / "generation_config.json").write_text(json.dumps(stops))
+    (folder / "generation_config.json").write_text(json.dumps(stops), encoding="utf-8")
     _sampler(folder)
     return folder
 

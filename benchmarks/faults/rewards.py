@@ -77,7 +77,7 @@ ERRORS = {
 
 def _spec(folder: Path, *, on_failure: OnFailure = "fail", retries: int = 0) -> FunctionReward:
     file = folder / "by_mood.py"
-    file.write_text(REWARD)
+    file.write_text(REWARD, encoding="utf-8")
     return FunctionReward(
         function=f"{file}:by_mood", timeout_s=TIMEOUT_S, batch_size=GROUP, retries=retries, on_failure=on_failure
     )

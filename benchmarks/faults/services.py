@@ -103,13 +103,15 @@ def _hit_service(name: str, number: signal.Signals) -> Outcome:
     victims = leash.children(recursive=True)
     if not victims:
         raise RuntimeError(f"{name} is not running in {home.root}, only its leash")
-    seen = len(log.read_text())
+    seen = len(log.read_text(encoding="utf-8"))
     began = time.monotonic()
     for process in victims:
         process.send_signal(number)
 
     def told() -> list[str]:
-        lines = [line.partition(" ")[2].partition(" ")[2] for line in log.read_text()[seen:].splitlines()]
+        lines = [
+            line.partition(" ")[2].partition(" ")[2] for line in log.read_text(encoding="utf-8")[seen:].splitlines()
+        ]
         return [line for line in lines if line.startswith(NAMES[name])]
 
     if not wait_for(lambda: bool(told()), PATIENCE_S):
@@ -307,7 +309,7 @@ def _environment(home: Home, **changes: str) -> dict[str, str]:
 
 def _profile(folder: Path) -> Path:
     path = folder / "faults.toml"
-    path.write_text(PROFILE)
+    path.write_text(PROFILE, encoding="utf-8")
     return path
 
 

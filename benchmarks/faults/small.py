@@ -57,7 +57,7 @@ function = "rlhf_core.rewards.verifiable:finished"
 def small_config(folder: Path, overrides: tuple[str, ...] = ()) -> PipelineConfig:
     """Return the configuration of the small pipeline; its profile is written into `folder`."""
     path = folder / "faults.toml"
-    path.write_text(SMALL)
+    path.write_text(SMALL, encoding="utf-8")
     return load_profile(path, overrides)
 
 

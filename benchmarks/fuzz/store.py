@@ -164,10 +164,10 @@ def make_store(store: ArtifactStore, outside: Path) -> None:
     record = store.records()[0]
     store.pin(record.key, note="kept")
     write_json(store.layout.damage("0" * 64), {"key": "0" * 64, "problem": "was damaged"})
-    write_json(store.layout.key("1" * 64), json.loads(store.layout.key(record.key).read_text()))
+    write_json(store.layout.key("1" * 64), json.loads(store.layout.key(record.key).read_text(encoding="utf-8")))
     set_aside_record(store.layout, "1" * 64, "is of another key")
     outside.mkdir()
-    (outside / "config.json").write_text("{}")
+    (outside / "config.json").write_text("{}", encoding="utf-8")
     os.utime(outside / "config.json", (1e9, 1e9))
     store.external(ArtifactRef, outside)
     for path in (store.root, *store.root.rglob("*")):
@@ -185,7 +185,7 @@ def _finish(store: ArtifactStore, spec: StageSpec, target: KeyTarget, kind: type
     }
     for name in ["", *parts]:
         (out / name).mkdir(parents=True, exist_ok=True)
-        (out / name / "content.txt").write_text(f"{spec.label} {name}\n")
+        (out / name / "content.txt").write_text(f"{spec.label} {name}\n", encoding="utf-8")
     folder = store.layout.attempt(target.key)
     attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code, known_damage=())
     attempts.end(folder, attempt, label=spec.label, status="committed", failure="", seconds=1.5)
@@ -213,12 +213,12 @@ def _leave(store: ArtifactStore, spec: StageSpec, target: KeyTarget) -> None:
     """Leave what a killed process leaves: a lease, an attempt that runs, checkpoints and unfinished work."""
     folder = store.layout.attempt(target.key)
     attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code, known_damage=())
-    (attempts.output(folder, attempt) / "half.txt").write_text("half")
-    (attempts.work(folder, attempt) / "shard-0.txt").write_text("a shard")
+    (attempts.output(folder, attempt) / "half.txt").write_text("half", encoding="utf-8")
+    (attempts.work(folder, attempt) / "shard-0.txt").write_text("a shard", encoding="utf-8")
     checkpoints = Checkpoints(attempts.checkpoints(folder), keep_last=2)
     for step in (1, 2):
         with checkpoints.saving(step, {"cursor": step}, metric=0.5 * step) as path:
-            (path / "weights.txt").write_text(f"step {step}")
+            (path / "weights.txt").write_text(f"step {step}", encoding="utf-8")
     checkpoints.settle()
     owner = replace(ourselves(), pid=GONE, pid_started=1)
     write_json(lease_file(store.layout.leases, target.key), asdict(owner))

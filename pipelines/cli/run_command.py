@@ -155,7 +155,7 @@ def _print_results(results: Mapping[str, ArtifactRef], store: ArtifactStore, con
     report = results.get("evaluate")
     if isinstance(report, ReportRef):
         folder = store.path(report)
-        console.print(results_table(json.loads((folder / "report.json").read_text())))
+        console.print(results_table(json.loads((folder / "report.json").read_text(encoding="utf-8"))))
         console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
 
 
@@ -173,7 +173,7 @@ def _say_where_to_look(home: Home, console: Console) -> None:
 @contextmanager
 def kept_log(home: Home, display: PlainDisplay | LiveDisplay) -> Iterator[None]:
     """Write our log to a file, and warnings to the display too."""
-    to_file = logging.FileHandler(home.logs / "run.log")
+    to_file = logging.FileHandler(home.logs / "run.log", encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handlers = (to_file, _Warnings(display))
     loggers = [logging.getLogger(name) for name in OUR_LOGGERS]

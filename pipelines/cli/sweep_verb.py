@@ -214,7 +214,7 @@ def write(folder: Path, results: Sequence[PointResult], goal: Goal | None) -> Pa
         "points": [asdict(result) | {"point": shown_overrides(result.point)} for result in results],
     }
     (folder / "sweep.png").unlink(missing_ok=True)  # of an earlier run of the same sweep
-    (folder / "sweep.json").write_text(json.dumps(plain, indent=2))
+    (folder / "sweep.json").write_text(json.dumps(plain, indent=2), encoding="utf-8")
     if goal is not None and any(goal.finite(result) for result in results):
         (folder / "sweep.png").write_bytes(plot(results, goal))
     return folder

@@ -194,7 +194,7 @@ def guarded(spec: StageSpec, ref: ArtifactRef) -> Iterator[ArtifactRef]:
 def known_numbers(metrics: Mapping[str, float], folder: Path) -> dict[str, float]:
     """Return the metrics of a record, and the numbers of report.json by their path."""
     report = folder / REPORT
-    return (dict(numbers(json.loads(report.read_text()))) if report.is_file() else {}) | dict(metrics)
+    return (dict(numbers(json.loads(report.read_text(encoding="utf-8")))) if report.is_file() else {}) | dict(metrics)
 
 
 def judged(gate: GateConfig, index: int, known: Mapping[str, float]) -> tuple[bool, str]:

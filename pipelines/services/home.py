@@ -115,7 +115,7 @@ def _read_or_create(path: Path, make: Callable[[], str]) -> str:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_first(path, make())
     for _ in range(ID_TRIES):
-        text = path.read_text().strip()
+        text = path.read_text(encoding="utf-8").strip()
         if text:
             return text
         time.sleep(ID_WAIT_S)  # without hard links, the file is created first and written afterwards
@@ -126,14 +126,16 @@ def _write_first(path: Path, text: str) -> None:
     """Write a small file unless another process has done so: the first process wins, and the others read its text."""
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # process ids repeat between machines and containers
     part.touch(mode=_OWNER_ONLY)
-    part.write_text(text)
+    part.write_text(text, encoding="utf-8")
     try:
         os.link(part, path)  # appears complete or not at all
     except FileExistsError:
         pass
     except OSError:  # exFAT and many FUSE and network file systems have no hard links
         try:
-            with open(path, "x", opener=lambda name, flags: os.open(name, flags, _OWNER_ONLY)) as made:
+            with open(
+                path, "x", opener=lambda name, flags: os.open(name, flags, _OWNER_ONLY), encoding="utf-8"
+            ) as made:
                 made.write(text)
         except FileExistsError:
             pass

@@ -99,7 +99,7 @@ def serve_command(model: ServedModel, options: ServeOptions, descriptor: int) ->
     if not options.on_gpu:
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(options.kv_cache_gib * GIB))]
     if model.adapter is not None:
-        rank = json.loads((model.adapter / "adapter_config.json").read_text())["r"]
+        rank = json.loads((model.adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"]
         largest = next((known for known in LORA_RANKS if known >= rank), rank)
         command += ["--enable-lora", "--max-lora-rank", str(largest)]
         command += ["--lora-modules", f"{model.name}-adapter={model.adapter}"]

@@ -69,10 +69,10 @@ class Services:
         """Write the record into the state folder, readable by this user only."""
         part = home.services.with_suffix(".part")
         part.touch(mode=0o600)  # an address of the user's may contain a password
-        part.write_text(json.dumps(asdict(self)))
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
         part.replace(home.services)
         if not self.prefect_api:
-            home.prefect_address.write_text(f"{self.prefect_url}/api")
+            home.prefect_address.write_text(f"{self.prefect_url}/api", encoding="utf-8")
 
 
 def running(home: Home) -> Services | None:
@@ -84,7 +84,7 @@ def running(home: Home) -> Services | None:
 def read_note(home: Home) -> Services | None:
     """Return the services that were last recorded, running or not; None without a readable record."""
     try:
-        return Services(**json.loads(home.services.read_text()))
+        return Services(**json.loads(home.services.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):
         return None
 

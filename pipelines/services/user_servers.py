@@ -28,7 +28,7 @@ def user_prefect(home: Home) -> str:
     if services is not None and not services.prefect_api and _plain(api) == f"{services.prefect_url}/api":
         return ""
     note = home.prefect_address
-    if note.is_file() and _plain(api) == note.read_text():
+    if note.is_file() and _plain(api) == note.read_text(encoding="utf-8"):
         port = urlsplit(api).port
         # Nobody is there now, or a server of ours for another state folder or run, which may still be starting.
         if port is not None and (is_free(port) or _is_of_rlhf(api)):

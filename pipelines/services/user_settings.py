@@ -140,7 +140,7 @@ def _toml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         # If this error were ignored, a server that the user set would be silently replaced.
         raise ConfigError(explain("file", str(path), f"is not valid TOML ({error})", "fix it")) from error

@@ -140,7 +140,7 @@ async def serve(environment: Legacy | Current, requests: TextIO, answers: TextIO
 
 def main() -> None:
     """Load the environment, say how that went, and serve."""
-    answers, requests = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0), "r")
+    answers, requests = os.fdopen(os.dup(1), "w", encoding="utf-8"), os.fdopen(os.dup(0), "r", encoding="utf-8")
     os.dup2(2, 1)
     settings = json.loads(requests.readline())
     sys.path[:1] = settings["folders"]  # and not our own folder, which has a module `verifiers` too

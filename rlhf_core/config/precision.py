@@ -18,7 +18,7 @@ NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 def multiplies_bfloat16(cpu_info: Path = CPU_INFO) -> bool:
     """Return whether this machine's processor multiplies bfloat16 natively; False where the system does not say."""
     try:
-        lines = cpu_info.read_text().splitlines()
+        lines = cpu_info.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         return False
     flags = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))

@@ -145,7 +145,7 @@ def declared_ends(policy: Path) -> set[int]:
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         file = policy / name
-        declared = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        declared = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
         if declared is not None:
             ids.update(declared if isinstance(declared, list) else [declared])
     return ids

@@ -111,7 +111,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX_FILE
     if not path.is_file():
         raise DataError(explain("index", str(path), "must exist beside the shards", "generate or score again"))
-    facts: dict[str, Any] = json.loads(path.read_text())
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return facts
 
 

@@ -28,7 +28,7 @@ def user_at(client: Address, server: Address) -> int | None:
     """Return the user id of the socket at `client` that is connected to `server`; None if there is none."""
     for path, family in zip(CONNECTIONS, (socket.AF_INET, socket.AF_INET6), strict=True):
         ends = [_spelled(client, family), _spelled(server, family), ESTABLISHED]
-        for line in path.read_text().splitlines() if path.exists() else ():
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             fields = line.split()
             if fields[1:4] == ends:
                 return int(fields[7])

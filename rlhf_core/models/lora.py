@@ -162,7 +162,9 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
         "inference_mode": True,
         "target_modules": sorted(settings["target_modules"]),
     }
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n")
+    (folder / "adapter_config.json").write_text(
+        json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8"
+    )
 
 
 def _targets(model: nn.Module, config: LoraConfig) -> list[str]:

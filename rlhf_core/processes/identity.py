@@ -16,7 +16,7 @@ import psutil
 def here() -> tuple[str, str, str]:
     """Return host name, boot id and process namespace: process ids are comparable only if all three agree."""
     boot_file = Path("/proc/sys/kernel/random/boot_id")
-    boot_id = boot_file.read_text().strip() if boot_file.exists() else ""
+    boot_id = boot_file.read_text(encoding="utf-8").strip() if boot_file.exists() else ""
     namespace_file = Path("/proc/self/ns/pid")
     namespace = str(namespace_file.readlink()) if namespace_file.is_symlink() else ""
     return socket.gethostname(), boot_id, namespace
@@ -82,7 +82,7 @@ def process_state(pid: int, started: int) -> str:
 def process_stat(pid: int) -> tuple[str, int] | None:
     """Return state letter and start time from /proc (see proc_pid_stat(5), fields 3 and 22)."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the process name may contain spaces and brackets

@@ -45,7 +45,7 @@ class Contract:
         """Return the contract of the reward model in `folder`; ArtifactError if it is missing or not readable."""
         path = folder / "contract.json"
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
             return cls(
                 max_length=content["max_length"],
                 probe=tuple(tuple(ids) for ids in content["probe"]),

@@ -42,7 +42,7 @@ class ProcessContract:
         """Return the contract of the model in `folder`; ArtifactError if it is missing, or not of such a model."""
         path = folder / "contract.json"
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
             if content["reduce"] not in get_args(StepReduction):
                 raise ValueError(f"reduce is {content['reduce']!r}")
             probe = zip(content["probe"], content["probe_step_ends"], strict=True)

@@ -140,7 +140,7 @@ def _make_token(path: Path) -> None:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".token-")  # mode 0600
     os.close(descriptor)
     made = Path(name)
-    made.write_text(secrets.token_hex(32))
+    made.write_text(secrets.token_hex(32), encoding="utf-8")
     with contextlib.suppress(FileExistsError):  # another process was faster
         path.hardlink_to(made)
     made.unlink()

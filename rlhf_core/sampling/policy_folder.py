@@ -88,7 +88,7 @@ def _read_config(policy: Path) -> dict[str, Any]:
     file = policy / "config.json"
     if not file.is_file():
         raise ConfigError(explain("policy", str(policy), "has no config.json", "give a Hugging Face model folder"))
-    config: dict[str, Any] = json.loads(file.read_text())
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return config
 
 

@@ -121,7 +121,7 @@ SHOWN = 16
 def record(result: Measured, *, kind: str, policy: str, context: StageContext) -> dict[str, float]:
     """Write report.json and rows.jsonl, show them in the tracker, and return the stage's metrics."""
     report = report_of(result, kind=kind, policy=policy)
-    (context.out / REPORT).write_text(json.dumps(report, indent=2, allow_nan=False))
+    (context.out / REPORT).write_text(json.dumps(report, indent=2, allow_nan=False), encoding="utf-8")
     write_rows(context.out / ROWS, result.rows)
     context.tracker.file(context.out / REPORT, "")
     names = list(dict.fromkeys(name for row in result.rows for name in row.values))

@@ -79,13 +79,13 @@ def trained_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 def save_engine_settings(folder: Path, settings: Mapping[str, int]) -> None:
     """Write the settings that a checkpoint's layout depends on: the ZeRO stage and the number of workers."""
-    (folder / ENGINE_FILE).write_text(json.dumps(dict(settings)))
+    (folder / ENGINE_FILE).write_text(json.dumps(dict(settings)), encoding="utf-8")
 
 
 def engine_settings(folder: Path) -> dict[str, int]:
     """Return what `save_engine_settings` wrote, or those of the plain engine, which writes none."""
     file = folder / ENGINE_FILE
-    return dict(json.loads(file.read_text())) if file.is_file() else {"zero_stage": 0, "workers": 1}
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {"zero_stage": 0, "workers": 1}
 
 
 def refuse_engine_settings(written: Mapping[str, int], settings: Mapping[str, int]) -> TrainingError:

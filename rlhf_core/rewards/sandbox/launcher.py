@@ -180,7 +180,7 @@ def finish(pid: int, mode: str) -> int:
     if mode == "none":  # orphans became our children, and theirs will: until there is none left
         with contextlib.suppress(ChildProcessError):
             while True:
-                for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+                for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split():
                     os.kill(int(child), signal.SIGKILL)
                 os.waitpid(-1, 0)
     return status
@@ -197,14 +197,14 @@ def used_bytes() -> int:
         with contextlib.suppress(OSError):  # it ended meanwhile
             place, (_, resident, of_files_or_shared, *_) = sizes(folder)
             own += resident - of_files_or_shared
-            for line in (place / "maps").read_text().splitlines():
+            for line in (place / "maps").read_text(encoding="utf-8").splitlines():
                 span, rights, offset, *which = line.split()[:5]
                 if rights[3] == "s":
                     start, end = (int(bound, 16) for bound in span.split("-"))
                     shared[str(which)] = max(shared.get(str(which), 0), int(offset, 16) + end - start)
             links = (str(link.readlink()) for link in (place / "fd").iterdir())
             shared |= {link: PIPE_BYTES for link in links if link.startswith("pipe:")}
-            sockets = int((place / "net/sockstat").read_text().split()[2])  # of their network namespace
+            sockets = int((place / "net/sockstat").read_text(encoding="utf-8").split()[2])  # of their network namespace
     return own * resource.getpagesize() + sum(shared.values()) + sockets * SOCKET_BYTES
 
 
@@ -212,7 +212,7 @@ def sizes(process: Path) -> tuple[Path, list[int]]:
     """Return the pages of a process, and the folder that says so: that of another thread where the first one has ended."""
     for folder in (process, *(process / "task").glob("[0-9]*")):
         with contextlib.suppress(OSError):
-            pages = [int(part) for part in (folder / "statm").read_text().split()]
+            pages = [int(part) for part in (folder / "statm").read_text(encoding="utf-8").split()]
             if pages[1]:
                 return folder, pages
     return process, [0, 0, 0]
@@ -233,9 +233,9 @@ def enter_namespaces(mode: str) -> None:
     become_nobody()
     uid, gid = os.geteuid(), os.getegid()
     check(libc.unshare(flags | CLONE_NEWUSER), "unshare")
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
+    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1", encoding="utf-8")
+    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1", encoding="utf-8")
 
 
 def become_the_program(spec: Spec, given: int, out: int, err: int, trouble: int) -> None:
@@ -251,7 +251,7 @@ def become_the_program(spec: Spec, given: int, out: int, err: int, trouble: int)
         elif os.geteuid() == 0:
             os.chown(work, NOBODY, NOBODY)
         os.chdir(work)
-        Path("main.py").write_text(spec["program"])
+        Path("main.py").write_text(spec["program"], encoding="utf-8")
         Path("main.py").chmod(0o444)
         become_nobody()
         check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")

@@ -229,7 +229,7 @@ def _prepare_collectives(world: int) -> None:
         return
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     root.mkdir(parents=True, exist_ok=True)
-    with (root / ".one-at-a-time").open("w") as ours:
+    with (root / ".one-at-a-time").open("w", encoding="utf-8") as ours:
         fcntl.flock(ours, fcntl.LOCK_EX)
         remove_stale_locks(root)
         build_shm_op()
