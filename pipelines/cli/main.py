@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
 
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     That is 75 if people are waited for, 77 if a gate blocks, 69 if the budget is spent.
     """
     options = _parser().parse_args(arguments)
+    show_warnings()
     skip_last_collections()
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -79,6 +81,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def show_warnings() -> None:
+    """Show the warnings that `PYTHONWARNINGS=error` or `python -W error` would raise, here and in further processes.
+
+    Libraries warn while they are imported, which would end each run before it begins.
+    """
+    given = os.environ["PYTHONWARNINGS"] if "PYTHONWARNINGS" in os.environ else ""
+    if "error" in f"{given},{','.join(sys.warnoptions)}":
+        os.environ["PYTHONWARNINGS"] = given.replace("error", "default")
+        sys.warnoptions[:] = [option.replace("error", "default") for option in sys.warnoptions]
+        warnings.simplefilter("default")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import os
 import secrets
 import time
@@ -10,10 +12,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from pipelines.services import user_settings
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.processes.private_folder import keep_others_out
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
@@ -36,8 +41,16 @@ class Home:
 
     @classmethod
     def here(cls) -> Home:
-        """Return the state folder: `RLHF_HOME`, or `.rlhf` in the current folder."""
-        return cls(Path(os.environ["RLHF_HOME"] if "RLHF_HOME" in os.environ else ".rlhf").resolve())
+        """Return the state folder: `RLHF_HOME`, or `.rlhf` in the current folder.
+
+        Raises ConfigError for a path that the address of a database in it would not mean: SQLAlchemy reads `?` as the
+        end of the path and `%41` as A, so the database would be a file beside the folder.
+        """
+        root = Path(os.environ["RLHF_HOME"] if "RLHF_HOME" in os.environ else ".rlhf").resolve()
+        if "?" in str(root) or unquote(str(root)) != str(root):
+            rule = "the address of a database cannot hold ? and % codes"
+            raise ConfigError(explain("RLHF_HOME", str(root), rule, "set it to a folder without them in its path"))
+        return cls(root)
 
     @property
     def store(self) -> Path:
@@ -154,30 +167,44 @@ def quiet_environment(home: Home) -> dict[str, str]:
     own = {"PREFECT_HOME": str(home.prefect)}
     if not user_settings.has_prefect_database():
         own["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = f"sqlite+aiosqlite:///{home.prefect / 'prefect.db'}"
-    return user_settings.marked(own) | {
-        "PREFECT_PROFILES_PATH": str(user_settings.profiles_path()),
-        "no_proxy": direct,
-        "NO_PROXY": direct,
-        "RLHF_HOME": str(home.root),
-        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home.prefect / "storage"),
-        "PREFECT_SERVER_MEMO_STORE_PATH": str(home.prefect / "memo.toml"),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-        "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
-        "PREFECT__SERVER_FINAL": "1",
-        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
-        "DO_NOT_TRACK": "1",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        "MLFLOW_ENABLE_AI_GATEWAY": "false",
-        "MLFLOW_MODEL_CATALOG_URI": "",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TQDM_DISABLE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
+    return (
+        user_settings.marked(own)
+        | _without_socks()
+        | {
+            "PREFECT_PROFILES_PATH": str(user_settings.profiles_path()),
+            "no_proxy": direct,
+            "NO_PROXY": direct,
+            "RLHF_HOME": str(home.root),
+            "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home.prefect / "storage"),
+            "PREFECT_SERVER_MEMO_STORE_PATH": str(home.prefect / "memo.toml"),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+            "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
+            "PREFECT__SERVER_FINAL": "1",
+            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+            "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+            "DO_NOT_TRACK": "1",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            "MLFLOW_ENABLE_AI_GATEWAY": "false",
+            "MLFLOW_MODEL_CATALOG_URI": "",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "TQDM_DISABLE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+    )
+
+
+def _without_socks() -> dict[str, str]:
+    """Return settings that take SOCKS proxies away where httpx cannot use them: it refuses to ask 127.0.0.1, too, then."""
+    names = ("ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy")
+    socks = [name for name in names if name in os.environ and os.environ[name].startswith("socks")]
+    if not socks or importlib.util.find_spec("socksio") is not None:
+        return {}
+    logger.warning("%s: not used, because the package socksio is not installed", ", ".join(socks))
+    return dict.fromkeys(socks, "")
 
 
 def _without_our_auth(home: Home) -> dict[str, str]:

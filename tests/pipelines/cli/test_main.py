@@ -230,3 +230,22 @@ def test_a_whole_run_its_repetition_and_a_changed_rate(tmp_path: Path) -> None:
 
 def decisions(text: str) -> dict[str, str]:
     return dict(re.findall(r"^(\S+): (HIT|RUN|RESUME|ATTACH): ", text, re.M))
+
+
+@pytest.mark.parametrize(
+    "given", [("PYTHONWARNINGS", "error"), ("PYTHONWARNINGS", "error::DeprecationWarning"), ("-W", "error")]
+)
+def test_no_setting_turns_a_warning_of_a_library_into_the_end_of_a_run(given: tuple[str, str]) -> None:
+    warned = "import warnings; warnings.warn('old', DeprecationWarning); "
+    further = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {warned!r}], check=True); "
+    name, value = given
+    options, environment = ([name, value], {}) if name == "-W" else ([], {name: value})
+    code = f"from pipelines.cli.main import show_warnings; show_warnings(); {warned}{further}"
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and "DeprecationWarning: old" in done.stderr, done.stderr

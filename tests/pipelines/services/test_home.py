@@ -4,11 +4,14 @@ import os
 import threading
 from pathlib import Path
 
+import httpx
 import pytest
+from starlette.responses import PlainTextResponse
 
 from pipelines.services import home as module
 from pipelines.services.home import Home, client_environment, quiet_environment
 from rlhf_core.errors import ConfigError
+from tests.support.reward_servers import serving
 
 
 def test_the_state_folder_is_here_unless_the_environment_says_otherwise(
@@ -82,3 +85,31 @@ def test_a_state_folder_is_for_this_user_alone_also_one_that_was_left_open(tmp_p
     for name in ("new", "old"):
         assert (Home(tmp_path / name).make().root.stat().st_mode & 0o777) == 0o700
     assert Home(tmp_path / "third").prefect_auth_string and (tmp_path / "third").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", ["a b", "a#b", "é 名", "a%b", "a&b;c", "100%", "a?b", "a%20b", "a%3fb"])
+def test_a_state_folder_has_its_databases_in_it_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from sqlalchemy.engine import make_url
+
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / name))
+    monkeypatch.delenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", raising=False)
+    home = Home(tmp_path / name)
+    prefect = quiet_environment(home)["PREFECT_SERVER_DATABASE_CONNECTION_URL"]
+    if all(Path(make_url(uri).database or "").is_relative_to(home.root) for uri in (home.mlflow_uri, prefect)):
+        assert Home.here() == home
+    else:
+        with pytest.raises(ConfigError, match=r"RLHF_HOME = .*: the address of a database cannot hold"):
+            Home.here()
+
+
+@pytest.mark.parametrize("name", ["ALL_PROXY", "all_proxy", "HTTP_PROXY", "https_proxy"])
+def test_a_socks_proxy_keeps_no_client_from_asking_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "socks5://127.0.0.1:9")
+    for key, value in quiet_environment(Home(tmp_path)).items():
+        monkeypatch.setenv(key, value)
+    with serving(PlainTextResponse("here")) as url, httpx.Client() as client:
+        assert client.get(url).text == "here"
