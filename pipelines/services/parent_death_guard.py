@@ -12,15 +12,18 @@ which would still hold the port, before the service is restarted.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
+REST_S = 2.0
 
 
 def run_guarded(command: list[str], patience_s: float) -> int:
@@ -40,6 +43,7 @@ def run_guarded(command: list[str], patience_s: float) -> int:
     signal.signal(signal.SIGINT, stop)
     threading.Thread(target=_stop_when_orphaned, args=(child, patience_s), daemon=True).start()
     status = child.wait()
+    _await_rest(child)
     _signal_group(child, signal.SIGKILL)
     return status if status >= 0 else 128 - status
 
@@ -61,6 +65,15 @@ def _stop(child: subprocess.Popen[bytes], patience_s: float) -> None:
         child.wait(patience_s)
     except subprocess.TimeoutExpired:
         _signal_group(child, signal.SIGKILL)
+
+
+def _await_rest(child: subprocess.Popen[bytes]) -> None:
+    """Give what the command has started REST_S to end: Python's tracker of shared memory removes it only then."""
+    deadline = time.monotonic() + REST_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(child.pid, 0)
+            time.sleep(0.05)
 
 
 def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:

@@ -7,6 +7,7 @@ connection and in the end all of them. `rlhf_core.http.body` has the limits on b
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from typing import Any
 
@@ -15,8 +16,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADERS_S = 20.0
 """Seconds from the connection, or the first byte of a further request, to the end of the headers."""
-MOST_CONNECTIONS = 512
-"""Connections that are open at a time, half of the open files that many systems allow; more are closed at once."""
+_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+MOST_CONNECTIONS = 1 << 16 if _FILES == resource.RLIM_INFINITY else _FILES // 2
+"""Connections that are open at a time, half of the files that this process may have open; more are closed at once."""
 MOST_HEADER_BYTES = 1 << 16
 
 

@@ -13,6 +13,7 @@ import sys
 
 from starlette.types import ASGIApp
 
+from rlhf_core.errors import ConfigError, explain
 from rlhf_core.http.door import Door, health_alone
 
 TOKEN = "VLLM_API_KEY"
@@ -24,7 +25,9 @@ class PolicyDoor(Door):
 
     def __init__(self, app: ASGIApp) -> None:
         token = os.environ[TOKEN] if TOKEN in os.environ else ""
-        super().__init__(app, authorization=f"Bearer {token}" if token else "", open_to=health_alone, key=token)
+        if not token:
+            raise ConfigError(explain(TOKEN, token, "the door asks for a token", "set it to a long random text"))
+        super().__init__(app, authorization=f"Bearer {token}", open_to=health_alone, key=token)
 
 
 def main() -> None:

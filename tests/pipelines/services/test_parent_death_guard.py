@@ -54,3 +54,13 @@ def test_a_command_that_ignores_the_request_is_ended_when_it_is_terminated() -> 
     leash.stdout.readline()
     leash.terminate()
     assert leash.wait(30) != 0
+
+
+def test_what_cleans_up_after_a_command_has_the_time_for_it(tmp_path: Path) -> None:
+    left = tmp_path / "shared memory"
+    left.touch()
+    tracker = (
+        f"import os, time\nwhile os.getppid() == int(os.environ['OF']): time.sleep(0.02)\nos.unlink({str(left)!r})"
+    )
+    command = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {tracker!r}], env=os.environ | {{'OF': str(os.getpid())}})"
+    assert start([sys.executable, "-c", command]).wait(30) == 0 and not left.exists()

@@ -17,6 +17,7 @@ from pipelines.cli.main import main
 from pipelines.services import servers
 from pipelines.services.health import healthy, wait_for
 from pipelines.services.home import Home
+from pipelines.services.ports import is_free
 from pipelines.services.running import Services, running
 from pipelines.services.sign_in import basic
 from rlhf_core.tracking import owner
@@ -157,6 +158,7 @@ def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_le
         group = _children(found.pid)
         assert len(group) == 3
         os.kill(group[0], signal.SIGTERM)
+        assert not is_free(found.prefect_port) and not is_free(found.mlflow_port), "a port is kept for its next server"
         assert wait_for(lambda: len(set(_children(found.pid)) - {group[0]}) == 3, 60)
     finally:
         down = cli(home, "down")
