@@ -137,7 +137,7 @@ class Values:
             return words
         if name in ("@", "*") and (start := re.fullmatch(r":(\d+)", rest)):
             return words[int(start[1]) - 1 :]
-        if cut := _CUT.fullmatch(rest):
+        if (cut := _CUT.fullmatch(rest)) and not (cut[1] in ("/", "//") and re.match(r"[^/]*[*?\[]", cut[2])):
             return [self._cut(word, cut[1], cut[2]) for word in words]
         return [_held(text)]
 
@@ -186,8 +186,13 @@ class Values:
     def _cut(self, word: str, sign: str, rest: str) -> str:
         """Return a value without its longest or shortest beginning or end, or with a text replaced."""
         if sign in ("/", "//"):
-            old, _, new = rest.partition("/")
-            return word.replace(self.text(old), self.text(new), -1 if sign == "//" else 1) if old else word
+            anchor, rest = (rest[0], rest[1:]) if rest.startswith(("#", "%")) else ("", rest)
+            old, new = (self.text(part) for part in rest.partition("/")[::2])
+            if anchor == "#":
+                return new + word.removeprefix(old) if word.startswith(old) else word
+            if anchor == "%":
+                return word.removesuffix(old) + new if word.endswith(old) else word
+            return word.replace(old, new, -1 if sign == "//" else 1) if old else word
         pattern = self.text(rest)
         ends = range(len(word) + 1)
         for end in ends if sign in ("#", "%%") else reversed(ends):

@@ -64,7 +64,8 @@ def lengths(one: Sheet) -> int:
             )
     one.put("prepare_data.max_prompt_tokens", prompt, *names)
     one.put("prepare_data.max_tokens", prompt + answer, *names)
-    one.put("runtime.sampler.max_model_len", prompt + answer, *names)
+    if one.draft.values["runtime.sampler.type"].value == "vllm":
+        one.put("runtime.sampler.max_model_len", prompt + answer, *names)
     one.put("ppo.sampling.max_tokens", answer, names[1] if one.text(names[1]) else names[0])
     one.put("ppo.sampling.temperature", one.number("temperature"), "temperature")
     if one.has("top_p") and one.number("top_p") < 1:

@@ -30,6 +30,7 @@ class Scanner:
         self.at = 0
         self.awaited: list[tuple[str, Body]] = []
         self._first_line = line
+        self._counted = (0, line)
         self._commands = commands
 
     # ------------------------------------------------------------ words
@@ -198,7 +199,10 @@ class Scanner:
         return taken
 
     def line(self) -> int:
-        return self._first_line + self.text.count("\n", 0, self.at)
+        """Return the number of the line at the cursor."""
+        before, number = self._counted if self._counted[0] <= self.at else (0, self._first_line)
+        self._counted = (self.at, number + self.text.count("\n", before, self.at))
+        return self._counted[1]
 
     def open(self, mark: str, missing: str) -> ConfigError:
         return ConfigError(f"script, line {self.line()}: a {mark} is not closed; add the missing {missing}")

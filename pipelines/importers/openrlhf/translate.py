@@ -61,8 +61,14 @@ def translate(script: str, *, name: str, template_file: str, lenient: bool = Fal
             draft.note(f"{command.module} is not read: {instead}")
     read = [read_arguments(command, lenient=lenient) for command in commands if command.module in COMMANDS]
     if not read:
-        seen = "; ".join(draft.notes) or "no call of openrlhf.cli was found"
-        raise ConfigError(f"script: {seen}; known are {', '.join(COMMANDS)}")
+        others = {command.module for command in commands}
+        seen = [
+            note
+            for note in draft.notes
+            if "openrlhf.cli" in note or "what it sets" in note or note.split()[0] in others
+        ]
+        found = "; ".join(seen) or "no call of openrlhf.cli was found"
+        raise ConfigError(f"script: {found}; known are {', '.join(COMMANDS)}")
     for arguments, section in zip(read, sections(read), strict=True):
         one = Sheet(arguments, draft)
         _translate(one, section)

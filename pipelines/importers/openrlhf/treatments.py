@@ -38,7 +38,7 @@ IGNORED = {
     "grad_accum_dtype": "gradients are summed in float32",
     "dataloader_num_workers": _SPEED,
     "gradient_checkpointing_use_reentrant": _SPEED,
-    "ref_offload": "the reference's log-probs are computed once, then its memory is free",
+    "ref_offload": "the runtime places the models; outside of ppo the reference's log-probs are computed once",
     "ref_reward_offload": "the runtime places the models",
     "teacher_offload": "the runtime places the models",
     "actor_init_on_gpu": "the runtime places the models",
@@ -55,7 +55,6 @@ IGNORED = {
     "reward_num_gpus_per_node": _ONE_GROUP,
     "vllm_sync_backend": _SYNC,
     "vllm_sync_with_ray": _SYNC,
-    "value_head_prefix": "the layer is found by its shape",
     "compute_fp32_loss": "losses are computed in float32",
     "multiturn": "every assistant turn of a conversation is trained",
     "muon.nesterov": "DeepSpeed ignores it too",
@@ -92,6 +91,9 @@ MISSING = {
     "critic.muon.lr": _MUON,
     "critic.muon.momentum": _MUON,
     "lora_dropout": Missing("0", "adapters have no dropout, so that log-probs are repeatable", "a smaller lora.rank"),
+    "value_head_prefix": Missing(
+        "score", "the head of a reward model is `score`", "its tensor renamed to score.weight"
+    ),
     "use_ms": Missing("", "ModelScope is not read", "a local folder as the path"),
     "disable_fast_tokenizer": Missing("", "tokenizers are fast ones", "the fast tokenizer of the same model"),
     "use_dynamic_batch": Missing(

@@ -74,6 +74,7 @@ BASH = [
     f'[ "a" = a ] && A="--a 1"\n[ b = a ] && A+=" --b 2"\n[ b = a ] || A+=" --c 3"\n{CALL} $A',
     f': ${{LR:=3e-4}}\n: "${{B:=8}}"\n{CALL} --lr $LR --b $B',
     f"M=a/b-7b.tar\n{CALL} --a ${{M##*/}} --b ${{M%.tar}} --c ${{M#*/}} --d ${{M/b/c}} --e ${{M//b/c}} --f ${{M%%-*}}",
+    f'A=(lr b); M=x/y; {CALL} "${{A[@]/#/--}}" ${{M/%y/z}} ${{M/#y/z}} ${{M//x/}}',
     f'declare -A C=([lr]=1e-6 [b]=8)\nC[x]=2\n{CALL} --lr ${{C[lr]}} --b "${{C[b]}}" --x ${{C[x]}}',
     f"( A=1; {CALL} --a $A )\n{{ B=2; {CALL} --b $B; }} 2>&1 | cat",
     f"{CALL} --a \"x\\\ny\" --b 'p\\\nq' --c d\\\ne",

@@ -317,6 +317,7 @@ SETTINGS = [
     (EVALUATED, "ppo.evaluate.export", "last"),
     (EVALUATED + "--best_metric_key x", "ppo.evaluate.export", "best"),
     (EVALUATED + "--best_metric_key x --enable_ema", "ppo.evaluate.export", "last"),
+    (PPO + "--vllm_num_engines 0", "runtime.sampler.type", "hf"),
     (PPO + "--enable_prefix_caching", "runtime.sampler.prefix_caching", True),
     (PPO + "--use_kl_loss --kl_estimator k3", "ppo.kl_estimator", "k3_direct"),
     (PPO + "--algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.unbiased_gradient", "ppo.kl_estimator", "k3"),
