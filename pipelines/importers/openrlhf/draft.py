@@ -100,6 +100,12 @@ class Sheet:
             raise ConfigError(explain(self.flag(name), self.text(name), "must be a whole number", "change it"))
         return int(number)
 
+    def count(self, name: str) -> int:
+        """Return a whole number of at least 1."""
+        if self.integer(name) < 1:
+            raise ConfigError(explain(self.flag(name), self.text(name), "must be at least 1", "change it"))
+        return self.integer(name)
+
     def numbers(self, name: str, separator: str | None = None) -> list[float]:
         """Return all numbers of a flag with several words, or of a list with another separator."""
         return self._numbers(name, [part for part in self.text(name).split(separator) if part.strip()])

@@ -179,7 +179,7 @@ def _seed_and_lengths(one: Sheet, key: str) -> None:
     length = one.integer("max_len")
     one.put(key, length, "max_len")
     one.put("prepare_data.max_tokens", length, "max_len")
-    one.put("prepare_data.max_prompt_tokens", length - 1, note="an answer of a token or more has to fit")
+    one.put("prepare_data.max_prompt_tokens", length - 1, "max_len", note="an answer of a token or more has to fit")
 
 
 def _preferences(one: Sheet) -> None:

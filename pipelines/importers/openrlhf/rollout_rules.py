@@ -77,7 +77,7 @@ def lengths(one: Sheet) -> int:
 def steps(one: Sheet) -> None:
     """Write the step: R prompts of n samples each, and optimizer steps over `train_batch_size` of R * n rollouts."""
     prompts, samples, batch = (
-        one.integer(name) for name in ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
+        one.count(name) for name in ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
     )
     one.put("ppo.prompts_per_step", prompts, "rollout_batch_size")
     one.put("ppo.samples_per_prompt", samples, "n_samples_per_prompt")

@@ -11,7 +11,8 @@ from rlhf_core.errors import ConfigError
 ENDS_WORD = " \t\n;&|()<>"
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
 _PARAMETER = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])")
-_NO_WORDS = re.compile(r"(?:[ \t]|\\\n)*(?:#[^\n]*)?")
+_NO_WORDS = re.compile(r"(?:[ \t]|\\\n|\\[ \t]+(?=[#\n]))*(?:#[^\n]*)?")
+"""Blanks, joined lines, a comment; also a backslash that was meant to join lines, but for what is behind it."""
 
 
 @dataclass

@@ -277,7 +277,7 @@ class _Shell:
                 if ASSIGNMENT.fullmatch(word):
                     self.values.assign(word)
             return True
-        expanded = [field for raw in words if raw.strip("\\ \t") for field in self.values.fields(raw) if field != "\\"]
+        expanded = [field for raw in words for field in self.values.fields(raw) if field != "\\"]
         self._doubts(node.line)
         before = {name: self.values.variables.get(name) for name in assigned_names(assigned)}
         for word in assigned:

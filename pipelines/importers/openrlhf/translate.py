@@ -123,8 +123,9 @@ def _of_the_script(error: ConfigError, draft: Draft) -> ConfigError:
     keys = [key for key in draft.values if message.startswith((f"{key} ", f"{key}.", f"{key}:"))]
     if not keys:
         return error
-    rule = message.partition("; change it in the translated profile")[0]
-    return ConfigError(f"{draft.values[max(keys, key=len)].comment}: {rule}; change it in the script")
+    rule, of_profile, _ = message.partition("; change it in the translated profile")
+    remedy = "; change it in the script" if of_profile else ""
+    return ConfigError(f"{draft.values[max(keys, key=len)].comment}: {rule}{remedy}")
 
 
 def _is(text: str, off: str) -> bool:

@@ -15,6 +15,7 @@ from pipelines.importers.openrlhf.translate import translate
 from rlhf_core.errors import ConfigError
 
 SFT = "deepspeed --num_gpus 2 --module openrlhf.cli.train_sft --pretrain models/base --dataset d.jsonl --output_key a"
+PPO = "python -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data p.jsonl --apply_chat_template"
 
 
 def test_a_profile_is_written_and_every_flag_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +89,11 @@ def test_openrlhfs_own_template_is_the_default_of_sft_alone() -> None:
             f"{SFT} --learning_rate -1",
             "--learning_rate -1: sft.optimizer.learning_rate = -1.0: must be greater than 0;",
         ),
+        (
+            f"{SFT} --max_len 4",
+            "--max_len 4; an answer of a token or more has to fit: prepare_data.max_prompt_tokens = 3:",
+        ),
+        (f"{PPO} --train_batch_size 0", "--train_batch_size = '0': must be at least 1; change it\n"),
         (f"{SFT} --adam_betas 0.9", "--adam_betas = '0.9': takes two numbers"),
         (f"{SFT} --dataset_probs a,b", "--dataset_probs = 'a,b': must be a number"),
         (SFT.replace("--dataset d.jsonl", ""), "--dataset = '': train_sft needs it"),
@@ -111,6 +117,15 @@ def test_what_cannot_be_read_is_refused_by_name(
     assert main(["import-openrlhf", str(path), "--out", str(tmp_path / "out.toml")]) == 2
     assert capsys.readouterr().err.startswith(message)
     assert not (tmp_path / "out.toml").exists()
+
+
+def test_a_script_that_needs_no_profile_writes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, out = tmp_path / "serve.sh", tmp_path / "out.toml"
+    script.write_text("python -m openrlhf.cli.serve_rm --reward_pretrain models/rm")
+    assert main(["import-openrlhf", str(script), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "rlhf serve-reward --reward-model models/rm --port 5000" in said and "no profile is needed" in said
+    assert not out.exists()
 
 
 def test_a_lenient_reader_lists_unknown_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,6 +105,7 @@ def test_words_are_those_that_bash_passes(script: str, tmp_path: Path) -> None:
         (f"{CALL} --a 1\n  --b 2", ("--a", "1", "--b", "2"), "line 2: --b 2 is a line of its own"),
         (f"{CALL} --a 1 \\\n # --off \\\n --b 2", ("--a", "1", "--b", "2"), "line 3: --b 2 is a line of its own"),
         (f"{CALL} --a 1 \\ \n --b 2", ("--a", "1", "--b", "2"), "line 2: --b 2 is a line of its own"),
+        (f"{CALL} --a 1 \\ # x\n --b 2", ("--a", "1", "--b", "2"), "line 2: --b 2 is a line of its own"),
         ("deepspeed\n --module openrlhf.cli.train_sft --a 1", ("--a", "1"), "line 2: --module openrlhf.cli.train_sft"),
         (f"{CALL} --a 1\n$REST", ("--a", "1"), "line 2: $REST begins a line and has no value"),
         (f"A=1\nif [ -f x ]; then A+=2; fi\n{CALL} --a $A", ("--a", "1"), "line 2: A+=2 (if [ -f x ]) is not read"),
