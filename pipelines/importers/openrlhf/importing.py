@@ -32,7 +32,7 @@ def import_script(script: str, *, out: str, lenient: bool, console: Console) -> 
             _refuse_to_overwrite(template)
             template.write_text(translation.template, encoding="utf-8")
         target.write_text(translation.profile, encoding="utf-8")
-    else:
+    elif not out:
         sys.stdout.write(translation.profile)
         console = Console(stderr=True) if sys.stderr.isatty() else Console(stderr=True, width=REPORT_WIDTH)
     for part in report(translation):

@@ -123,7 +123,7 @@ def test_a_script_that_needs_no_profile_writes_none(tmp_path: Path, capsys: pyte
     script, out = tmp_path / "serve.sh", tmp_path / "out.toml"
     script.write_text("python -m openrlhf.cli.serve_rm --reward_pretrain models/rm")
     assert main(["import-openrlhf", str(script), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "rlhf serve-reward --reward-model models/rm --port 5000" in said and "no profile is needed" in said
     assert not out.exists()
 
