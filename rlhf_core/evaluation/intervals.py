@@ -64,7 +64,7 @@ def mean_interval(
     than `FEWEST_PROMPTS` with the same value: they do not show how far values are apart. Raises DataError without values.
 
     >>> [round(end, 2) for end in mean_interval([1.0] * 8, bounds=SHARE)]  # 8 of 8 are right
-    [1.0, 0.61, 1.0, 8]
+    [1.0, 0.6, 1.0, 8]
     """
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.size == 0 or not np.isfinite(numbers).all():
