@@ -7,18 +7,21 @@ link. The files of its pages hold nothing, and its WebSockets get the auth strin
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+from itertools import count
 
 from prefect.server.api.server import create_app
 from starlette.responses import HTMLResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from pipelines.services.home import SERVER_AUTH
 from pipelines.services.sign_in import SIGN_IN, basic
 from rlhf_core.http.door import Door
 from rlhf_core.http.serving import serve_at
 
+FIRST_MESSAGE_S = 20.0
 _PROBES = ("/api/health", "/api/ready")
 _SIGN_IN_PAGE = """<!doctype html><title>Prefect</title>
 <script>localStorage.setItem("prefect-password", location.hash.slice(1)); location.replace("/")</script>
@@ -33,10 +36,28 @@ def app() -> Door:
     async def pages(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == SIGN_IN:
             await HTMLResponse(_SIGN_IN_PAGE)(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await prefect(scope, _first_message_in_time(receive), send)
         else:
             await prefect(scope, receive, send)
 
     return Door(pages, authorization=f"Basic {basic(auth)}", pages=True, open_to=_is_open, key=auth)
+
+
+def _first_message_in_time(receive: Receive) -> Receive:
+    """Return `receive` of a WebSocket that is closed unless its first message, the auth string, comes in time."""
+    received = count()
+
+    async def timed() -> Message:
+        if next(received) != 1:  # 0 is the connection
+            return await receive()
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_S):
+                return await receive()
+        except TimeoutError:
+            return {"type": "websocket.disconnect", "code": 1008}
+
+    return timed
 
 
 def _is_open(scope: Scope) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import socket
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
@@ -24,7 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_core.http.peers import is_own
 
-LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "::1", socket.gethostname().lower()})
+"""What `Host` may name. Many systems resolve their own name to 127.0.1.1; no page of others can have it."""
 NONCE, PROOF = "x-rlhf-nonce", "x-rlhf-proof"
 FRAMES = (
     (b"x-frame-options", b"SAMEORIGIN"),
@@ -186,4 +188,4 @@ def _place(address: str) -> int | None:
     except ValueError:
         return None
     extra = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
-    return None if extra or parts.hostname not in LOOPBACK_NAMES else port or 80
+    return None if extra or parts.hostname not in LOCAL_NAMES else port or 80

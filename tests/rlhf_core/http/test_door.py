@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -76,7 +78,7 @@ def test_a_websocket_of_a_foreign_page_is_closed() -> None:
     assert server.reached == 0
 
 
-@pytest.mark.parametrize("host", [OWN, "localhost:4200", "[::1]:4200"])
+@pytest.mark.parametrize("host", [OWN, "localhost:4200", "[::1]:4200", f"{socket.gethostname()}:4200"])
 @pytest.mark.parametrize("origin", [None, f"http://{OWN}", "http://localhost:4200"])
 def test_programs_and_own_pages_are_served(host: str, origin: str | None) -> None:
     server = Server()
