@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from rlhf_core.config.data import Columns
@@ -25,6 +26,10 @@ _NEEDED = {
 _OPEN_TRANSCRIPT = re.compile(r"(^|\n\n)Assistant:\s*$")
 
 
+_AS_THEY_ARE = Columns()
+_ABSENT = object()
+
+
 class Reading(Mapping[str, Any]):
     """A row under the names of our formats, which records the columns that are read.
 
@@ -35,29 +40,34 @@ class Reading(Mapping[str, Any]):
     ('2+2?', '4', ['id'])
     """
 
-    def __init__(self, row: Mapping[str, Any], columns: Columns | None = None) -> None:
+    __slots__ = ("_row", "_seen", "_theirs")
+
+    def __init__(self, row: Mapping[str, Any], columns: Columns = _AS_THEY_ARE) -> None:
         """Raise DataError for a mapped column that the row does not have."""
         self._row = row
-        self._theirs = {
-            ours: theirs for ours in Columns.model_fields if columns is not None and (theirs := getattr(columns, ours))
-        }
+        self._theirs = _mapped(columns)
         self._seen: set[str] = set()
-        missing = sorted(theirs for theirs in self._theirs.values() if not _has(row, theirs))
+        missing = sorted(theirs for theirs in self._theirs.values() if _value(row, theirs) is _ABSENT)
         if missing:
             raise DataError(f"no such column: {missing[0]!r}; the row has {sorted(row)}")
 
     def __getitem__(self, name: str) -> Any:
-        theirs = self._theirs[name] if name in self._theirs else name
-        if name not in self:
+        theirs = self._name(name)
+        value = _ABSENT if theirs is None else _value(self._row, theirs)
+        if theirs is None or value is _ABSENT:
             raise KeyError(name)
-        value = _value(self._row, theirs)
         self._seen.add(theirs)
         return value
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a column, read; `default` if the row does not have it."""
+        if name not in self._row and name not in self._theirs and "." not in name:  # as most names in most rows
+            return default
+        return self[name] if name in self else default
+
     def __contains__(self, name: object) -> bool:
-        if not isinstance(name, str):
-            return False
-        return name in self._theirs or (name not in self._theirs.values() and _has(self._row, name))
+        theirs = self._name(name) if isinstance(name, str) else None
+        return theirs is not None and _value(self._row, theirs) is not _ABSENT
 
     def __iter__(self) -> Iterator[str]:
         taken = set(self._theirs.values())
@@ -83,6 +93,14 @@ class Reading(Mapping[str, Any]):
     def unread(self) -> list[str]:
         """Return the columns, and the keys of turns, that hold something and were not read."""
         return sorted({name for column, value in self._row.items() for name in self._unread(column, value)})
+
+    def _name(self, name: str) -> str | None:
+        """Return what the row calls the column `name`; None for its own name of a column that is mapped to another."""
+        if not self._theirs:
+            return name
+        if name in self._theirs:
+            return self._theirs[name]
+        return None if name in self._theirs.values() else name
 
     def _unread(self, name: str, value: Any) -> Iterator[str]:
         if name in self._seen:
@@ -110,9 +128,8 @@ def prompt_name(row: Mapping[str, Any]) -> str:
     return next((name for name in PROMPTS if not is_empty(row.get(name))), "")
 
 
-def prompt_turns(row: Mapping[str, Any]) -> Turns:
-    """Return the prompt of a row under the name that it has there. A transcript that ends with `Assistant:` is turns."""
-    name = prompt_name(row) or "prompt"
+def prompt_turns(row: Mapping[str, Any], name: str = "prompt") -> Turns:
+    """Return the prompt in the column `name` of a row. A transcript that ends with `Assistant:` is turns."""
     if name == "instruction":
         return alpaca_turns(row)
     value = row[name]
@@ -131,6 +148,13 @@ def alpaca_turns(row: Mapping[str, Any]) -> Turns:
     return (*earlier, Message("user", "\n".join(part for part in parts if part.strip())))
 
 
+def unread_fields(record: Mapping[str, Any], texts: Sequence[Any]) -> list[str]:
+    """Return the fields of an annotation tool's record with another content than `texts`, its prompt and answers."""
+    name = next((name for name in ("data", "fields") if isinstance(record.get(name), Mapping)), "")
+    fields = record[name] if name else {}
+    return [f"{name}.{field}" for field, value in fields.items() if not is_empty(value) and asked(value) not in texts]
+
+
 def is_empty(value: Any) -> bool:
     """Return whether a cell holds nothing, as tables write what a row does not have."""
     return value is None or (isinstance(value, (str, list, tuple, Mapping)) and len(value) == 0)
@@ -139,19 +163,15 @@ def is_empty(value: Any) -> bool:
 # ---------------------------------------------------------------- private
 
 
-def _has(row: Mapping[str, Any], name: str) -> bool:
-    try:
-        _value(row, name)
-    except KeyError:
-        return False
-    return True
+@lru_cache
+def _mapped(columns: Columns) -> dict[str, str]:
+    """Return our name -> the source's name of the columns that are mapped."""
+    return {ours: theirs for ours in Columns.model_fields if (theirs := getattr(columns, ours))}
 
 
 def _value(row: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column, or inside of one (`a.b`). Raises KeyError."""
+    """Return the value of a column, or inside of one (`a.b`); `_ABSENT` if there is none."""
     if name in row:
         return row[name]
-    column, dot, rest = name.partition(".")
-    if not dot or not isinstance(row.get(column), Mapping):
-        raise KeyError(name)
-    return _value(row[column], rest)
+    column, dot, rest = name.partition(".") if "." in name else (name, "", "")
+    return _value(row[column], rest) if dot and isinstance(row.get(column), Mapping) else _ABSENT

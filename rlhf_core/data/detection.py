@@ -15,6 +15,10 @@ from rlhf_core.errors import DataError
 FORMATS = sorted(set(get_args(RowFormat)) - {"auto"})
 
 
+MORE_THAN_ONE_ANSWER = ("chosen", "rejected", "preference", "answers", "completions", "ratings", "reward")
+"""Columns of formats in which an answer is worth more than another; those of one answer have none of them."""
+
+
 def detect(row: Mapping[str, Any]) -> str:
     """Return the format of `row` by its columns. Raises DataError for columns that are unknown or would be left out.
 

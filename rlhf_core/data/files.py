@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rlhf_core.config.data import Files, PreferenceCoding, Source
 from rlhf_core.data.cleaning import decontaminate, deduplicate, exact, without_repeated_prompts
-from rlhf_core.data.columns import Reading, refuse_left_out
-from rlhf_core.data.comparisons import NoPreference, refuse_hidden_answers, verdict_coding
-from rlhf_core.data.detection import detect, exported
+from rlhf_core.data.columns import Reading, refuse_left_out, unread_fields
+from rlhf_core.data.comparisons import NoPreference, asked, refuse_hidden_answers, verdict_coding
+from rlhf_core.data.detection import MORE_THAN_ONE_ANSWER, detect, exported
 from rlhf_core.data.exports import EXPORTS, preference_rows, read_record
 from rlhf_core.data.filters import RowFilter
 from rlhf_core.data.formats import Content, Example, Row, contents_of, convert_all
@@ -66,7 +66,7 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
     examples: list[Example] = []
     malformed: list[Drop] = []
     ties: list[Drop] = []
-    rows = list(_rows(source, report, malformed))
+    rows = deque(_rows(source, report, malformed))
     format_name = rows[0][1] if rows else ""
     # What numbers and labels mean is decided over all rows.
     columns = [row for *_, row in rows]
@@ -74,7 +74,8 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
     if format_name == "comparison":
         coding = verdict_coding(source.name, coding, columns)
     labels = label_reading(source, format_name, columns)
-    for origin, _, row in rows:
+    while rows:
+        origin, _, row = rows.popleft()
         try:
             contents = _contents(row, format_name, source, coding, labels)
         except _MALFORMED as error:
@@ -180,7 +181,7 @@ def _refuse_others(row: Row, format_name: str) -> None:
     """Raise DataError for a row with answers or verdicts that `format_name`, the format of the first row, leaves out."""
     if format_name == "prompt":
         refuse_hidden_answers(row)
-    elif format_name in JUDGED_FORMATS:
+    elif format_name in JUDGED_FORMATS and any(name in row for name in MORE_THAN_ONE_ANSWER):
         try:
             own = detect(row)
         except DataError:
@@ -197,7 +198,9 @@ def _contents(
     if format_name in EXPORTS:
         judged = read_record(row, format_name, source)
         rows, tied = preference_rows(judged, pairs=source.ranking_pairs, min_margin=source.min_margin)
-        return contents_of(rows, "preference", {}, tied=tied)
+        contents = contents_of(rows, "preference", {}, tied=tied)
+        texts = (judged.prompt, *map(asked, judged.answers))
+        return [replace(contents[0], unread=tuple(unread_fields(row, texts))), *contents[1:]]
     contents = convert_all(
         row,
         format_name,

@@ -129,7 +129,8 @@ def convert_all(
     contents = contents_of(rows, format_name, row, tied=tied)
     if labels == "verdict":
         contents = [_judged(content, row) for content in contents]
-    return [replace(contents[0], unread=tuple(row.unread())), *contents[1:]]
+    unread = tuple(row.unread())
+    return [replace(contents[0], unread=unread), *contents[1:]] if unread else contents
 
 
 def contents_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -> list[Content]:
@@ -142,7 +143,7 @@ def contents_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -
         )
         for one in rows
     ]
-    return [replace(contents[0], tied=tied), *contents[1:]]
+    return [replace(contents[0], tied=tied), *contents[1:]] if tied else contents
 
 
 def convert(row: Row, format_name: str) -> Content:
@@ -187,7 +188,7 @@ def _alpaca(row: Row) -> Content:
 
 
 def _preference(row: Row) -> Content:
-    prompt = prompt_turns(row)
+    prompt = prompt_turns(row, prompt_name(row) or "prompt")
     chosen, rejected = (_answer(row[name], prompt) for name in ("chosen", "rejected"))
     return _pair(prompt, chosen, rejected, row)
 
@@ -277,7 +278,7 @@ def _with_system(content: Content, row: Row) -> Content:
 
 def _with_tools(content: Content, row: Row) -> Content:
     """Return `content` with the row's tools in its first turn, from where the template shows them to the policy."""
-    tools = tools_of(row["tools"]) if "tools" in row else []
+    tools = tools_of(row.get("tools")) or tools_of(row.get("functions"))
     if not tools:
         return content
     if content.prompt:

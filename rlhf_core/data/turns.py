@@ -45,16 +45,17 @@ _TRAINED = ("weight", "train", "loss_mask", "loss", "trainable")
 _OF_RESULTS = ("name", "tool_call_id")
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "thinking": "thinking", "reasoning": "text"}
 """Type of a part of the content -> the key with its text."""
-_TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(['"])(role|from|content|value)\1\s*:""")
+_LIST_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(['"])\w+\1\s*:""")
+_ROLE_AS_TEXT, _CONTENT_AS_TEXT = (re.compile(rf"""(['"])({keys})\1\s*:""") for keys in ("role|from", "content|value"))
 
 
 def turns_of(value: Any, *, role: str) -> Turns:
     """Return `value` as turns. Text becomes one turn of `role`, unless it is turns as JSON; a list is read turn by turn."""
     if isinstance(value, str):
-        if match := _TURNS_AS_TEXT.match(value):
-            return turns_of(_from_text(value, match[1]), role="")
-        if role:
+        found = _turns_in_text(value)
+        if found is None and role:
             return (Message(role, string(value, role)),)
+        value = value if found is None else found
     if isinstance(value, Mapping) and role:
         value = [value]
     if not isinstance(value, (list, tuple)) or not value:
@@ -64,7 +65,7 @@ def turns_of(value: Any, *, role: str) -> Turns:
 
 def is_text_of_turns(value: Any) -> bool:
     """Return whether `value` is text in which a list of turns is written."""
-    return isinstance(value, str) and _TURNS_AS_TEXT.match(value) is not None
+    return isinstance(value, str) and _turns_in_text(value) is not None
 
 
 def holds_turns(value: Any) -> bool:
@@ -85,8 +86,7 @@ def unread_keys(value: Any) -> set[str]:
     >>> sorted(unread_keys([{"role": "user", "content": "Hi", "name": "Zoë", "weight": None}]))
     ['name']
     """
-    if isinstance(value, str) and (match := _TURNS_AS_TEXT.match(value)):
-        value = _from_text(value, match[1])
+    value = _turns_in_text(value) if isinstance(value, str) else value
     found: set[str] = set()
     for turn in [value] if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
         pair = _pair(turn) if isinstance(turn, Mapping) else None
@@ -174,22 +174,37 @@ def _turn(item: Any) -> Message:
 
 def _pair(item: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the names of the keys with role and content, or None if the turn has no such pair."""
-    calls = any(name in item and not _is_nothing(item[name]) for name in _CALLS)
-    pairs = (("role", "content"), ("from", "value"))
-    return next((pair for pair in pairs if pair[0] in item and (pair[1] in item or calls)), None)
+    for pair in (("role", "content"), ("from", "value")):
+        if pair[0] in item and (pair[1] in item or any(not _is_nothing(item.get(name)) for name in _CALLS)):
+            return pair
+    return None
 
 
 def _others(item: Mapping[str, Any], known: set[str]) -> set[str]:
     return {str(key) for key, value in item.items() if key not in known and value not in (None, "", [], {}, ())}
 
 
-def _from_text(value: str, quote: str) -> Any:
-    """Return turns that are written as JSON. Raises DataError for turns as Python shows them."""
-    if quote == "'":
+def _turns_in_text(text: str) -> Any:
+    """Return the turns that are written as JSON in `text`, or None for any other text.
+
+    Raises DataError for turns as Python shows them, and for JSON of turns that cannot be read.
+    """
+    match = _LIST_AS_TEXT.match(text)
+    if match is None or not (_ROLE_AS_TEXT.search(text) and _CONTENT_AS_TEXT.search(text)):
+        return None
+    if match[1] == "'":
         raise DataError(
             "not turns: text as Python shows a list, of which nobody knows the escapes; store turns as JSON"
         )
-    return from_json(value)
+    try:
+        found = from_json(text)
+    except DataError as error:
+        if "Extra data" in str(error):  # words after the list
+            return None
+        raise
+    pairs = [_pair(turn) if isinstance(turn, Mapping) else None for turn in found]
+    known = all(pair and str(turn[pair[0]]).lower() in _ROLES for turn, pair in zip(found, pairs, strict=True))
+    return found if known else None
 
 
 def _text(content: Any, calls: list[dict[str, Any]]) -> tuple[str, list[str]]:

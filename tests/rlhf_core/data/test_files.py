@@ -268,6 +268,15 @@ def test_columns_that_are_not_read_are_counted(tmp_path: Path) -> None:
     assert report.to_json()["not_read"] == {"s": {"score": 10, "note": 5}}
 
 
+def test_fields_of_an_export_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    result = {"from_name": "c", "type": "choices", "to_name": "x", "value": {"choices": ["response1"]}}
+    data = {"prompt": "\n\nHuman: p\n\nAssistant:", "response1": "a", "response2": "b", "system": "Add.", "note": ""}
+    rows = [{"id": n, "data": data | {"response1": f"a {n}"}, "annotations": [{"result": [result]}]} for n in range(3)]
+    source = {"name": "desk", "path": write(tmp_path / "s.jsonl", rows), "use": {"preferences": 1.0}}
+    report = tables_of(sources=[source])[2]
+    assert report.to_json()["not_read"] == {"desk": {"data.system": 3}}
+
+
 def test_bad_conversations_are_not_imitated(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "p"}]
     rows = [

@@ -100,10 +100,27 @@ def test_what_a_turn_holds_beside_its_text_is_read(turn: dict[str, Any], message
     assert turns_of([turn], role="") == turns_of(json.dumps([turn]), role="user") == (message,)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"role": "admin", "right": "read"}] what may I do?',
+        '[{"role": "admin", "content": "x"}]',
+        '[{"role": ["user"], "content": "x"}]',
+        '[{"role": "user", "content": "x"}] Mend it.',
+        "[sic]",
+        '[{"name": "Zoë"}]',
+    ],
+)
+def test_text_that_is_not_turns_stays_text(text: str) -> None:
+    assert turns_of(text, role="user") == (Message("user", text),)
+
+
 def test_turns_as_python_shows_them_are_refused() -> None:
     for text in ("[{'role': 'user', 'content': 'Hi'}]", " [ {'from': 'human', 'value': \"it's\"}]"):
         with pytest.raises(DataError, match="text as Python shows a list"):
             turns_of(text, role="user")
+    with pytest.raises(DataError, match="not JSON: Unterminated string"):
+        turns_of('[{"role": "user", "content": "cut sho', role="user")
 
 
 def test_the_tools_of_a_row_stand_in_the_first_turn() -> None:
