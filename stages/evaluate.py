@@ -33,6 +33,7 @@ from rlhf_core.stage.context import StageContext
 from rlhf_core.store import attempts
 from rlhf_core.types import CHAMPION, Generation, GenerationsRef, PolicyRef, ReportRef, RewardModelRef
 from stages.config.evaluate import EvaluateConfig
+from stages.config.measured import HEADLINES, NO_BRACKETS
 
 
 def run(
@@ -198,18 +199,13 @@ def opponent(config: EvaluateConfig, name: str, names: Sequence[str]) -> str:
     return names[names.index(name) - 1] if name in names[1:] else ""
 
 
-NO_BRACKETS = str.maketrans("", "", "()")
-"""MLflow refuses brackets in the name of a metric; `best-of-8 (sft)` has some."""
-
-
 def headline(report: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of the key record: `<policy>/gold`, `<policy>/kl`, `<policy>/win_rate` ..."""
-    measures = ("gold", "reward_model", "kl", "win_rate", "tokens")
     rows = {name.translate(NO_BRACKETS): row for name, row in report["policies"].items()}
     means = {
         f"{name}/{measure}": row[measure]["mean"]
         for name, row in rows.items()
-        for measure in measures
+        for measure in HEADLINES
         if measure in row
     }
     means |= {f"{name}/prompts": float(row["prompts"]) for name, row in rows.items()}

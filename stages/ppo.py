@@ -1,13 +1,13 @@
 """Policy optimization: sample with vLLM, score, estimate advantages, update with a clipped loss, sync, repeat.
 
-PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or REINFORCE++, RLOO, GRPO, Dr.GRPO and OPO without;
-the clipped loss, GSPO's or CISPO's. One step, top to bottom in `run`:
+PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or an estimator without one, such as GRPO or RLOO: those
+in `algorithms.advantage`, with the losses in `algorithms.policy`. One step, top to bottom in `run`, without the options:
   sampler.load_weights   the sampler mu takes the policy's weights
   sampler.generate       y ~ mu(. | x); with `staleness` mu has the weights of that many steps before
-  score                  reward models and functions
+  score                  the terms of `rewards`: reward models, functions, judges, servers
   measure                log pi_old, log pi_ref and values of every token, before the update
-  estimate_advantages    `rlhf_core.algorithms.advantage`, with the KL penalty on every token (`kl_in = "reward"`)
-  update                 E[min(rho A, clip(rho) A)], rho = pi / pi_old, weighted by truncated pi_old / mu
+  estimate_advantages    A of every token, with the KL penalty in the rewards (`kl_in = "reward"`; else it is in the loss)
+  update                 the loss: of `clip` E[min(rho A, clip(rho) A)], rho = pi / pi_old, corrected by pi_old / mu
   guard.after_step       held-out evaluation and monitors, which may roll the models back or end the run
 How a step is sampled (ahead of the training, in parts, in several rounds) is chosen by `rollouts.factory`.
 """

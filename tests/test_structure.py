@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipelines", "stages", "rlhf_core")
 
 TESTED_THROUGH = {
+    "rlhf_core/config/measured.py": "rlhf_core/config/test_policy.py",
     "pipelines/cli/key_metric.py": "pipelines/cli/test_display.py",
     "pipelines/cli/common.py": "pipelines/cli/test_main.py",
     "pipelines/importers/openrlhf/conditions.py": "pipelines/importers/openrlhf/test_shell.py",

@@ -189,7 +189,10 @@ def _sweep_verb(parser: argparse.ArgumentParser) -> None:
         "--sweep-seed", type=int, help="of --random and --optuna: the same seed draws the same points (default 0)"
     )
     parser.add_argument(
-        "--metric", default="", metavar="[STAGE:]METRIC", help="what decides, such as ppo/gold or reward_model:accuracy"
+        "--metric",
+        default="",
+        metavar="[STAGE:]METRIC",
+        help="what decides, such as ppo/gold or reward_model:held_out/accuracy",
     )
     parser.add_argument("--direction", choices=("max", "min"), default="max", help="which end of the metric is better")
     parser.add_argument("--approve", action="store_true", help="run the best to its end once a person has approved it")

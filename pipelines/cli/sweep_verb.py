@@ -53,9 +53,9 @@ def sweep(options: argparse.Namespace) -> int:
     check_different(checked, configs)
     store = store_of(configs[0], home)
     plans = [plan_run(config, lifecycle, run_options(options), store=store) for config in configs]
-    labels = list(dict.fromkeys(stage.label for planned in plans for stage in planned))
+    runs = [{stage.label: stage.spec for stage in planned} for planned in plans]
     policies = policies_of(configs)
-    wanted = goal_of(options.metric, options.direction, labels=labels, policies=policies)
+    wanted = goal_of(options.metric, options.direction, runs=runs, policies=policies)
     work = Sweep(options, points, home)
 
     def goal_in(results: Sequence[PointResult]) -> Goal | None:

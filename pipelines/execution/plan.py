@@ -13,6 +13,7 @@ from pipelines.execution.gates import Gatekeeper
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig
+from rlhf_core.config.measured import is_named, remedy_of
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.stage.decision import Decision, decide
 from rlhf_core.stage.key import StageSpec, Strictness
@@ -27,6 +28,7 @@ from rlhf_core.types import (
     PromptsRef,
     StepsRef,
 )
+from stages.config.measured import measured
 
 R = TypeVar("R", bound=ArtifactRef)
 Pipeline = Callable[[PipelineConfig, Stages], object]
@@ -61,8 +63,8 @@ def plan(
 ) -> list[PlannedStage]:
     """Return the decision for every stage in order; a stage whose input does not exist yet is RUN.
 
-    A stage behind a gate that does not hold is BLOCKED. Raises ConfigError for labels that the pipeline does not have, and
-    for a budget that the pipeline exceeds.
+    A stage behind a gate that does not hold is BLOCKED. Raises ConfigError for labels and metrics that the pipeline does not
+    have, and for a budget that the pipeline exceeds.
     """
     gates = Gatekeeper(config.gates, store, config.name)
     planner = Planner(store, until=until, force=frozenset(force), strict=strict, gates=gates)
@@ -73,7 +75,7 @@ def plan(
             Stages(planner, seed=config.seed, runtime=config.runtime, champion=champion, decisions=gates.notes),
         )
     check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})
-    check_gate_labels(config, pipeline, [stage.label for stage in planner.stages], until=until)
+    check_gates(config, pipeline, {stage.label: stage.spec for stage in planner.stages}, until=until)
     check_comparisons(config.budget, [stage.spec for stage in planner.stages])
     return planner.stages
 
@@ -94,28 +96,36 @@ def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]
                 raise ConfigError(f"{option} {label!r}: no such stage; this pipeline has {', '.join(labels)}")
 
 
-def check_gate_labels(config: PipelineConfig, pipeline: Pipeline, labels: Collection[str], *, until: str) -> None:
-    """Raise ConfigError for a gate after a stage that is not part of the pipeline; `until` ended the plan early."""
-    if until and any(gate.after not in labels for gate in config.gates):
-        labels = all_labels(config, pipeline)
+def check_gates(config: PipelineConfig, pipeline: Pipeline, specs: Mapping[str, StageSpec], *, until: str) -> None:
+    """Raise ConfigError for a gate after a stage that is not part of the pipeline, or on a number that it does not measure.
+
+    `until` ended the plan early.
+    """
+    if until and any(gate.after not in specs for gate in config.gates):
+        specs = all_specs(config, pipeline)
     for index, gate in enumerate(config.gates):
-        if gate.after not in labels:
-            rule = f"no such stage; this pipeline has {', '.join(labels)}"
-            near = nearest(gate.after, list(labels))
+        if gate.after not in specs:
+            rule = f"no such stage; this pipeline has {', '.join(specs)}"
+            near = nearest(gate.after, list(specs))
             remedy = near if near.startswith("did you mean") else "name one of them"
             raise ConfigError(explain(f"gates[{index}].after", gate.after, rule, remedy))
+        numbers = measured(specs[gate.after], specs)
+        known = [] if numbers is None else [*numbers.record, *numbers.report]
+        if gate.metric and numbers is not None and not is_named(gate.metric, known):
+            rule = f"{gate.after} measures no such number"
+            raise ConfigError(explain(f"gates[{index}].metric", gate.metric, rule, remedy_of(gate.metric, known)))
 
 
-def all_labels(config: PipelineConfig, pipeline: Pipeline) -> list[str]:
-    """Return the labels of all stages of a pipeline, in order."""
-    labels: list[str] = []
+def all_specs(config: PipelineConfig, pipeline: Pipeline) -> dict[str, StageSpec]:
+    """Return all stages of a pipeline by label, in order."""
+    specs: dict[str, StageSpec] = {}
 
     def note(spec: StageSpec, kind: type[R]) -> R:
-        labels.append(spec.label)
+        specs[spec.label] = spec
         return placeholder(spec.label, kind)
 
     pipeline(config, Stages(note, seed=config.seed, runtime=config.runtime))
-    return labels
+    return specs
 
 
 @dataclass

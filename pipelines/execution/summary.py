@@ -11,7 +11,8 @@ from pipelines.execution.measures import HIGH, LOW, REPORT, of_report, read_repo
 from rlhf_core.secrets.redaction import HIDDEN, hidden
 from rlhf_core.store.artifacts import ArtifactStore
 
-HEADLINES = ("accuracy", "accuracy_low", "accuracy_high", "ece", "reward/mean", "kl/per_sequence", "eval/loss")
+_HELD_OUT = tuple(f"held_out/{name}" for name in ("accuracy", "accuracy_low", "accuracy_high", "ece"))
+HEADLINES = (*_HELD_OUT, "reward/mean", "kl/per_sequence", "eval/loss")
 """Metrics of a stage's record that are repeated on the pipeline's run, beside those of the policies."""
 PAGE = "report.html"
 LONGEST_OVERRIDE, LONGEST_NAME = 40, 160

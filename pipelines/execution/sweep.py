@@ -17,13 +17,16 @@ from pipelines.execution.listener import Listener, Silent
 from pipelines.execution.measures import Measure, stage_measures
 from pipelines.execution.sweep_points import Point, named
 from pipelines.flows.run_rules import GateConfig
+from rlhf_core.config.measured import is_named, remedy_of
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunHalted
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.types import ArtifactRef
+from stages.config.measured import measured
 
 logger = logging.getLogger(__name__)
 
@@ -185,12 +188,18 @@ class Listed:
 # ---------------------------------------------------------------- the best one
 
 
-def goal_of(metric: str, direction: Direction, *, labels: Sequence[str], policies: Sequence[str]) -> Goal | None:
-    """Return the goal that `[STAGE:]METRIC` names, None for an empty one; raise ConfigError for what the runs lack."""
+def goal_of(
+    metric: str, direction: Direction, *, runs: Sequence[Mapping[str, StageSpec]], policies: Sequence[str]
+) -> Goal | None:
+    """Return the goal that `[STAGE:]METRIC` names, None for an empty one; raise ConfigError for what no run has.
+
+    `runs` are the stages of the runs by label.
+    """
     if not metric:
         return None
     before, colon, after = metric.rpartition(":")
     label, name = (before, after) if colon else ("evaluate", metric)
+    labels = list(dict.fromkeys(one for run in runs for one in run))
     if label not in labels:
         rule = f"the runs have no stage {label!r}"
         raise ConfigError(explain("--metric", metric, rule, nearest(label, labels)))
@@ -198,6 +207,11 @@ def goal_of(metric: str, direction: Direction, *, labels: Sequence[str], policie
     if label == "evaluate" and not policy.startswith("best-of") and policy not in policies:
         rule = f"the runs evaluate no policy {policy!r}"
         raise ConfigError(explain("--metric", metric, rule, nearest(policy, policies)))
+    found = [measured(run[label], run) for run in runs if label in run]
+    known = list(dict.fromkeys(one for numbers in found if numbers is not None for one in numbers.record))
+    if None not in found and not is_named(name, known):
+        rule = f"{label} records no such metric"
+        raise ConfigError(explain("--metric", metric, rule, remedy_of(name, known)))
     return Goal(label, name, direction)
 
 

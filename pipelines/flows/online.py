@@ -123,7 +123,8 @@ def refresh(
 ) -> None:
     """Train a reward model on all pairs so far, and compare it with the one before on held-out pairs of this round.
 
-    A prompt is held out in every round or in none, so neither was trained on their prompts.
+    A prompt is held out in every round or in none, so a model of a round was trained on none of their prompts. The first
+    one before, that of `[reward_model]`, may have been: its pairs were split by another rule.
     """
     state.preferences[f"round_{number}"] = collected
     pairs = collected

@@ -33,12 +33,14 @@ from pipelines.flows.sections import (
     RewardModelSection,
 )
 from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.measured import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.types import CHAMPION, encodable
 from stages.config.evaluate_suite import JudgeSuite
 from stages.config.import_reward_model import ImportRewardModelConfig
+from stages.config.measured import policy_numbers
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.publish import PublishConfig
@@ -182,13 +184,25 @@ class PipelineConfig(Config):
                 raise ValueError(f"evaluate.evaluate.{key} = {name!r}: this profile makes no such policy; {near}")
 
     def _check_gates(self, publish: PublishConfig, evaluate: EvaluationConfig) -> None:
-        """Raise ValueError for a gate that compares with a policy that the report will not have."""
+        """Raise ValueError for a gate that reads a number, or compares with a policy, that the report will not have."""
         made = self._evaluated()
         known = [*made, *(f"best-of-{n} ({name})" for name, n in evaluate.evaluate.best_of.items() if name in made)]
+        numbers = policy_numbers(
+            gold=bool(evaluate.evaluate.gold),
+            reward_model=self.reward_model is not None or self.import_reward_model is not None,
+            champion=publish.challenge is not None,
+        )
         for index, threshold in enumerate(publish.gate):
             if threshold.than and threshold.than not in known:
                 rule = f"the report has no such policy; {nearest(threshold.than, known)}"
                 raise ValueError(f"publish.gate[{index}].than = {threshold.than!r}: {rule}")
+            if not is_named(threshold.metric.replace(".", "/"), numbers):
+                rule = f"the report has no such number of a policy; {remedy_of(threshold.metric, numbers)}"
+                raise ValueError(f"publish.gate[{index}].metric = {threshold.metric!r}: {rule}")
+        if publish.challenge is not None and f"{publish.challenge.metric}/mean" not in numbers:
+            remedy = "set evaluate.evaluate.gold" if publish.challenge.metric == "gold" else "train a reward model"
+            rule = f"answers are not judged by it; {remedy}, or choose another metric"
+            raise ValueError(f"publish.challenge.metric = {publish.challenge.metric!r}: {rule}")
 
     def _evaluated(self) -> list[str]:
         challenged = self.publish is not None and self.publish.challenge is not None

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, model_validator
 
 from rlhf_core.config.engines import PretrainedModel
+from rlhf_core.config.loop import check_best
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from stages.config.collect_preferences import CollectPreferencesConfig
@@ -69,6 +70,11 @@ class RejectionSamplingConfig(Config):
     select: SelectConfig
     sft: SFTConfig
 
+    @model_validator(mode="after")
+    def _the_best_is_chosen_on_held_out_rows(self) -> RejectionSamplingConfig:
+        check_best("select.eval_fraction", self.select.eval_fraction, {"sft.loop": self.sft.loop})
+        return self
+
 
 class ConditionalSFTConfig(Config):
     """Sample, score, and fine-tune on all answers conditioned on the score: generate -> score -> condition -> sft."""
@@ -77,6 +83,11 @@ class ConditionalSFTConfig(Config):
     score: ScoreConfig
     condition: ConditionConfig = ConditionConfig()
     sft: SFTConfig
+
+    @model_validator(mode="after")
+    def _the_best_is_chosen_on_held_out_rows(self) -> ConditionalSFTConfig:
+        check_best("condition.eval_fraction", self.condition.eval_fraction, {"sft.loop": self.sft.loop})
+        return self
 
 
 class OfflineDPOConfig(DPOConfig):
@@ -97,6 +108,11 @@ class IterativeDPOConfig(Config):
     score: ScoreConfig
     select: SelectConfig
     dpo: DPOConfig
+
+    @model_validator(mode="after")
+    def _the_best_is_chosen_on_held_out_rows(self) -> IterativeDPOConfig:
+        check_best("select.eval_fraction", self.select.eval_fraction, {"dpo.loop": self.dpo.loop})
+        return self
 
 
 class OnlineConfig(Config):
@@ -128,6 +144,8 @@ class OnlineConfig(Config):
                 "collect.eval_fraction = 0.0: each refreshed reward model is compared with the one before on held-out "
                 "pairs; raise it, or set refresh = false"
             )
+        loops = {"dpo.loop": self.dpo.loop} if self.dpo else {}
+        check_best("collect.eval_fraction", self.collect.eval_fraction, loops)
         return self
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field
@@ -26,3 +27,13 @@ class LoopConfig(Config):
     """Optimizer steps between checkpoints."""
     log_every: Annotated[int, Field(ge=1), OPERATIONAL] = 1
     """Optimizer steps between points of the training curves."""
+
+
+def check_best(holds_out: str, fraction: float, loops: Mapping[str, LoopConfig]) -> None:
+    """Raise ValueError for a loop that keeps the best checkpoint by rows of which `holds_out` holds none out."""
+    for key, loop in loops.items():
+        if loop.keep_best and not fraction:
+            raise ValueError(
+                f"{key}.keep_best = {loop.keep_best}: the best checkpoint is chosen on held-out rows, and there are none; "
+                f"raise {holds_out} = {fraction}, or set keep_best to 0"
+            )

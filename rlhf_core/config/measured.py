@@ -73,7 +73,7 @@ def remedy_of(metric: str, known: Collection[str], *, shown: int = 40) -> str:
     """Return what to do about a metric that is not among `known`: the nearest name, or all of them.
 
     >>> remedy_of("kl/k4", ["kl/k3", "reward/mean"])
-    'did you mean kl/k3'
+    'did you mean kl/k3?'
     """
     near = nearest(metric, list(known))
     if near.startswith("did you mean"):

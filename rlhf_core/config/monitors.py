@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rlhf_core.config.measured import evaluation_metrics, is_named, remedy_of, step_metrics
 from rlhf_core.config.rewards import RewardsConfig, what_moves_rewards
 from rlhf_core.monitoring.agreement import KLEstimate, Mismatch
 from rlhf_core.monitoring.bands import (
@@ -63,10 +64,19 @@ class HeldOutConfig(Config):
 
 
 def check_watched(
-    evaluate: HeldOutConfig | None, monitors: tuple[Monitor, ...], *, uses_reference: bool, uses_values: bool, late: str
+    evaluate: HeldOutConfig | None,
+    monitors: tuple[Monitor, ...],
+    rewards: RewardsConfig,
+    *,
+    custom_loss: bool,
+    uses_reference: bool,
+    uses_values: bool,
+    late: str,
 ) -> None:
     """Raise ValueError for monitors that could never find anything or act; `late` is a setting that samples ahead."""
     labels = [monitor.label for monitor in monitors]
+    evaluations = evaluation_metrics(rewards, evaluate.independent) if evaluate else ()
+    known = (*step_metrics(rewards, custom_loss=custom_loss), *evaluations)
     for number, monitor in enumerate(monitors):
         where = f"monitors[{number}]"
         if labels.index(monitor.label) != number:
@@ -87,6 +97,8 @@ def check_watched(
             missing = _never_logged(name, evaluate, uses_reference=uses_reference, uses_values=uses_values)
             if missing:
                 raise ValueError(f"{where}.metric = {name!r}: is never logged, {missing}")
+            if not is_named(name, known):
+                raise ValueError(f"{where}.metric = {name!r}: no step has such a metric; {remedy_of(name, known)}")
     moved = what_moves_rewards(evaluate.independent) if evaluate and evaluate.independent else ""
     if moved:
         setting = moved.removeprefix("rewards.")
@@ -95,6 +107,9 @@ def check_watched(
         )
     if evaluate and evaluate.metric == INDEPENDENT and not evaluate.independent:
         raise ValueError(f"evaluate.metric = {INDEPENDENT!r}: there is no independent reward; set evaluate.independent")
+    if evaluate and evaluate.metric and not is_named(evaluate.metric, evaluations):
+        near = remedy_of(evaluate.metric, evaluations)
+        raise ValueError(f"evaluate.metric = {evaluate.metric!r}: evaluations have no such metric; {near}")
 
 
 def _never_logged(name: str, evaluate: HeldOutConfig | None, *, uses_reference: bool, uses_values: bool) -> str:

@@ -188,7 +188,7 @@ class PPOConfig(Config):
         if names and self.agent is None:
             raise ValueError(
                 f"rewards.terms.{names[0]}.type = 'episode': only episodes of an agent have this reward; set agent, or remove "
-                "the term out"
+                "the term"
             )
         return self
 
@@ -361,6 +361,8 @@ class PPOConfig(Config):
         check_watched(
             self.evaluate,
             self.monitors,
+            self.rewards,
+            custom_loss=self.loss.type == "custom",
             uses_reference=self.uses_reference,
             uses_values=self.advantage.uses_values,
             late=late,

@@ -92,6 +92,11 @@ def fit(
     if loop.keep_best and optimizer.ema_decay:
         rule = "checkpoints are evaluated with their own weights, but the result would be an average"
         raise ConfigError(explain(f"{context.label}.loop.keep_best", loop.keep_best, rule, "set it or ema_decay to 0"))
+    if loop.keep_best and not evaluation:
+        rule = "no held-out rows are left, so no checkpoint is the best"
+        raise ConfigError(
+            explain(f"{context.label}.loop.keep_best", loop.keep_best, rule, "hold rows out, or set it to 0")
+        )
     if not train:
         raise TrainingError(
             explain(
@@ -141,7 +146,6 @@ def fit(
 def _finish(
     trainer: Trainer, checkpoints: Checkpoints, label: str, loop: LoopConfig, steps: int, initial: Metrics
 ) -> FitResult:
-    # Without evaluation samples no checkpoint has a metric, so the last one is used.
     chosen = (checkpoints.best() if loop.keep_best else None) or checkpoints.latest()
     if chosen is None:
         raise TrainingError(

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.loop import LoopConfig, check_best
 from rlhf_core.schema.base import Config, added_option
 
 TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
@@ -62,6 +62,12 @@ class DistillConfig(Config):
                 f"kl_weight = {self.kl_weight}: with on_policy the answers are the student's own, so there is nothing to imitate; "
                 "leave it at 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _the_best_is_chosen_on_held_out_rows(self) -> DistillConfig:
+        if self.on_policy:
+            check_best("eval_fraction", self.eval_fraction, {"loop": self.loop})
         return self
 
     @model_validator(mode="after")

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipelines.execution.gates import numbers
 from rlhf_core.config.engines import HFSamplerConfig, InitModel, RuntimeConfig, TrainerConfig
+from rlhf_core.config.measured import is_named
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.schema.base import Config
 from rlhf_core.stage.decision import Decision
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.types import ArtifactRef, Completion, FinishReason, Generation, Message, Prompt, Rollout
+from stages.config.measured import measured
 from stages.table import STAGES
 
 RUNTIME = RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig())
@@ -47,7 +52,19 @@ class Workshop:
         """Execute a stage; `files` are the digests of the user's files that a pipeline has in the key."""
         engines = {} if files is None else {"files": files}
         spec = STAGES[name].spec(config, inputs, label=name, seed=seed, engines=engines, callables=callables)
-        return execute(self.store, spec, runtime=self.runtime, tracker=self.tracker, progress=progress)
+        ref, decision = execute(self.store, spec, runtime=self.runtime, tracker=self.tracker, progress=progress)
+        self._check_measured(spec, ref, decision)
+        return ref, decision
+
+    def _check_measured(self, spec: StageSpec, ref: ArtifactRef, decision: Decision) -> None:
+        """Fail for a number that the stage does not name beforehand: gates and sweeps could not ask for it."""
+        names = measured(spec, {})
+        assert names is not None
+        report = self.store.path(ref) / "report.json"
+        found = dict(numbers(json.loads(report.read_text()))) if report.is_file() else {}
+        unnamed = [name for name in self.metrics(decision) if not is_named(name, names.record)]
+        unnamed += [name for name in found if not is_named(name, names.report)]
+        assert not unnamed, f"{spec.name} records numbers that stages/config/measured.py does not name: {unnamed}"
 
     def metrics(self, decision: Decision) -> dict[str, float]:
         """Return the final metrics of a stage that ran."""

@@ -83,25 +83,26 @@ def _json_object(text: str, options: Options) -> bool:
 
 def _quoted(text: str, options: Options) -> bool:
     text = text.strip()
-    return len(text) > 2 and text[0] in '"“' and text[-1] in '"”'
+    return bool(words(text)) and text[0] in '"“' and text[-1] in '"”'
 
 
 def _sentences(text: str, options: Options) -> bool:
     ends, count = [found.end() for found in _SENTENCE_END.finditer(text.strip())], _count(options)
-    return len(ends) == count and ends[-1:] == [len(text.strip())]
+    return len(ends) == count and ends[-1:] == [len(text.strip())] and bool(words(text))
 
 
 CHECKS: Mapping[str, Callable[[str, Options], bool]] = {
-    "lowercase": lambda text, options: text == text.lower() and bool(words(text)),
-    "uppercase": lambda text, options: text == text.upper() and bool(words(text)),
+    # As IFEval: letters that have a case are among the text, so digits, signs and scripts without case are neither.
+    "lowercase": lambda text, options: text.islower(),
+    "uppercase": lambda text, options: text.isupper(),
     "at_most_words": lambda text, options: 0 < len(words(text)) <= _count(options),
     "at_least_words": lambda text, options: len(words(text)) >= _count(options),
     "first_word": _starts,
     "last_word": _ends,
     "keyword": _contains,
     "no_commas": lambda text, options: "," not in text and bool(words(text)),
-    "exclamation": lambda text, options: text.rstrip().endswith("!"),
-    "question": lambda text, options: text.rstrip().endswith("?"),
+    "exclamation": lambda text, options: text.rstrip().endswith("!") and bool(words(text)),
+    "question": lambda text, options: text.rstrip().endswith("?") and bool(words(text)),
     "quoted": _quoted,
     "json": _json_object,
     "sentences": _sentences,

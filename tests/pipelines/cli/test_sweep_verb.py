@@ -15,7 +15,7 @@ from pipelines.cli import sweep_runs, sweep_verb
 from pipelines.cli.main import EXIT_BLOCKED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_WAITING, main
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run
-from pipelines.execution.plan import Pipeline
+from pipelines.execution.plan import Pipeline, all_specs
 from pipelines.execution.run import run_stages
 from pipelines.execution.sweep import goal_of
 from pipelines.flows.full import lifecycle
@@ -306,7 +306,8 @@ def test_policies_that_only_some_points_make_can_decide() -> None:
     configs = [load_profile("tiny/online", [f"online.rounds={rounds}"]) for rounds in (1, 2)]
     assert [config.policies()[-1] for config in configs] == ["online_1", "online_2"]
     assert sweep_verb.policies_of(configs) == configs[1].policies()
-    goal = goal_of("online_2/gold", "max", labels=["evaluate"], policies=sweep_verb.policies_of(configs))
+    runs = [all_specs(config, lifecycle) for config in reversed(configs)]
+    goal = goal_of("online_2/gold", "max", runs=runs, policies=sweep_verb.policies_of(configs))
     assert str(goal) == "online_2/gold"
 
 

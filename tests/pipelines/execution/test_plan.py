@@ -10,6 +10,8 @@ from pipelines.flows.profile import load_profile, profile_names
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
+from stages.config.measured import _NAMES
+from stages.table import STAGES
 from tests.support.small_pipeline import two_toys, write_mini
 from tests.support.toy_stage import NoEngines, RecordingTracker
 
@@ -106,3 +108,37 @@ def test_every_profile_plans_as_it_is_shipped(profile: str, tmp_path: Path, monk
     assert {stage.decision.action for stage in planned} == {"RUN"}
     sections = {stage.label.split("/")[0] for stage in planned}
     assert sections == config.model_fields_set - {"name", "seed", "runtime"}
+
+
+@pytest.mark.parametrize(
+    ("profile", "after", "wrong", "near"),
+    [
+        ("tiny/full", "reward_model", "accuracy_lo", "accuracy_low"),
+        ("tiny/full", "reward_model", "held_out/acuracy", "held_out/accuracy"),
+        ("tiny/full", "sft", "eval/los", "eval/loss"),
+        ("tiny/full", "evaluate", "policies/ppo/gold/lwo", "policies/ppo/gold/low"),
+        ("tiny/full", "evaluate", "policies/pppo/gold/low", "policies/ppo/gold/low"),
+        ("tiny/full", "ppo", "reward/maen", "reward/mean"),
+        ("tiny/full", "rejection_sampling/select", "reward/selectd", "reward/selected"),
+        ("tiny/online", "online/round_1/compare", "after/accurracy", "after/accuracy"),
+        ("tiny/online", "online/round_1/collect", "agreemnt", "agreement"),
+        ("tiny/prm", "process_reward_model", "held_out/f2", "held_out/f1"),
+    ],
+)
+@pytest.mark.parametrize("until", ["", "prepare_data"])
+def test_a_gate_on_a_number_that_its_stage_does_not_measure_is_refused(
+    tmp_path: Path, profile: str, after: str, wrong: str, near: str, until: str
+) -> None:
+    for metric in (near, wrong):
+        gates = f'gates=[{{after="{after}", metric="{metric}", op=">=", value=0.5}}]'
+        config = load_profile(profile, [gates])
+        if metric == near:
+            assert plan(config, ArtifactStore(tmp_path), until=until)
+            continue
+        error = rf"gates\[0\]\.metric = '{wrong}': {after} measures no such number; did you mean {near}"
+        with pytest.raises(ConfigError, match=error):
+            plan(config, ArtifactStore(tmp_path), until=until)
+
+
+def test_every_stage_says_what_it_measures() -> None:
+    assert set(_NAMES) == set(STAGES)

@@ -23,7 +23,7 @@ def outcomes(store: ArtifactStore, folder: Path) -> dict[str, StageOutcome]:
     (folder / "model").mkdir()
     model = store.external(RewardModelRef, folder / "model")
     report = store.external(ReportRef, folder / "report")
-    metrics = {"accuracy": 0.7, "accuracy_low": 0.6, "pairs": 40.0}
+    metrics = {"held_out/accuracy": 0.7, "held_out/accuracy_low": 0.6, "train_pairs": 40.0}
     return {
         "reward_model": StageOutcome(model, Decision("HIT", "", "k1", None), metrics, 0.0, [], "http://m/#/runs/1"),
         "evaluate": StageOutcome(report, Decision("RUN", "", "k2", None), {}, 1800.0, [], "http://m/#/runs/2"),
@@ -32,8 +32,8 @@ def outcomes(store: ArtifactStore, folder: Path) -> dict[str, StageOutcome]:
 
 def test_a_run_has_the_numbers_of_its_stages_and_what_it_cost(store: ArtifactStore, tmp_path: Path) -> None:
     assert headline_metrics(outcomes(store, tmp_path), store) == {
-        "reward_model/accuracy": 0.7,
-        "reward_model/accuracy_low": 0.6,
+        "reward_model/held_out/accuracy": 0.7,
+        "reward_model/held_out/accuracy_low": 0.6,
         "evaluate/ppo/gold": 2.0,
         "evaluate/ppo/gold_low": 1.0,
         "evaluate/ppo/gold_high": 3.0,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipelines.execution.measures import Measure
+from pipelines.execution.plan import plan
 from pipelines.execution.sweep import (
     Goal,
     Listed,
@@ -18,6 +21,7 @@ from pipelines.execution.sweep import (
     run_points,
     ties,
 )
+from pipelines.flows.profile import load_profile
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, ReportRef
@@ -82,13 +86,29 @@ def test_a_point_that_cannot_be_measured_fails_alone(store: ArtifactStore) -> No
     assert results[0].error.startswith("ArtifactError: ") and results[0].digests == {} and results[1].error == ""
 
 
-def test_the_number_that_decides_is_named_or_the_gold_reward_of_the_last_policy() -> None:
-    labels, policies = ["reward_model", "evaluate"], ["base", "sft", "ppo"]
-    assert goal_of("", "max", labels=labels, policies=policies) is None
-    found = goal_of("reward_model:accuracy", "max", labels=labels, policies=policies)
-    assert found == Goal("reward_model", "accuracy", "max") and str(found) == "reward_model:accuracy"
-    with pytest.raises(ConfigError, match=r"the runs evaluate no policy 'pppo'; did you mean ppo\?"):
-        goal_of("pppo/gold", "max", labels=labels, policies=policies)
+def test_the_number_that_decides_is_named_or_the_gold_reward_of_the_last_policy(tmp_path: Path) -> None:
+    planned = plan(load_profile("tiny/full"), ArtifactStore(tmp_path))
+    runs, policies = [{stage.label: stage.spec for stage in planned}], ["base", "sft", "ppo"]
+    assert goal_of("", "max", runs=runs, policies=policies) is None
+    found = goal_of("reward_model:held_out/accuracy", "max", runs=runs, policies=policies)
+    assert found == Goal("reward_model", "held_out/accuracy", "max")
+    assert str(found) == "reward_model:held_out/accuracy"
+    for named in (
+        "ppo/gold",
+        "best-of-8 (sft)/gold",
+        "ppo:reward/mean",
+        "iterative_dpo/round_1/dpo:eval/rewards/accuracy",
+    ):
+        assert goal_of(named, "max", runs=runs, policies=policies) is not None
+    for wrong, error in (
+        ("pppo/gold", r"the runs evaluate no policy 'pppo'; did you mean ppo\?"),
+        ("ppo/golf", r"evaluate records no such metric; did you mean ppo/gold"),
+        ("reward_model:accuracy", r"reward_model records no such metric; did you mean eval/accuracy"),
+        ("sft:eval/los", "did you mean eval/loss"),
+        ("ppo:eval/reward/mean", "ppo records no such metric"),  # nothing is evaluated while it is optimized
+    ):
+        with pytest.raises(ConfigError, match=error):
+            goal_of(wrong, "max", runs=runs, policies=policies)
     assert default_goal([FAILED, result("0.1", 1, 2, 3)], policies, "max") == GOLD
     assert default_goal([FAILED], policies, "max") is None
 

@@ -333,6 +333,15 @@ def test_an_option_that_is_not_set_may_be_taken_away(tmp_path: Path) -> None:
             'publish.gate=[{metric="gold/low", op=">", than="champion"}]',
             "than = 'champion': the report has no such policy",
         ),
+        (
+            'publish.gate=[{metric="gold/lwo", op=">", value=0.0}]',
+            r"publish\.gate\[0\]\.metric = 'gold/lwo': the report has no such number of a policy; did you mean gold/low",
+        ),
+        (
+            'publish.gate=[{metric="win_rate", op=">", value=0.0}]',
+            "did you mean win_rate/low|did you mean win_rate/mean",
+        ),
+        ('publish.gate=[{metric="gold_over_champion.low", op=">", value=0.0}]', "no such number of a policy"),
     ],
 )
 def test_a_policy_that_will_not_be_evaluated_is_refused_before_anything_runs(override: str, error: str) -> None:
@@ -344,6 +353,33 @@ def test_a_gate_may_compare_with_best_of_n_and_with_the_champion_that_is_challen
     gate = 'publish.gate=[{metric="gold/low", op=">", than="best-of-8 (sft)"}, {metric="kl/mean", op="<", than="champion"}]'
     config = load_profile("tiny/full", [gate, "publish.challenge={}"])
     assert config.publish is not None and len(config.publish.gate) == 2
+
+
+@pytest.mark.parametrize("metric", ["gold", "reward_model"])
+def test_a_challenge_by_what_answers_are_not_judged_by_is_refused(metric: str) -> None:
+    taken = "evaluate.evaluate.gold=''" if metric == "gold" else "seed=17"
+    changes = [taken, "publish.gate=[]", f"publish.challenge.metric={metric}"]
+    if metric == "reward_model":
+        assert load_profile("tiny/full", changes).publish is not None
+        return
+    with pytest.raises(ConfigError, match=r"publish\.challenge\.metric = 'gold': answers are not judged by it"):
+        load_profile("tiny/full", changes)
+
+
+@pytest.mark.parametrize(
+    ("profile", "changes", "error"),
+    [
+        ("tiny/full", ["rejection_sampling.select.eval_fraction=0", "rejection_sampling.sft.loop.keep_best=1"],
+         r"rejection_sampling\.sft\.loop\.keep_best = 1: .* raise select\.eval_fraction"),
+        ("tiny/full", ["iterative_dpo.select.eval_fraction=0", "iterative_dpo.dpo.loop.keep_best=2"], "there are none"),
+        ("tiny/conditional", ["conditional_sft.condition.eval_fraction=0", "conditional_sft.sft.loop.keep_best=1"], "there are none"),
+        ("tiny/distill", ["distill.eval_fraction=0", "distill.loop.keep_best=1", "distill.on_policy=true", "distill.kl_weight=1"], "there are none"),
+    ],
+)  # fmt: skip
+def test_the_best_of_no_held_out_rows_is_refused(profile: str, changes: list[str], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        load_profile(profile, changes)
+    load_profile(profile, [change.replace("eval_fraction=0", "eval_fraction=0.1") for change in changes])
 
 
 def test_the_parents_of_policies_that_are_taken_away_may_stay() -> None:

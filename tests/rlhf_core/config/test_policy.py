@@ -163,3 +163,25 @@ def test_later_options_are_not_in_the_keys_of_profiles_without_them() -> None:
     assert not {"kl_estimator", "truncated_answers"} & set(found)
     assert found["advantage"] == {"type": "grpo", "eps": 1e-6}
     assert "truncated" not in found["rewards"] and "token_cap" not in found["correction"]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"monitors": [{"type": "band", "metric": "rolout/length", "low": 1}]}, "no step has such a metric; did you mean rollout/length"),
+        ({"monitors": [{"type": "drift", "metric": "kl/k4", "low": 1}]}, "did you mean kl/k3"),
+        ({"monitors": [{"type": "band", "metric": "reward_component/rewardmodel", "low": 1}]}, "mean reward_component/reward_model"),
+        ({"monitors": [{"type": "band", "metric": "eval/reward/men", "low": 1}], "evaluate": {}}, "did you mean eval/reward/mean"),
+        ({"evaluate": {"metric": "eval/reward/men"}}, "evaluate.metric = 'eval/reward/men': .* did you mean eval/reward/mean"),
+        ({"evaluate": {"metric": "reward/mean"}}, "evaluations have no such metric; did you mean eval/reward/mean"),
+    ],
+)  # fmt: skip
+def test_a_metric_that_no_step_or_evaluation_has_is_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        PPOConfig.model_validate(section)
+
+
+@pytest.mark.parametrize("metric", ["reward_extra/any/thing", "reward_constant/reward_model", "policy/clip_fraction"])
+def test_a_metric_that_a_step_may_have_is_watched(metric: str) -> None:
+    section = {"monitors": [{"type": "band", "metric": metric, "low": 1}]}
+    assert PPOConfig.model_validate(section).monitors[0].reads() == (metric,)

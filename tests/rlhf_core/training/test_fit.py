@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rlhf_core.config.loop import LoopConfig
 from rlhf_core.data.tables import write_demonstrations
+from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.fit import batch_at, total_steps
 from rlhf_core.types import DemonstrationsRef, PolicyRef
@@ -29,7 +32,7 @@ def test_an_epoch_sees_every_sample_once_in_an_order_of_its_own() -> None:
     assert batch_at(1, range(10), batch_size=4, seed=1) == first[4:8]
 
 
-def test_the_best_of_no_evaluations_is_the_last_checkpoint(tmp_path: Path, policy_folder: Path) -> None:
+def test_the_best_of_no_evaluations_is_refused_before_a_step(tmp_path: Path, policy_folder: Path) -> None:
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     demonstrations(shop.store, tmp_path / "made")
     write_demonstrations(tmp_path / "made" / "demonstrations" / "eval.parquet", [])
@@ -38,5 +41,6 @@ def test_the_best_of_no_evaluations_is_the_last_checkpoint(tmp_path: Path, polic
         "demonstrations": shop.store.external(DemonstrationsRef, tmp_path / "made" / "demonstrations"),
     }
     config = SFTConfig(max_length=48, loop=LoopConfig(batch_size=8, epochs=1, keep_best=1))
-    _, decision = shop.run("sft", config, inputs)
-    assert shop.metrics(decision)["steps"] == 3
+    with pytest.raises(ConfigError, match=r"sft\.loop\.keep_best = 1: no held-out rows are left"):
+        shop.run("sft", config, inputs)
+    assert not shop.tracker.points

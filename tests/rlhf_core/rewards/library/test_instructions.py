@@ -13,7 +13,11 @@ from rlhf_core.rewards.library.instructions import CHECKS, follows, instructions
 
 GOOD_AND_BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"kind": "lowercase"}, "rain is water, 2 cups.", "Rain is water."),
+    ({"kind": "lowercase"}, "7 cups", "12 + 30"),  # nothing has a case
+    ({"kind": "lowercase"}, "é 7", "水"),
     ({"kind": "uppercase"}, "RAIN IS WET.", "RAIN IS Wet."),
+    ({"kind": "uppercase"}, "A 7", "7, 8."),
+    ({"kind": "uppercase"}, "IS IT 水?", "水"),
     ({"kind": "at_most_words", "count": 3}, "It's well-known, really.", "It is well known."),
     ({"kind": "at_least_words", "count": 3}, "one two three", "one, two -"),
     ({"kind": "first_word", "word": "Well"}, '"well, rain is wet."', "Wells are deep."),
@@ -22,6 +26,10 @@ GOOD_AND_BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"kind": "keyword", "word": "New York"}, "In new york, a cat.", "A new cat in York."),
     ({"kind": "no_commas"}, "Cats and dogs.", "Cats, dogs."),
     ({"kind": "exclamation"}, "Rain! \n", "Rain! Yes."),
+    ({"kind": "exclamation"}, "7!", "!"),
+    ({"kind": "question"}, "7?", "?"),
+    ({"kind": "quoted"}, '"7"', '"..."'),
+    ({"kind": "sentences", "count": 1}, "7.", "..."),
     ({"kind": "question"}, "Is it rain?", "Is it? Rain."),
     ({"kind": "quoted"}, ' "Rain is wet." ', 'He said "rain"'),
     ({"kind": "json", "key": "answer"}, '```json\n{"answer": "rain"}\n```', '{"answer": ["rain"]}'),
