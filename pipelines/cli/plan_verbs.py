@@ -28,7 +28,7 @@ def plan(options: argparse.Namespace) -> None:
     store = store_of(load_profile(options.profile, options.overrides), Home.here())
     stages: dict[str, list[str]] = {}
     for stage in planned:
-        for line in _unseen(store, stage):
+        for line in _unseen(store, stage) + _rounded(stage):
             stages.setdefault(line, []).append(stage.label)
     for line, labels in stages.items():
         console.print(f"{', '.join(labels)}: {line}", highlight=False, markup=False, soft_wrap=True)
@@ -67,6 +67,21 @@ def _unseen(store: ArtifactStore, stage: PlannedStage) -> list[str]:
     record = store.record(stage.decision.key) if stage.decision.key else None
     return [f"not in the key: {phrase}; what counts: {DECLARATION} there" for phrase in phrases] + [
         f"not in the key, as seen when it ran: {note}" for note in (() if record is None else record.unseen)
+    ]
+
+
+def _rounded(stage: PlannedStage) -> list[str]:
+    """Return a note if the stage will merge adapters into bfloat16 weights, where small changes round away."""
+    trainer = stage.spec.engines.get("trainer", {})
+    lora = getattr(stage.spec.config, "lora", None)
+    if (
+        lora is None
+        or stage.decision.action == "HIT"
+        or (trainer["dtype"], trainer["engine"]) != ("bfloat16", "deepspeed")
+    ):
+        return []
+    return [
+        "adapters are merged into bfloat16 weights, which lose changes below about 1/500 of a weight (docs/algorithms.md)"
     ]
 
 

@@ -10,7 +10,6 @@ global denominators, so each loss is first multiplied by the number of ranks.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
 from rlhf_core.training.distributed import join, largest, rank_and_world
-from rlhf_core.training.engines.deepspeed_setup import deepspeed_config, quiet, remove_stale_locks
+from rlhf_core.training.engines.deepspeed_setup import deepspeed_config, one_at_a_time, quiet, remove_stale_locks
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
 from rlhf_core.training.engines.tensor_parallel import check_partition, partition_settings, sum_head_norms, whole_layers
 from rlhf_core.training.engines.universal import load_universal
@@ -229,8 +228,7 @@ def _prepare_collectives(world: int) -> None:
         return
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     root.mkdir(parents=True, exist_ok=True)
-    with (root / ".one-at-a-time").open("w", encoding="utf-8") as ours:
-        fcntl.flock(ours, fcntl.LOCK_EX)
+    with one_at_a_time(root / ".one-at-a-time"):
         remove_stale_locks(root)
         build_shm_op()
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import logging
 import os
+import socket
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, explain
+
+logger = logging.getLogger(__name__)
 
 
 def set_environment(device: torch.device) -> None:
@@ -59,6 +64,34 @@ def deepspeed_config(optimizer: OptimizerConfig | None, config: TrainerConfig, *
         settings["bf16"] = {"enabled": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings
+
+
+@contextmanager
+def one_at_a_time(file: Path, *, patience_s: float = 5.0) -> Iterator[None]:
+    """Hold the lock of `file`, which names the process that has it. Log whom this process waits for after `patience_s`."""
+    with file.open("a+", encoding="utf-8") as lock:
+        started = time.monotonic()
+        while not _locked(lock):
+            if time.monotonic() - started >= patience_s:
+                lock.seek(0)
+                holder = lock.read() or "another process"
+                logger.warning("waiting for %s, which compiles for DeepSpeed: minutes, once per machine", holder)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                logger.warning("waited %.0f s for %s", time.monotonic() - started, holder)
+                break
+            time.sleep(0.1)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} (rank {os.environ.get('RANK', '0')}) on {socket.gethostname()}")
+        lock.flush()
+        yield
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def remove_stale_locks(root: Path) -> list[Path]:

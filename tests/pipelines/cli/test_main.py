@@ -69,6 +69,16 @@ def test_plan_prints_a_line_per_stage(here: Path, capsys: pytest.CaptureFixture[
     assert [line.split()[:2] for line in lines[1:]] == [["prepare_data", "RUN"], ["sft", "RUN"]]
 
 
+@pytest.mark.parametrize(("engine", "noted"), [("deepspeed", True), ("torch", False)])
+def test_the_plan_notes_adapters_that_are_merged_into_bfloat16(
+    engine: str, noted: bool, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["sft.lora={rank = 8}", "runtime.trainer.dtype=bfloat16", f"runtime.trainer.engine={engine}"]
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    assert main(["plan", str(write_mini(here)), "--until", "sft", *overrides]) == 0
+    assert ("sft: adapters are merged into bfloat16 weights" in capsys.readouterr().out) is noted
+
+
 def test_explain_prints_the_whole_key(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "prepare_data", "--profile", str(write_mini(here))]) == 0
     out = capsys.readouterr().out

@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.training.engines.deepspeed_setup import deepspeed_config, remove_stale_locks
+from rlhf_core.training.engines.deepspeed_setup import deepspeed_config, one_at_a_time, remove_stale_locks
 
 BUILDER = """
 import sys, time
@@ -36,6 +37,25 @@ def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_no
         process.kill()
         process.wait()
     assert remove_stale_locks(tmp_path / "nowhere") == []
+
+
+def test_whoever_waits_for_another_process_to_compile_logs_for_whom(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits, entered = threading.Event(), threading.Event()
+    caplog.handler.addFilter(lambda record: waits.set() or True)
+
+    def other() -> None:
+        with one_at_a_time(tmp_path / "lock", patience_s=0.0):
+            entered.set()
+
+    with one_at_a_time(tmp_path / "lock"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert waits.wait(60) and not entered.is_set()
+    thread.join(60)
+    assert entered.is_set()
+    assert f"waiting for process {os.getpid()} (rank 0)" in caplog.text
 
 
 def test_clipping_is_left_to_the_optimizer_where_deepspeed_would_not_check_the_norm() -> None:
