@@ -317,7 +317,7 @@ def _scaled(model: nn.Module, logits_CV: Tensor) -> Tensor:
     config = any_model.config.get_text_config()
     logits_CV = logits_CV.float()
     # Three families scale or squash after the head: Cohere multiplies, Granite divides, Gemma 2 caps.
-    if hasattr(config, "logit_scale"):
+    if hasattr(config, "logit_scale") and config.logit_scale is not None:
         logits_CV = logits_CV * config.logit_scale
     if hasattr(config, "logits_scaling"):
         logits_CV = logits_CV / config.logits_scaling

@@ -178,7 +178,8 @@ def _note_tying(model: Any) -> None:
     """Correct a configuration that ties an LM head with a weight of its own: vLLM would leave that weight out."""
     text = model.config.get_text_config()
     head = model.get_output_embeddings()
-    if head is None or not text.tie_word_embeddings or head.weight is model.get_input_embeddings().weight:
+    tied = getattr(text, "tie_word_embeddings", False)  # not an entry of every configuration
+    if head is None or not tied or head.weight is model.get_input_embeddings().weight:
         return
     logger.warning("%s has an LM head of its own, although tie_word_embeddings is true", type(model).__name__)
     model.config.tie_word_embeddings = text.tie_word_embeddings = False
