@@ -23,6 +23,7 @@ from rlhf_core.store.damage import findings, quarantine_object
 from rlhf_core.store.fingerprint import FileEntry, hash_files, hash_tree, list_files, sha256_text, tree_digest
 from rlhf_core.store.index import Unreadable
 from rlhf_core.store.layout import (
+    FORBIDDEN,
     MANIFEST,
     StoreLayout,
     check_schema,
@@ -176,13 +177,18 @@ class ArtifactStore:
         return sorted(records, key=lambda record: (record.started, record.key)), unreadable
 
     def used(self, key: str) -> bool:
-        """Mark the record of `key` as just used, so that `gc` keeps it; return False if it is gone."""
+        """Mark the record of `key` as just used, so that `gc` keeps it; return False if it is gone.
+
+        Who may not write to the store gets a warning.
+        """
         try:
             with leases.alone(self.layout.leases):
                 os.utime(self.layout.key(key))
         except FileNotFoundError:
             return False
         except OSError as error:
+            if error.errno not in FORBIDDEN:
+                raise
             logger.warning("store: could not record the use of key %s: %s", key[:12], error)
         return True
 

@@ -142,7 +142,7 @@ class GateDecisions:
         folder = self.layout.gates / request.id
         with alone(self.layout.leases):  # two may answer at once: each number is one answer's
             number = max((number for number, _ in _numbered(folder)), default=0) + 1
-            while (folder / f"answer-{number:06d}.json").exists():
+            while not _claims(folder / f"answer-{number:06d}.json"):
                 number += 1
             write_json(folder / f"answer-{number:06d}.json", said.model_dump())
         return said
@@ -153,13 +153,10 @@ class GateDecisions:
         return sorted((one for one in found if one is not None), key=lambda one: (one.asked, one.id))
 
     def _answers(self, folder: Path) -> list[GateAnswer]:
+        found = [(number, path.name, _read_answer(path)) for number, path in _numbered(folder)]
         # Two files of one number are of an earlier version.
-        found = sorted(
-            (number, answer.at, path.name, answer)
-            for number, path in _numbered(folder)
-            for answer in [_read_answer(path)]
-        )
-        return [answer for *_, answer in found]
+        ordered = sorted((number, answer.at, name, answer) for number, name, answer in found if answer is not None)
+        return [answer for *_, answer in ordered]
 
     def _read(self, folder: Path, pattern: str, kind: type[S]) -> Iterator[S]:
         for path in sorted(folder.glob(pattern)):
@@ -170,17 +167,29 @@ class GateDecisions:
 
 def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield number and path of each answer. Raises ArtifactError for a file that has another name."""
-    for path in folder.glob(ANSWERS):
+    for path in sorted(folder.glob(ANSWERS)):
         found = _ANSWER.fullmatch(path.name)
         if found is None:
             raise ArtifactError(explain("answer", str(path), "is not named as an answer", "move it out of this folder"))
         yield int(found[1]), path
 
 
-def _read_answer(path: Path) -> GateAnswer:
-    """Return an answer. Raises ArtifactError if it cannot be read: an earlier answer must not count in its place."""
+def _claims(path: Path) -> bool:
+    """Return whether the number of an answer was free; the listing of a network file system may be a little old."""
+    try:
+        path.open("xb").close()
+    except FileExistsError:
+        return False
+    return True
+
+
+def _read_answer(path: Path) -> GateAnswer | None:
+    """Return an answer; None for a number that was claimed by a process that was killed before it had answered.
+
+    Raises ArtifactError if it cannot be read: an earlier answer must not count in its place.
+    """
     answer = read_stored(path, GateAnswer)
-    if answer is None:
+    if answer is None and path.stat().st_size:
         rule = "is not a whole answer"
         raise ArtifactError(explain("answer", str(path), rule, "remove it, and answer again if it was the last one"))
     return answer

@@ -11,7 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ CHECKPOINTS = "ckpt"
 """Name of the checkpoint folder inside a work folder."""
 _TEMPORARY = re.compile(r"-(\d+)-[0-9a-f]{6}$")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _HARDLY_ANY_BYTES = 1 << 20
+_DURABLE: set[Path] = set()
+"""Folders that this process knows to be on the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,10 @@ def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = True) ->
 
 def write_text(path: Path, text: str, *, durable: bool) -> None:
     """Replace the file atomically by `text`; `durable` waits until it is on disk."""
-    make_folder(path.parent)
+    if durable:
+        make_folder(path.parent)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{_place()}-{os.getpid()}-{secrets.token_hex(3)}")
     try:
         with temporary.open("w", encoding="utf-8") as stream:
@@ -180,12 +185,18 @@ def _place() -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents durably; the folder may exist already."""
-    if folder.is_dir():
+    """Create a folder and its parents durably; the folder may exist already.
+
+    Another process may have created it and not yet come to the fsync: each process does its own, once a folder.
+    """
+    if folder == folder.parent or (folder in _DURABLE and folder.is_dir()):
         return
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    fsync_path(folder.parent)
+    if not folder.is_dir():
+        folder.mkdir(exist_ok=True)
+    with suppress(PermissionError):  # a folder far above the store
+        fsync_path(folder.parent)
+    _DURABLE.add(folder)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -309,7 +320,7 @@ def naming_disk_errors(root: Path) -> Iterator[None]:
     except Exception as error:
         if disk_is_full(error, root):
             raise disk_full(root) from error
-        if isinstance(error, OSError) and error.errno in _FORBIDDEN and _is_below(error.filename, root):
+        if isinstance(error, OSError) and error.errno in FORBIDDEN and _is_below(error.filename, root):
             raise not_writable(root, error) from error
         raise
 

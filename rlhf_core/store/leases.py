@@ -197,14 +197,19 @@ def _is_silent(path: Path) -> bool:
     The lease's time is compared with that of a file created now, so clocks of two hosts are never compared.
     """
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".now-") as probe:
-            probe.write(b"now")
-            probe.flush()
-            os.fsync(probe.fileno())
-            return Path(probe.name).stat().st_mtime - path.stat().st_mtime > TTL_SECONDS
+        return disk_time(path.parent) - path.stat().st_mtime > TTL_SECONDS
     except OSError as error:
         logger.warning("lease %s: could not determine its age: %s", path.stem[:12], error)
         return False
+
+
+def disk_time(folder: Path) -> float:
+    """Return the time by the clock of the disk that holds `folder`, which that of this host may differ from."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as probe:
+        probe.write(b"now")
+        probe.flush()
+        os.fsync(probe.fileno())
+        return Path(probe.name).stat().st_mtime
 
 
 # ---------------------------------------------------------------- the file

@@ -13,8 +13,8 @@ from pathlib import Path
 from rlhf_core.store.attempts import checkpoints
 from rlhf_core.store.damage import last_good, quarantine_object, suspicion
 from rlhf_core.store.index import Unreadable
-from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, move_aside, remove_tree, write_json
-from rlhf_core.store.leases import alone, living_owner
+from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, fsync_path, move_aside, remove_tree, write_json
+from rlhf_core.store.leases import alone, disk_time, living_owner
 from rlhf_core.store.object_check import object_damage
 from rlhf_core.store.records import KeyRecord, parse_record
 from rlhf_core.store.roots import Root, object_of, roots_of
@@ -163,37 +163,40 @@ def collect(
     held until all is decided and out of the way: nothing that another process begins to use meanwhile is removed.
     """
     with alone(layout.leases) if layout.root.is_dir() and not dry_run else nullcontext():
+        now = time.time() if dry_run or not layout.root.is_dir() else disk_time(layout.leases)
         records, unreadable = scan()
         roots, unreadable_roots = roots_of(layout)
         held_back = (*unreadable, *unreadable_roots)
         if any(living_owner(layout.leases, path.stem) for path in layout.leases.glob("*.json")):
             keep_days = max(keep_days, KEEP_DAYS_WHILE_RUNNING)
-        horizon = time.time() - keep_days * 86400
-        items = [] if held_back else _unreached(layout, records, roots, horizon)
+        horizon, young = now - keep_days * 86400, now - GRACE_SECONDS
+        items = [] if held_back else _unreached(layout, records, roots, horizon, young)
         items.extend(_dead_attempts(layout, records, roots, horizon))
-        aside = [] if dry_run else [_out_of_the_way(layout, item) for item in items]
+        aside = [] if dry_run else _out_of_the_way(layout, items)
     for path in sorted(layout.quarantine.glob("*")):
         if path not in aside and _modified(path) < horizon:
             items.append(GcItem("quarantine", path, folder_bytes(path), "", f"there for {_days(path)}"))
             aside.append(path)
     if not dry_run:
-        for removed in aside:
-            if removed is not None:
-                remove_tree(removed)
+        for path in aside:
+            remove_tree(path)
     kept = () if held_back else tuple(_kept(layout, records, roots, horizon))
     return GcReport(tuple(items), dry_run, held_back, kept)
 
 
-def _out_of_the_way(layout: StoreLayout, item: GcItem) -> Path | None:
-    """Take an item from its place in one step; return where it is now, to be removed."""
-    if item.kind == "record":
-        item.path.unlink(missing_ok=True)
-        return None
-    return move_aside(item.path, layout.quarantine)
+def _out_of_the_way(layout: StoreLayout, items: Sequence[GcItem]) -> list[Path]:
+    """Remove the records; take the rest from their places, each in one step, and return where they are now."""
+    records = [item.path for item in items if item.kind == "record"]
+    for path in records:
+        path.unlink(missing_ok=True)
+    for folder in {path.parent for path in records}:
+        fsync_path(folder)  # or a power cut could bring back a record whose object is gone
+    moved = (move_aside(item.path, layout.quarantine) for item in items if item.kind != "record")
+    return [path for path in moved if path is not None]
 
 
 def _unreached(
-    layout: StoreLayout, records: Sequence[KeyRecord], roots: Sequence[Root], horizon: float
+    layout: StoreLayout, records: Sequence[KeyRecord], roots: Sequence[Root], horizon: float, young: float
 ) -> list[GcItem]:
     live = _reached(layout, records, roots, horizon)
     items = [
@@ -205,7 +208,6 @@ def _unreached(
         if record.key not in live.keys and _modified(path) < horizon
     ]
     labels = {object_of(record.handle.uri): record.label for record in records}
-    young = time.time() - GRACE_SECONDS
     for path in sorted(layout.objects.glob("*/*")):
         if path.name not in live.objects and _modified(path) < young:
             label = labels.get(path.name, "")

@@ -85,7 +85,7 @@ def test_files_that_a_killed_writer_left_are_swept_and_those_of_a_living_one_are
 import os, sys
 from pathlib import Path
 from rlhf_core.store.layout import write_json
-os.fsync = lambda _: os._exit(9)
+os.replace = lambda *_: os._exit(9)
 write_json(Path(sys.argv[1]), {"a": 1})
 """
     target = tmp_path / "keys" / "ab" / "record.json"

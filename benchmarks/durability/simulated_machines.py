@@ -1,0 +1,556 @@
+"""Machines in memory: hosts, processes and their threads on one virtual clock, and one disk that all of them see.
+
+The product's code runs unchanged. While a `World` is installed, `os`, `open`, `time`, `fcntl` and the few names by which
+processes tell who and where they are lead here, for simulated processes and paths below `/sim` alone. Each change of
+the disk is an operation: another thread may go on there, and a fault may strike. All follows from a seed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import fcntl
+import io
+import os
+import random
+import re
+import secrets
+import shutil
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from greenlet import getcurrent, greenlet
+
+from rlhf_core.store import checkpoints, layout, leases
+
+ROOT = "/sim"
+FIRST_DESCRIPTOR = 1 << 20
+STALE_S = 30.0
+"""How long a host of a network file system may believe what it last saw of a folder."""
+MAX_OPERATIONS = 20_000
+CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+FLAGS = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+         "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL}  # fmt: skip
+
+
+class Killed(BaseException):
+    """Raised in the threads of a process that is no more; nothing that they do has an effect."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A file or a folder. What differs in `durable` may be lost when the power fails."""
+
+    number: int
+    modified: float
+    entries: dict[str, Node] | None = None
+    data: bytes = b""
+    durable: Any = b""
+    lock: tuple[Process, int] | None = None
+    """The process and the descriptor that hold the lock of the file."""
+
+
+@dataclass(eq=False)
+class Process:
+    """A process of a host; it is stopped until a time of the virtual clock, mostly one that has passed."""
+
+    world: World
+    name: str
+    host: str
+    number: int
+    clock_offset: float
+    state: str = "alive"
+    stopped_until: float = 0.0
+    open: dict[int, tuple[Node, str, int]] = field(default_factory=dict)
+    threads: list[Thread] = field(default_factory=list)
+    kept: set[object] = field(default_factory=set)
+    error: BaseException | None = None
+
+    def end(self) -> None:
+        """Free what the kernel frees when a process ends."""
+        self.state = "gone"
+        for number in list(self.open):
+            self.world.close(number, self)
+
+
+class Thread(greenlet):
+    """A thread of a simulated process, in the place of `threading.Thread`."""
+
+    def __init__(self, target: Callable[..., None], args: Any = (), process: Process | None = None, **_: Any) -> None:
+        self.process: Process = process or current().process
+        self.ready: Callable[[], bool] = lambda: True
+        self.wake = 0.0
+        super().__init__(lambda: target(*args), self.process.world.scheduler)
+
+    def start(self) -> None:
+        self.process.threads.append(self)
+
+    def join(self) -> None:
+        self.process.world.block(lambda: self.dead)
+
+
+class Event:
+    """`threading.Event` of a simulated process."""
+
+    is_set = False
+
+    def set(self) -> None:
+        self.is_set = True
+
+    def wait(self, timeout: float) -> bool:
+        current().process.world.block(lambda: self.is_set, timeout)
+        return self.is_set
+
+
+def current() -> Thread:
+    """Return the simulated thread that runs."""
+    thread: Any = getcurrent()
+    return thread
+
+
+def is_simulated() -> bool:
+    return isinstance(getcurrent(), Thread)
+
+
+class OfProcess:
+    """What a module keeps in a set: each process has its own."""
+
+    def __contains__(self, one: object) -> bool:
+        return one in current().process.kept
+
+    def add(self, one: object) -> None:
+        current().process.kept.add(one)
+
+
+class Listing:
+    """What `os.scandir` returns."""
+
+    def __init__(self, world: World, folder: str) -> None:
+        self._entries = iter([Entry(world, folder, name) for name in world.listdir(folder)])
+
+    def __enter__(self) -> Iterator[Entry]:
+        return self._entries
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __next__(self) -> Entry:
+        return next(self._entries)
+
+
+class Entry:
+    def __init__(self, world: World, folder: str, name: str) -> None:
+        self.world, self.name, self.path = world, name, f"{folder}/{name}"
+
+    def is_dir(self, **_: Any) -> bool:
+        node = self.world.find(self.path)
+        return node is not None and node.entries is not None
+
+    def is_symlink(self) -> bool:
+        return False
+
+
+class File(io.RawIOBase):
+    """An open file, beneath Python's buffers."""
+
+    def __init__(self, number: int) -> None:
+        self._process, self._number, self._at = current().process, number, 0
+        self._node, self._path, self._flags = self._process.open[number]
+
+    def fileno(self) -> int:
+        return self._number
+
+    def readable(self) -> bool:
+        return not self._flags & os.O_WRONLY
+
+    def writable(self) -> bool:
+        return bool(self._flags & (os.O_WRONLY | os.O_RDWR))
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._node.data[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def write(self, content: Any) -> int:
+        if self._number in self._process.open and is_simulated():  # else its process is gone
+            self._process.world.step("write", self._path)
+            before = self._node.data if self._flags & os.O_APPEND else self._node.data[: self._at]
+            self._node.data, self._at = before + bytes(content), len(before) + len(content)
+            self._node.modified = self._process.world.now
+        return len(content)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._process.world.close(self._number, self._process)
+
+
+def purpose(path: str) -> str:
+    """Return a name for what a path is for, without digests, numbers and what is drawn.
+
+    >>> purpose("/sim/store/keys/ab/.1f2e3d4c5b6a.json.0f1e2d3c-1000-a1b2c3")
+    'keys/#/.#.json.#'
+    """
+    inside = re.sub(r"\b([0-9a-f]{2}|[0-9a-f]{6,}|\d+)\b", "#", path.removeprefix(f"{ROOT}/store").strip("/"))
+    return re.sub(r"(#[.-])+(?=#)", "", inside) + (_who_locks() if path.endswith(".lock") else "")
+
+
+def _who_locks() -> str:
+    """Return the function for which the lock of the store is taken, as ` in commit`."""
+    frame: Any = sys._getframe(3)
+    while Path(frame.f_code.co_filename).parent.name not in ("store", "stage") or frame.f_code.co_name in (
+        *("alone", "_lock", "undisturbed"),
+    ):
+        frame = frame.f_back
+    return f" in {frame.f_code.co_name}"
+
+
+class World:
+    """The disk, the clock and the processes. `strike(process, operation)` is called before each operation: it may raise,
+    kill, stop, or set `cut`, on which the power fails; `changed(process, call, path)` after a change of names.
+
+    With `stale` the hosts see names late, as on a network file system. `locks` is `sound`, or `of one host`: then two
+    hosts do not see each other's.
+    """
+
+    def __init__(self, seed: int, *, stale: bool = False, locks: str = "sound") -> None:
+        self.random, self.scheduler = random.Random(seed), getcurrent()
+        self.stale, self.locks = stale, locks
+        self.now, self.operations, self.cut = 1e9, 0, False
+        self.numbers = iter(range(FIRST_DESCRIPTOR, 1 << 60))
+        self.root = self.node(folder=True)
+        self.pending: list[list[tuple[Node, str, Node | None]]] = []
+        self.seen: dict[tuple[str, str], tuple[float, list[str] | None]] = {}
+        self.processes: list[Process] = []
+        self.strike: Callable[[Process, str], None] = lambda process, operation: None
+        self.changed: Callable[[Process, str, str], None] = lambda process, call, path: None
+
+    # ------------------------------------------------------------ processes
+
+    def start(self, name: str, host: str, work: Callable[[], None], clock_offset: float = 0.0) -> None:
+        """Add a process that does `work` once `run` lets it."""
+        process = Process(self, name, host, 1000 + len(self.processes), clock_offset)
+
+        def main() -> None:
+            try:
+                work()
+            except (Exception, KeyboardInterrupt) as error:
+                process.error = error
+            finally:
+                process.end()
+
+        Thread(main, process=process).start()
+        self.processes.append(process)
+
+    def run(self) -> list[Process]:
+        """Let all processes go on until they end; return those that wait for ever."""
+        while True:
+            if self.cut:
+                self._cut_power()
+            for thread in [thread for one in self.processes if one.state == "gone" for thread in one.threads]:
+                with suppress(Killed):
+                    thread.throw(Killed)
+                thread.process.threads.remove(thread)
+            living = [one for one in self.processes if one.state != "gone"]
+            awake = [one for one in living if one.stopped_until <= self.now]
+            threads = [thread for one in awake for thread in one.threads if not thread.dead]
+            able = [thread for thread in threads if thread.wake <= self.now or thread.ready()]
+            if able:
+                with suppress(Killed):
+                    self.random.choice(able).switch()
+                continue
+            times = [one.stopped_until for one in living if one not in awake] + [one.wake for one in threads]
+            soonest = min(times, default=float("inf"))
+            if soonest == float("inf"):
+                return living
+            self.now = soonest
+
+    def kill(self) -> None:
+        """End the process that runs."""
+        current().process.end()
+        raise Killed
+
+    def block(self, ready: Callable[[], bool], timeout: float = float("inf")) -> None:
+        """Let others run until `ready` or the timeout."""
+        thread = current()
+        thread.ready, thread.wake = ready, self.now + timeout
+        self._others()
+        thread.ready, thread.wake = (lambda: True), 0.0
+
+    def step(self, call: str, path: str) -> None:
+        """Begin an operation of the running process."""
+        self.operations, self.now = self.operations + 1, self.now + 0.002
+        if self.operations > MAX_OPERATIONS:
+            raise RuntimeError("more operations than a history has")
+        self._look(0.15)
+        self.strike(current().process, f"{call} {purpose(path)}")
+        if current().process.stopped_until > self.now:
+            self._others()
+
+    def _look(self, chance: float = 0.02) -> None:
+        """Let others run, perhaps, before the disk is read."""
+        if current().process.state == "gone":
+            raise Killed
+        if self.random.random() < chance:
+            self._others()
+
+    def _others(self) -> None:
+        self.scheduler.switch()
+        if current().process.state == "gone":
+            raise Killed
+
+    # ------------------------------------------------------------ the disk
+
+    def node(self, *, folder: bool = False) -> Node:
+        return Node(next(self.numbers), self.now, {} if folder else None, durable={} if folder else b"")
+
+    def find(self, path: str) -> Node | None:
+        """Return what the disk has at a path."""
+        node: Node | None = self.root
+        for name in path[len(ROOT) :].split("/"):
+            if name and name != ".":
+                node = None if node is None or node.entries is None else node.entries.get(name)
+        return node
+
+    def _parent(self, path: str) -> tuple[Node, str]:
+        above, _, name = path.rpartition("/")
+        folder = self.find(above)
+        if folder is None or folder.entries is None:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        return folder, name
+
+    def _existing(self, path: str, node: Node | None) -> Node:
+        if node is None:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        return node
+
+    def _looked_up(self, path: str) -> Node:
+        """Return what a process finds at a path: its host may still believe that nothing is there."""
+        self._look()
+        key, node = (current().process.host, path), self.find(path)
+        if self.stale and node is None:
+            self.seen[key] = (self.now, None)
+        since, names = self.seen.get(key, (0.0, []))
+        return self._existing(path, None if names is None and self.now - since < STALE_S else node)
+
+    def _change(self, call: str, path: str, *changes: tuple[Node, str, Node | None], old: str = "") -> None:
+        for folder, name, node in changes:
+            assert folder.entries is not None
+            folder.entries.pop(name, None)
+            folder.entries |= {name: node} if node else {}
+            folder.modified = self.now
+        self.pending.append(list(changes))
+        for seen in (path, path.rpartition("/")[0], old, old.rpartition("/")[0]):
+            self.seen.pop((current().process.host, seen), None)
+        self.changed(current().process, call, path)
+
+    def _cut_power(self) -> None:
+        """End all processes, and keep a part that is drawn of what was not fsynced."""
+        self.cut = False
+        self.seen.clear()
+        for process in self.processes:
+            process.end()
+        kept = self.random.choice([0.0, 0.5, 0.5, 1.0])
+        for changes in self.pending:
+            if self.random.random() < kept:
+                self._make_durable(changes)
+        self.pending.clear()
+        self._fall_back(self.root, kept)
+
+    def _make_durable(self, changes: list[tuple[Node, str, Node | None]]) -> None:
+        for folder, name, node in changes:
+            folder.durable.pop(name, None)
+            folder.durable |= {name: node} if node else {}
+
+    def _fall_back(self, node: Node, kept: float) -> None:
+        if node.entries is None:
+            if self.random.random() >= kept:
+                part = node.data[: self.random.randrange(len(node.data) + 1)]
+                node.data = node.durable if node.data == node.durable else self.random.choice([node.durable, part])
+            node.durable = node.data
+            return
+        node.entries = dict(node.durable)
+        for inside in node.entries.values():
+            self._fall_back(inside, kept)
+
+    # ------------------------------------------------------------ what `os` offers
+
+    def stat(self, path: Any, **_: Any) -> os.stat_result:
+        node = current().process.open[path][0] if isinstance(path, int) else self._looked_up(path)
+        kind = stat.S_IFREG | 0o644 if node.entries is None else stat.S_IFDIR | 0o755
+        at = node.modified
+        return os.stat_result(
+            [kind, node.number, 1, 1, 0, 0, len(node.data), *[int(at)] * 3, *[at] * 3, *[int(at * 1e9)] * 3]
+        )
+
+    def mkdir(self, path: str, *_: Any) -> None:
+        self.step("mkdir", path)
+        folder, name = self._parent(path)
+        if name in (folder.entries or {}):
+            raise FileExistsError(errno.EEXIST, "File exists", path)
+        self._change("mkdir", path, (folder, name, self.node(folder=True)))
+
+    def rename(self, path: str, target: str) -> None:
+        self.step("rename", target)
+        node, there = self._existing(path, self.find(path)), self.find(target)
+        if there is not None and there.entries:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", target)
+        self._change("rename", target, (*self._parent(path), None), (*self._parent(target), node), old=path)
+
+    def unlink(self, path: str, **_: Any) -> None:
+        self.step("unlink", path)
+        if self._existing(path, self.find(path)).entries:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+        self._change("unlink", path, (*self._parent(path), None))
+
+    def listdir(self, path: str) -> list[str]:
+        entries = self._looked_up(path).entries
+        if entries is None:
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path)
+        host = current().process.host
+        since, names = self.seen.get((host, path), (0.0, None))
+        if names is not None and self.now - since < STALE_S:
+            return [name for name in names if name in entries]
+        if self.stale:
+            self.seen[host, path] = (self.now, list(entries))
+            for name in entries:
+                self.seen.pop((host, f"{path}/{name}"), None)
+        return list(entries)
+
+    def utime(self, path: str, times: tuple[float, float] | None = None) -> None:
+        self.step("utime", path)
+        self._looked_up(path).modified = self.now if times is None else times[1]
+
+    def open(self, path: str, flags: int, *_: Any) -> int:
+        if flags & CHANGES:
+            self.step("open", path)
+        node = self.find(path) if flags & CHANGES else self._looked_up(path)
+        if node is not None and flags & os.O_EXCL:
+            raise FileExistsError(errno.EEXIST, "File exists", path)
+        if node is None and flags & os.O_CREAT:
+            node = self.node()
+            self._change("open", path, (*self._parent(path), node))
+        node = self._existing(path, node)
+        node.data = b"" if flags & os.O_TRUNC else node.data
+        number = next(self.numbers)
+        current().process.open[number] = (node, path, flags)
+        return number
+
+    def close(self, number: int, process: Process | None = None) -> None:
+        process = process or current().process
+        node, _, _ = process.open.pop(number, (self.root, "", 0))
+        node.lock = None if node.lock == (process, number) else node.lock
+
+    def fsync(self, number: int) -> None:
+        node, path, _ = current().process.open[number]
+        self.step("fsync", path)
+        if node.entries is None:
+            node.durable = node.data
+        for changes in [one for one in self.pending if any(folder is node for folder, _, _ in one)]:
+            self._make_durable(changes)
+            self.pending.remove(changes)
+
+    def flock(self, number: int, operation: int) -> None:
+        process = current().process
+        node, path, _ = process.open[number]
+
+        def is_free() -> bool:
+            return node.lock is None or (self.locks == "of one host" and node.lock[0].host != process.host)
+
+        self.step("flock", path)
+        while not is_free():
+            if operation & fcntl.LOCK_NB:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            self.block(is_free)
+        node.lock = (process, number)
+
+    def open_file(self, path: str, mode: str = "r", *_: Any, **__: Any) -> Any:
+        raw = File(self.open(path, FLAGS[mode.strip("bt")]))
+        buffered: Any = io.BufferedReader(raw) if raw.readable() else io.BufferedWriter(raw)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding="utf-8")
+
+    @contextmanager
+    def temporary_file(self, dir: Any, prefix: str) -> Iterator[Any]:
+        path = f"{dir}/{prefix}{self.random.randbytes(4).hex()}"
+        with self.open_file(path, "xb") as stream:
+            try:
+                yield SimpleNamespace(name=path, write=stream.write, flush=stream.flush, fileno=stream.fileno)
+            finally:
+                self.unlink(path)
+
+    # ------------------------------------------------------------ in the place of the machine
+
+    def _state(self, number: int, _: int = 0) -> str:
+        found = [one for one in self.processes if (one.number, one.host) == (number, current().process.host)]
+        return "gone" if not found else "stopped" if found[0].stopped_until > self.now else found[0].state
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let the names of the operating system lead here, for simulated processes alone."""
+        ours: list[tuple[Any, str, Callable[..., Any]]] = [
+            *((os, name, getattr(self, name)) for name in ("mkdir", "rename", "unlink", "listdir", "utime", "open", "fsync", "close")),
+            *((os, name, self.stat) for name in ("stat", "lstat", "fstat")),
+            (os, "replace", self.rename),
+            (os, "rmdir", self.unlink),
+            (os, "scandir", lambda path: Listing(self, path)),
+            (os, "chmod", lambda path, mode, **_: None),
+            (os, "statvfs", lambda path: SimpleNamespace(f_bavail=1 << 30, f_frsize=4096)),
+            (fcntl, "flock", self.flock),
+            (io, "open", self.open_file),
+            (builtins, "open", self.open_file),
+        ]  # fmt: skip
+        of_process: list[tuple[Any, str, Callable[..., Any]]] = [
+            *((module, "here", lambda: (current().process.host, "boot", "pids")) for module in (layout, leases)),
+            (leases, "process_state", self._state),
+            (leases, "process_stat", lambda number: ("R", number)),
+            (layout, "is_running", lambda number: self._state(number) != "gone"),
+            (os, "getpid", lambda: current().process.number),
+            (secrets, "token_hex", lambda size: self.random.randbytes(size).hex()),
+            (tempfile, "NamedTemporaryFile", self.temporary_file),
+            (time, "time", lambda: self.now + current().process.clock_offset),
+            (time, "time_ns", lambda: int((self.now + current().process.clock_offset) * 1e9)),
+            (time, "monotonic", lambda: self.now),
+            (time, "sleep", lambda seconds: self.block(lambda: False, seconds)),
+        ]
+        threads = SimpleNamespace(**vars(threading) | {"Thread": Thread, "Event": Event, "Timer": _TIMER})
+        with ExitStack() as stack:
+            for module, name, call in ours:
+                stack.enter_context(mock.patch.object(module, name, _for_paths(call, getattr(module, name))))
+            for module, name, call in of_process:
+                stack.enter_context(mock.patch.object(module, name, _for_processes(call, getattr(module, name))))
+            for module in (leases, checkpoints):
+                stack.enter_context(mock.patch.object(module, "threading", threads))
+            stack.enter_context(mock.patch.object(layout, "ThreadPoolExecutor", _POOL))
+            stack.enter_context(mock.patch.object(layout, "_DURABLE", OfProcess()))
+            stack.enter_context(mock.patch.object(shutil, "_use_fd_functions", False))
+            yield
+
+
+_TIMER = mock.MagicMock()
+_POOL = mock.MagicMock()
+_POOL.return_value.__enter__.return_value.map = map
+
+
+def _for_processes(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: (ours if is_simulated() else theirs)(*args, **kwargs)
+
+
+def _for_paths(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_simulated() and args:
+            first = args[0] if isinstance(args[0], int) else os.fspath(args[0])
+            if first >= FIRST_DESCRIPTOR if isinstance(first, int) else str(first).startswith(ROOT):
+                return ours(first, *(os.fspath(one) if isinstance(one, Path) else one for one in args[1:]), **kwargs)
+        return theirs(*args, **kwargs)
+
+    return call
