@@ -33,6 +33,7 @@ from rlhf_core.errors import ArtifactError
 from rlhf_core.schema.base import Config
 from rlhf_core.stage import decision
 from rlhf_core.stage.context import StageContext
+from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store import leases
@@ -71,12 +72,12 @@ class Promises:
         place = Path(path).relative_to(STORE).parts[0] if path != str(STORE) else ""
         if call == "rename" and place == "keys":
             held = self.world.find(f"{STORE}/leases/{Path(path).name}")
-            owner = json.loads(held.data) if held else {"token": ""}
+            owner = _table(held.data if held else b"")
             if (owner.get("host"), owner.get("pid")) != (process.host, process.number):
                 self.broken.append(f"{process.name} wrote a record without the lease")
-            elif owner["token"] in self.leases:
+            elif owner.get("token") in self.leases:
                 self.broken.append(f"{process.name} wrote two records under one lease")
-            self.leases.add(owner["token"])
+            self.leases.add(owner.get("token", ""))
         if place in ("keys", "objects", "quarantine"):
             self.check_records()
 
@@ -101,11 +102,11 @@ class Promises:
         self.check_records()
         records = {name.removesuffix(".json") for name, _ in self.below("keys")}
         lost = [f"the result {key[:6]}" for key, at in self.results.items() if key not in records and self.counts(at)]
-        pins = {json.loads(file.data)["target"] for _, file in self.below("roots/pins")}
+        pins = {str(_table(file.data).get("target")) for _, file in self.below("roots/pins")}
         pinned = {digest for digest in pins if self.world.find(f"{STORE}/{_place(digest)}/{MANIFEST}")}
         lost += [f"the pin of {digest[:6]}" for digest in self.pins - pinned]
-        answers = [file.data for name, file in self.below("roots/gates") if name.startswith("answer") and file.data]
-        lost += [f"the answer of {name}" for name in self.answers - {json.loads(one)["reason"] for one in answers}]
+        answers = {_table(file.data).get("reason") for _, file in self.below("roots/gates")}
+        lost += [f"the answer of {name}" for name in self.answers - answers]
         self.broken += [f"{one} is lost" for one in lost]
 
     def counts(self, at: float) -> bool:
@@ -120,6 +121,14 @@ class Promises:
                 yield from self.below(f"{place}/{name}")
             elif not name.startswith("."):
                 yield name, inside
+
+
+def _table(content: bytes) -> dict[str, Any]:
+    """Return what a JSON file holds, {} if it was not written to its end."""
+    try:
+        return dict(json.loads(content))
+    except ValueError:
+        return {}
 
 
 def _place(digest: str) -> str:
@@ -137,9 +146,7 @@ class CountingConfig(Config):
 
 def run(config: CountingConfig, *, context: StageContext) -> PolicyRef:
     """Count to `steps` with a checkpoint at each step, and return an artifact of two files."""
-    promises, who = _promises, current().process.name
-    if who == "forced":
-        promises.saved.pop(context.key, None)
+    promises = _promises
     checkpoint = context.checkpoints.to_resume()
     done, (saved, at) = checkpoint.step if checkpoint else 0, promises.saved.get(context.key, (0, 0.0))
     if done < saved and promises.counts(at):
@@ -161,10 +168,23 @@ def work() -> None:
     """Run the stage; what it returns is acknowledged."""
     spec = StageSpec(name="counting", module=run.__module__, version=1, code="warn", config=CountingConfig(), inputs={},
                      seed=1, label="counting", engines={})  # fmt: skip
-    forced = current().process.name == "forced"
-    _, decided = execute(ArtifactStore(STORE), spec, runtime=_STUB, tracker=_STUB, progress=_STUB, force=forced)
-    _promises.saved.pop(decided.key, None)
-    _promises.results[decided.key] = _promises.world.now
+    promises, forced = _promises, current().process.name == "forced"
+
+    def decided(made: Decision) -> None:
+        if forced:  # what was saved is to be thrown away
+            promises.saved.pop(made.key, None)
+
+    _, made = execute(
+        ArtifactStore(STORE),
+        spec,
+        runtime=_STUB,
+        tracker=_STUB,
+        progress=_STUB,
+        force=forced,
+        on_decision=decided,
+    )
+    promises.saved.pop(made.key, None)
+    promises.results[made.key] = promises.world.now
 
 
 def pin() -> None:

@@ -14,7 +14,7 @@ from types import FrameType
 from rlhf_core.errors import RlhfError
 from rlhf_core.processes.large_imports import skip_last_collections
 from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting
+from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting, leave_lost_terminal, terminations
 
 EXIT_REFUSED = 2
 EXIT_WAITING = 75
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     show_warnings()
     skip_last_collections()
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = {number: signal.signal(number, _interrupt) for number in terminations()}
     try:
         return int(_verb(options)(options) or 0)
     except RlhfError as error:
@@ -80,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def show_warnings() -> None:
@@ -302,6 +303,7 @@ def _verb(options: argparse.Namespace) -> Callable[[argparse.Namespace], int | N
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
+    leave_lost_terminal()
     raise KeyboardInterrupt
 
 

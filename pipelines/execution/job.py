@@ -39,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the stage whose spec is in the folder, and write its outcome there."""
     (folder,) = map(Path, arguments)
     skip_last_collections()
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in stopping.terminations():
+        signal.signal(number, _interrupt)
     try:
         outcome = run_job(read_spec(folder / SPEC), Reporter(folder))
     except stopping.StageWaiting as waiting:

@@ -35,6 +35,7 @@ from pipelines.prefect_flows.waiting import keep_resuming
 from pipelines.services.flow_runs import home_tag, interrupt, reconcile
 from pipelines.services.home import Home
 from rlhf_core.processes.identity import user_name
+from rlhf_core.stage.stopping import terminations
 from stages.table import STAGES
 
 logger = logging.getLogger(__name__)
@@ -196,6 +197,8 @@ def _reconcile_all(log: Path) -> None:
 def main(mark: Path) -> None:
     """Serve the deployments; the file `mark` exists and is recent while they can be triggered."""
     logging.basicConfig(format="%(asctime)s %(message)s")
+    if signal.SIGHUP in terminations():
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     tag = home_tag(Home.here())
     reconcile()
     runner = InterruptingRunner(limit=RUNS_AT_ONCE, query_seconds=POLL_S)

@@ -21,6 +21,8 @@ import sys
 import threading
 import time
 
+from rlhf_core.stage.stopping import terminations
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 REST_S = 2.0
@@ -39,8 +41,8 @@ def run_guarded(command: list[str], patience_s: float) -> int:
     def stop(*_: object) -> None:
         threading.Thread(target=_stop, args=(child, patience_s), daemon=True).start()
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    for number in (*terminations(), signal.SIGINT):
+        signal.signal(number, stop)
     threading.Thread(target=_stop_when_orphaned, args=(child, patience_s), daemon=True).start()
     status = child.wait()
     _await_rest(child)

@@ -33,6 +33,7 @@ from pipelines.services.servers import (
 )
 from pipelines.services.user_servers import user_prefect
 from pipelines.services.watchdog import Child, keep_alive
+from rlhf_core.stage.stopping import terminations
 from rlhf_core.tracking import owner
 
 logger = logging.getLogger("rlhf.supervisor")
@@ -48,7 +49,7 @@ DEPLOYMENTS_PATIENCE_S = 32.0
 def supervise(home: Home) -> None:
     """Start the services, record their addresses, restart what dies or hangs, and stop all on SIGTERM or Ctrl-C."""
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (*terminations(), signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if running(home) is not None:
         logger.error("services of %s are already running", home.root)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import tempfile
 import threading
 import time
@@ -173,7 +174,7 @@ def _start(cores: int) -> None:
     keep_token_private()
     for attempt in range(START_ATTEMPTS):
         try:
-            with _this_machine_alone():
+            with _this_machine_alone(), _out_of_the_terminal():
                 ray.init(
                     address="local",
                     num_cpus=cores,
@@ -200,6 +201,16 @@ def _start(cores: int) -> None:
                 remedy = f"see the logs in {folder}/session_latest/logs, or free memory and cores"
                 raise ConfigError(explain("runtime.type", "ray", rule, remedy)) from error
             logger.warning("Ray did not start (%s); trying again", error)
+
+
+@contextmanager
+def _out_of_the_terminal() -> Iterator[None]:
+    """Let processes started inside outlive a terminal that goes: they end with this one, after it has saved."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -24,6 +24,8 @@ GRACE_S = 20.0
 ALLOCATION_START = "SLURM_JOB_START_TIME"
 """Environment variable with the start of the allocation, in seconds of the wall clock."""
 
+_TERMINALS = tuple(number for number in (1, 2) if os.isatty(number))
+"""File descriptors of the output that goes to a terminal."""
 _asked = threading.Event()
 _reason = ""
 _deadlines: list[tuple[float, str]] = []
@@ -111,11 +113,33 @@ def deadline(seconds: float, why: str) -> Iterator[None]:
         _deadlines.remove(limit)
 
 
+def terminations() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask a process to end: SIGTERM, and SIGHUP unless it is ignored, as under nohup.
+
+    SIGHUP comes when the terminal, or the connection to it, has gone.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
+
+
+def leave_lost_terminal() -> None:
+    """Send the output to nowhere if its terminal has gone: each write would be an error, which would end the stage."""
+    for number in _TERMINALS:
+        if not os.isatty(number):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
+def _deliver(number: int) -> None:
+    unhandled = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_DFL
+    signal.raise_signal(signal.SIGTERM if unhandled else number)
+
+
 @contextmanager
 def on_signals() -> Iterator[None]:
-    """Let the first SIGTERM or Ctrl-C ask the stage to end, and the second interrupt; only in the main thread.
+    """Let the first SIGTERM, SIGHUP or Ctrl-C ask the stage to end, and the second interrupt; only in the main thread.
 
-    The previous handler gets the signal in the end: after the stage has saved, or at once for the second signal.
+    The previous handler gets the signal in the end: after the stage has saved, or at once for the second signal. Where
+    nobody handles SIGHUP, that of SIGTERM gets it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -137,7 +161,7 @@ class _Listener:
     def __init__(self) -> None:
         self._arrived: signal.Signals | None = None
         self._watchdog: threading.Timer | None = None
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._handle) for number in (*terminations(), signal.SIGINT)}
 
     def close(self) -> None:
         if self._watchdog is not None:
@@ -150,12 +174,13 @@ class _Listener:
     def pass_on(self) -> None:
         """Send the signal that arrived to its current handler."""
         if self._arrived is not None:
-            signal.raise_signal(self._arrived)
+            _deliver(self._arrived)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        leave_lost_terminal()
         if self._arrived is not None:
             self.close()
-            signal.raise_signal(number)
+            _deliver(number)
             return
         self._arrived = signal.Signals(number)
         signal.alarm(0)  # a library's earlier handler may have set an alarm that aborts the process soon

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -259,3 +260,14 @@ def test_no_setting_turns_a_warning_of_a_library_into_the_end_of_a_run(given: tu
         check=False,
     )
     assert done.returncode == 0 and "DeprecationWarning: old" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_interrupts_a_verb_and_its_handlers_are_put_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr("pipelines.cli.main._verb", lambda options: lambda options: signal.raise_signal(number))
+    assert main(["status"]) == 130
+    assert "stopped; what was done is kept" in capsys.readouterr().err
+    assert signal.getsignal(number) is before

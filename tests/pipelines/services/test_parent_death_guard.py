@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from rlhf_core.store.leases import is_gone
 from rlhf_core.tracking import owner
@@ -43,7 +46,8 @@ def test_the_command_ends_when_its_starter_is_gone(tmp_path: Path) -> None:
     assert is_gone(process)
 
 
-def test_a_command_that_ignores_the_request_is_ended_when_it_is_terminated() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_ignores_the_request_is_ended_when_it_is_terminated(number: signal.Signals) -> None:
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     leash = subprocess.Popen(
         [sys.executable, "-m", "pipelines.services.parent_death_guard", "1", sys.executable, "-c", stubborn],
@@ -52,8 +56,8 @@ def test_a_command_that_ignores_the_request_is_ended_when_it_is_terminated() -> 
     )
     assert leash.stdout is not None
     leash.stdout.readline()
-    leash.terminate()
-    assert leash.wait(30) != 0
+    leash.send_signal(number)
+    assert leash.wait(30) == 128 + signal.SIGKILL
 
 
 def test_what_cleans_up_after_a_command_has_the_time_for_it(tmp_path: Path) -> None:

@@ -1,27 +1,45 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rlhf_core.stage import stopping
 from rlhf_core.stage.stopping import StageStopped, on_signals, reason, time_limit
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SAVES = """
+import os, sys, time
+from pathlib import Path
+from rlhf_core.stage.stopping import on_signals, reason, StageStopped
+with on_signals():
+    print("begins", flush=True)
+    while not reason():
+        time.sleep(0.01)
+    for _ in range(3):
+        print("to a terminal that has gone", flush=True)
+    Path(sys.argv[1]).write_text(reason())
+    raise StageStopped(reason())
+"""
+
 
 @pytest.fixture
 def passed_on() -> Iterator[list[int]]:
     """What the handlers outside were given."""
     given: list[int] = []
-    before = {n: signal.signal(n, lambda number, _: given.append(number)) for n in (signal.SIGTERM, signal.SIGINT)}
+    before = {n: signal.signal(n, lambda number, _: given.append(number)) for n in SIGNALS}
     yield given
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_asks_and_reaches_whoever_handled_it_before_once_the_stage_has_saved(
     passed_on: list[int], number: signal.Signals
 ) -> None:
@@ -40,6 +58,31 @@ def test_the_second_signal_is_handled_at_once(passed_on: list[int]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert passed_on == [signal.SIGTERM]
+
+
+def test_a_hang_up_that_nobody_handles_ends_as_a_termination(passed_on: list[int]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with pytest.raises(StageStopped), on_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+        raise StageStopped(reason())
+    assert passed_on == [signal.SIGTERM]
+
+
+def test_under_nohup_a_hang_up_is_ignored(passed_on: list[int]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with on_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert reason() == "" and stopping.terminations() == (signal.SIGTERM,)
+
+
+def test_a_stage_saves_when_its_terminal_goes(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", SAVES, str(tmp_path / "saved")])
+    assert os.read(terminal, 6) == b"begins"
+    os.close(terminal)
+    os.waitpid(child, 0)
+    assert (tmp_path / "saved").read_text() == "SIGHUP arrived"
 
 
 def test_a_stage_that_comes_to_no_end_is_interrupted_after_a_while(
