@@ -224,9 +224,12 @@ class Values:
     # ------------------------------------------------------------ assignments and numbers
 
     def assign(self, raw: str) -> None:
-        """Set a variable, an element or an array, or add to one, from an assignment as written."""
+        """Set a variable, an element or an array, or add to one, from an assignment as written; skip another word."""
         found = ASSIGNMENT.fullmatch(raw)
-        assert found
+        if not found:
+            if found := ASSIGNMENT.fullmatch(self.text(raw)):  # export "A=b"
+                self.variables[found[1]] = [found[4]]
+            return
         name, subscript, added, value = found.groups()
         name = name if subscript is None else f"{name}[{self.text(subscript)}]"
         before = self.variables.get(name, []) if added else []

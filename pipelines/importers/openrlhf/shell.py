@@ -142,7 +142,8 @@ class _Shell:
             case "(":
                 before = dict(self.values.variables)
                 self._items(node.branches[0].body)
-                self.values.variables = before
+                self.values.variables.clear()
+                self.values.variables.update(before)
             case _:
                 return self._items(node.branches[0].body)
         return True
@@ -274,8 +275,8 @@ class _Shell:
         if not words or words[0] in _DECLARERS:
             self._before, self._follows = [], False
             for word in (*assigned, *words):
-                if ASSIGNMENT.fullmatch(word):
-                    self.values.assign(word)
+                self.values.assign(word)
+            self._doubts(node.line)
             return True
         expanded = [field for raw in words for field in self.values.fields(raw) if field != "\\"]
         self._doubts(node.line)
@@ -297,14 +298,14 @@ class _Shell:
                 return test(words[1 : -1 if words[0] == "[" else None])
             case "true" | ":" | "false":
                 return words[0] != "false"
-            case "grep" | "command" | "which" | "type":
+            case "grep" | "which" | "type":
+                return None
+            case "command" if words[1:2] == ["-v"]:
                 return None
             case "set":
                 self.values.arguments = words[words.index("--") + 1 :] if "--" in words else self.values.arguments
-            case "shift" if self.values.arguments:
-                self.values.arguments = self.values.arguments[
-                    int(words[1]) if words[1:2] and words[1].isdigit() else 1 :
-                ]
+            case "shift" if self.values.arguments and (*words, "1")[1].isdigit():
+                self.values.arguments = self.values.arguments[int((*words, "1")[1]) :]
             case "unset":
                 for name in words[1:]:
                     self.values.variables.pop(name, None)

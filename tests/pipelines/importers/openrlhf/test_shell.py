@@ -20,6 +20,7 @@ def words(script: str) -> tuple[str, ...]:
     ("script", "expected"),
     [
         (f"{CALL} --a 1 --b=2", ("--a", "1", "--b=2")),
+        (f"command -v ray && command {CALL} --a 1", ("--a", "1")),
         (f"{CALL} --a 1 \\\n   --b 2", ("--a", "1", "--b", "2")),
         (f"{CALL} --a 1 \\  \n --b 2 \\\n\necho done", ("--a", "1", "--b", "2")),
         (f"{CALL} --a 1 \\\n  # --off 3 \\\n  --b 2 # the end", ("--a", "1", "--b", "2")),
@@ -76,6 +77,7 @@ BASH = [
     f"M=a/b-7b.tar\n{CALL} --a ${{M##*/}} --b ${{M%.tar}} --c ${{M#*/}} --d ${{M/b/c}} --e ${{M//b/c}} --f ${{M%%-*}}",
     f'A=(lr b); M=x/y; {CALL} "${{A[@]/#/--}}" ${{M/%y/z}} ${{M/#y/z}} ${{M//x/}}',
     f'declare -A C=([lr]=1e-6 [b]=8)\nC[x]=2\n{CALL} --lr ${{C[lr]}} --b "${{C[b]}}" --x ${{C[x]}}',
+    f'export "A=x y" B=2; [[ -f x ]] || (A=3); {CALL} --a "$A" --b $B',
     f"( A=1; {CALL} --a $A )\n{{ B=2; {CALL} --b $B; }} 2>&1 | cat",
     f"{CALL} --a \"x\\\ny\" --b 'p\\\nq' --c d\\\ne",
     f'A=" --a 1 "; {CALL} x$A"y"',
@@ -121,6 +123,7 @@ def test_words_are_those_that_bash_passes(script: str, tmp_path: Path) -> None:
         (f"for i in {{1..3}}; do {CALL} --a $i; done", ("--a", "1"), "read with 1 alone, not with 2, 3"),
         (f"while true; do {CALL} --a 1; done", ("--a", "1"), "the commands of while true are read once"),
         (f"source env.sh\n{CALL} --a $A", ("--a", "$A"), "line 1: source env.sh is not read"),
+        (f'A="$@"\nB=1\n{CALL} --a 1 $A', ("--a", "1"), "line 1: $@ stands for the arguments of the script"),
         (f'{CALL} --a 1 "$@"', ("--a", "1"), "line 1: $@ stands for the arguments of the script"),
         (f"{CALL} --a 1 ${{W:+--b $W}}", ("--a", "1"), "${W:+--b $W} is read as empty: the script sets no W"),
         (f"go() {{ {CALL} --a 1; }}\n$1", ("--a", "1"), "line 1: function go is not called; its commands are read"),
