@@ -14,10 +14,11 @@ from pipelines.execution.versions import version_lines
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
+from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.stage.decision import target_of
 from rlhf_core.stage.key import Strictness
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.user_code.dependencies import unseen_reads
+from rlhf_core.user_code.dependencies import unseen_by_programs, unseen_reads
 from rlhf_core.user_code.sources import DECLARATION
 
 
@@ -62,11 +63,14 @@ def _plan(options: argparse.Namespace) -> list[PlannedStage]:
 
 
 def _unseen(store: ArtifactStore, stage: PlannedStage) -> list[str]:
-    """Return what the stage's functions read that its key does not see: by their text, and as its record says."""
+    """Return what the stage's functions and programs read that its key does not see: by their text, and by its record."""
+    agent = getattr(stage.spec.config, "agent", None)
+    programs = unseen_by_programs(agent.read_files()) if isinstance(agent, EpisodeLimits) else []
     phrases = dict.fromkeys(phrase for function in stage.spec.callables for phrase in unseen_reads(function))
     record = store.record(stage.decision.key) if stage.decision.key else None
     return [f"not in the key: {phrase}; what counts: {DECLARATION} there" for phrase in phrases] + [
-        f"not in the key, as seen when it ran: {note}" for note in (() if record is None else record.unseen)
+        *(f"not in the key: {phrase}; what counts: agent.files" for phrase in programs),
+        *(f"not in the key, as seen when it ran: {note}" for note in (() if record is None else record.unseen)),
     ]
 
 

@@ -93,10 +93,12 @@ def _forgets(node: Definition, used: set[str]) -> bool:
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes of a function without those of the functions inside it."""
-    for child in ast.iter_child_nodes(node):
+    waiting = list(ast.iter_child_nodes(node))
+    while waiting:
+        child = waiting.pop()
         yield child
         if not isinstance(child, _INNER):
-            yield from _own(child)
+            waiting += ast.iter_child_nodes(child)
 
 
 def _ends(body: Sequence[ast.stmt]) -> bool:

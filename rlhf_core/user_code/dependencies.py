@@ -6,7 +6,7 @@ change between runs without a change of version. They are found without importin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,11 +15,13 @@ from typing import Any
 from rlhf_core.user_code.loading import load_callable
 from rlhf_core.user_code.sources import (
     PROGRAM_PACKAGES,
+    UserModule,
     changed,
     code_of,
     digest_of,
     file_digest,
     is_users_own,
+    reached_from,
     search_folders,
     user_modules,
 )
@@ -92,12 +94,26 @@ def unseen_reads(spec: str, *, key: str = "callable") -> list[str]:
     Files and variables of modules that declare such in `DEPENDS_ON` are taken for declared. What installed packages and
     this program read counts as their version does.
     """
-    modules = [
-        module
-        for module in user_modules(spec, key=key)
-        if module.name.partition(".")[0] not in PROGRAM_PACKAGES and is_users_own(module.path)
-    ]
-    own = frozenset(module.name.partition(".")[0] for module in modules)
-    location = spec.rpartition(":")[0]
+    return _unseen(user_modules(spec, key=key), spec.rpartition(":")[0])
+
+
+def unseen_by_programs(files: Sequence[str]) -> list[str]:
+    """Return phrases for what the Python programs among `files`, whose bytes are in the key, import and read beside them."""
+    seen, phrases = {Path(name).resolve() for name in files}, []
+    for name in files:
+        modules = reached_from(name) if name.endswith(".py") else []
+        others = [module for module in modules if module.path.resolve() not in seen]
+        phrases += [f"{Path(name).name} imports {module.path}" for module in others]
+        phrases += _unseen(modules, name)
+    return list(dict.fromkeys(phrases))
+
+
+def _unseen(modules: Sequence[UserModule], location: str) -> list[str]:
+    tops = frozenset(module.name.partition(".")[0] for module in modules)
     search = search_folders(Path(location) if location.endswith(".py") else None)
-    return [phrase for module in modules for phrase in unseen_uses(module, own, search)]
+    return [
+        phrase
+        for module in modules
+        if module.name.partition(".")[0] not in PROGRAM_PACKAGES and is_users_own(module.path)
+        for phrase in unseen_uses(module, tops, search)
+    ]

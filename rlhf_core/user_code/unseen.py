@@ -102,6 +102,8 @@ def unseen_uses(module: UserModule, own: frozenset[str], search: Sequence[Path])
     Files and variables of a module that declares some in `DEPENDS_ON` count as declared, but for files beside it that its
     text names.
     """
+    if module.source.names is None:
+        return []  # compiled, or not of this Python: nothing to read
     tree = _tree(module.source.content, module.path)
     files = [entry for entry in module.source.declared if not entry.startswith(ENVIRONMENT)]
     declares = {FILES: bool(files), VARIABLES: len(files) < len(module.source.declared)}
@@ -117,7 +119,7 @@ def unseen_uses(module: UserModule, own: frozenset[str], search: Sequence[Path])
 
 @lru_cache(maxsize=1024)
 def _tree(content: bytes, path: Path) -> ast.Module:
-    return parse_source(content, str(path)) if content else ast.Module([], [])
+    return parse_source(content, str(path))
 
 
 def _uses(tree: ast.Module, own: frozenset[str]) -> list[tuple[str, str, int]]:

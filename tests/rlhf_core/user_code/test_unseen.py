@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.user_code.dependencies import unseen_reads
+from rlhf_core.user_code.dependencies import unseen_by_programs, unseen_reads
 
 FILES, VARIABLES, COMPUTED = "reads files", "reads environment variables", "imports modules by a computed name"
 
@@ -74,3 +74,14 @@ def test_what_a_helper_reads_is_named_and_what_packages_and_this_program_read_is
     (tmp_path / "mine.py").write_text("from helpers import VALUE\nimport torch\ndef f(): return torch\n")
     assert unseen_reads(f"{tmp_path}/mine.py:f") == ["helpers.py reads files (open, line 1; read, line 1)"]
     assert unseen_reads("rlhf_core.rewards.library.code:code_reward") == unseen_reads("math_verify:verify") == []
+
+
+def test_what_a_program_imports_is_named_unless_it_is_one_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "helpers.py").write_text("import os\nVALUE = os.environ['A']\n")
+    (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "agent.py").write_text("import helpers, broken, json\n")
+    files = [f"{tmp_path}/{name}" for name in ("agent.py", "helpers.py", "broken.py")]
+    reads = "helpers.py reads environment variables (environ, line 2)"
+    assert unseen_by_programs(files) == [reads]
+    imports = [f"agent.py imports {tmp_path}/{name}.py" for name in ("broken", "helpers")]
+    assert unseen_by_programs([files[0], "run.sh"]) == [*imports, reads]
