@@ -24,6 +24,7 @@ from rlhf_core.rewards.sandbox.local import (
     run_program,
     run_tests,
 )
+from rlhf_core.rewards.sandbox.rewriting import catches_assertions
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -164,6 +165,12 @@ def _run_at_once(tree: ast.Module) -> Iterator[ast.AST]:
 
 def _asserts(node: ast.AST) -> bool:
     match node:
+        case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=finalbody):
+            reached = [*handlers, *orelse, *finalbody, *([] if catches_assertions(node) else body)]
+            return any(map(_always_fails, reached))  # as `assert False` after what must raise
+        case ast.If(test=condition, body=body, orelse=orelse):
+            named = any(isinstance(inner, ast.Name) for inner in ast.walk(condition))
+            return named and any(map(_always_fails, [*body, *orelse]))
         case ast.Assert(test=ast.Tuple() | ast.List() | ast.Set() | ast.Dict()):
             return False  # true whatever is in it, as `assert (f(1) == 2, "wrong")`
         case ast.Assert(test=condition):
@@ -171,6 +178,13 @@ def _asserts(node: ast.AST) -> bool:
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
             return name.startswith("assert")
     return isinstance(node, ast.Raise)
+
+
+def _always_fails(statement: ast.AST) -> bool:
+    return any(
+        isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and not node.test.value
+        for node in ast.walk(statement)
+    )
 
 
 def _refusal(label: str, rule: str, remedy: str) -> DataError:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rlhf_core.errors import ConfigError, RewardError, explain
-from rlhf_core.rewards.sandbox.outside_judge import judged_outside
+from rlhf_core.rewards.sandbox.outside_judge import driver, judged_outside
 from rlhf_core.types import encodable
 
 GRACE_S = 10.0
@@ -87,8 +87,8 @@ class InputOutput:
 class Assertions:
     """A test in Python that runs after the program, in its names.
 
-    Its own assertions of a value against a literal are judged outside (`outside_judge`); those in its functions and loops,
-    and comparisons of two computed values, run beside the program, which can cheat them if it means to.
+    Its assertions of a value against a literal are judged outside (`outside_judge`), comparisons of two computed values
+    beside the program, as plain values.
     """
 
     code: str
@@ -181,15 +181,11 @@ def _run_test(program: str, test: InputOutput | Assertions, *, limits: Limits, r
             ran = run(program, stdin, limits=limits)
             right = _lines(ran.stdout) == _lines(expected)
         case Assertions(code=code):
-            # The test comes by standard input and ends with a word of ours: a program that exits early has not passed.
+            # What was computed follows a word that the test brings along: a program that exits early has not passed.
             word = secrets.token_hex(8)
             outside = judged_outside(code, word)
-            driver = (
-                f"{program}\n\nimport builtins, sys\n"
-                "builtins.exec(builtins.compile(sys.stdin.read(), 'tests', 'exec'), builtins.globals())\n"
-            )
             room = replace(limits, output_kb=limits.output_kb + VALUES_KB)
-            ran = run(driver, outside.code, limits=room)
+            ran = run(driver(program), outside.code, limits=room)
             before, reached, written = ran.stdout.rpartition(f"\n{word}")
             wrong = outside.verdict(written) if reached else "it ended before the test did"
             right = not wrong

@@ -1,15 +1,17 @@
 """Tests that are judged where the program cannot reach: it says what it computed, and never sees what is expected.
 
 `assert f(2) == [4]` becomes: evaluate `f(2)` in the sandbox, write the value down, compare it with `[4]` here. An object whose
-`__eq__` always agrees, a replaced builtin or a look at the test's text gain nothing then.
+`__eq__` always agrees, a replaced builtin or a look at the test's text gain nothing then. So it is for every assertion of a
+test, those of functions (HumanEval's `check(candidate)`), loops and unittest's methods too. What is compared with another
+computed value is compared beside the program, as plain values: copies of Python's own types, by operators and builtins
+from before the program ran. An assertion whose failure the test itself catches stays as it is.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import math
-import operator
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
@@ -17,32 +19,73 @@ from fractions import Fraction
 from typing import Any
 
 from rlhf_core.errors import DataError, explain
+from rlhf_core.rewards.sandbox.rewriting import Site, rewritten
 
-Judge = Callable[[Any], bool]
-
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda one, many: one in many,
-    ast.NotIn: lambda one, many: one not in many,
-}
-_SINGLETONS = (None, True, False)
-_NO_LITERAL = object()
-_RECORD = "_rlhf_record"
 _LONGEST_NUMBER = 10_000
 """Hexadecimal digits of a fraction's parts, and the largest exponent of a decimal number: beyond it reckoning takes long."""
 
 _ENCODER = """
-import json, sys
-values = []
-def record(value):
-    values.append(encode(value))
+import operator, sys
+from decimal import Decimal
+from fractions import Fraction
+from json import dumps, loads
+out, values = sys.__stdout__, []
+scalars = (int, float, str, bool, bytes, complex, type(None))
+def run(tests, names):
+    text, word = loads(tests)
+    names["__builtins__"] = __builtins__
+    names.update(_rlhf_record=record, _rlhf_truth=truth, _rlhf_compare=compare, _rlhf_minus=minus)
+    exec(compile(text, "tests", "exec"), names)
+    out.write("\\n" + word + dumps(values) + "\\n")
+def record(site, value):
+    values.append([site, encode(value)])
+def truth(site, value):
+    written = encode(value)
+    values.append([site, ["constant", not not value] if written[0] == "other" else written])
+def compare(signs, *sides):
+    return all(_compare(*one) for one in zip(signs.split(), sides, sides[1:]))
+def _compare(sign, left, right):
+    if type(left) in scalars and type(right) in (*scalars, set, frozenset, dict, range):
+        return operations[sign](left, right)
+    lefts, rights = [], []
+    one, other = plain(left, lefts), plain(right, rights)
+    if sign in ("In", "NotIn") and rights == [right] and hasattr(right, "__iter__"):
+        return any(_compare("Eq", left, item) for item in right) == (sign == "In")
+    if lefts and rights:  # of types of their own, on both sides: their own comparison
+        return operations[sign](left, right)
+    return operations[sign](one, other)
+def minus(left, right):
+    if type(left) in scalars and type(right) in scalars:
+        return left - right
+    lefts, rights = [], []
+    one, other = plain(left, lefts), plain(right, rights)
+    if not any(isinstance(side, (int, float, complex, Fraction, Decimal)) for side in (one, other)):
+        return left - right
+    return float("nan") if lefts or rights else one - other
+def plain(value, others):
+    for kind, copied in copies:
+        if isinstance(value, kind):
+            return copied(value, others)
+    if value is None or type(value) in (range, complex, Fraction, Decimal):
+        return value
+    others.append(value)
+    return object()
+def each(kind):
+    return lambda value, others: kind(plain(one, others) for one in kind.__iter__(value))
+copies = (
+    (bool, lambda value, others: value),
+    (str, lambda value, others: str.__str__(value)),
+    (int, lambda value, others: int.__pos__(value)),
+    (float, lambda value, others: value if type(value) is float else float.__pos__(value)),
+    ((bytes, bytearray), lambda value, others: bytes(value)),
+    *((kind, each(kind)) for kind in (list, tuple, set, frozenset)),
+    ((type({}.keys()), type({}.items())), lambda value, others: {plain(one, others) for one in value}),
+    (dict, lambda value, others: {plain(key, others): plain(one, others) for key, one in dict.items(value)}),
+)
+operations = {
+    "Eq": operator.eq, "NotEq": operator.ne, "Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge,
+    "In": lambda one, many: one in many, "NotIn": lambda one, many: one not in many,
+}
 def encode(value):
     if value is None or isinstance(value, bool):
         return ["constant", value]
@@ -65,15 +108,13 @@ def encode(value):
         return ["set", [encode(one) for one in value]]
     if isinstance(value, dict):
         return ["dict", [[encode(key), encode(one)] for key, one in value.items()]]
-    if "fractions" in sys.modules and isinstance(value, sys.modules["fractions"].Fraction):
+    if isinstance(value, Fraction):
         return ["Fraction", [hex(value.numerator), hex(value.denominator)]]
-    if "decimal" in sys.modules and isinstance(value, sys.modules["decimal"].Decimal):
+    if isinstance(value, Decimal):
         return ["Decimal", str(value)]
     return ["other", type(value).__name__]
-def write(word):
-    sys.__stdout__.write("\\n" + word + json.dumps(values) + "\\n")
 """
-"""Runs with names of its own: a program may call its variables `str` or `list`."""
+"""Runs before the program, with names of its own: a program may call its variables `str` or `list`, and replace builtins."""
 
 
 class Other:
@@ -88,31 +129,55 @@ class Other:
 
 @dataclass(frozen=True)
 class OutsideTest:
-    """`code` runs after the program and writes down a value for each of `judges`, in their order."""
+    """`code` is the standard input of `driver`, which writes down a value each time that one of `sites` is reached."""
 
     code: str
-    judges: tuple[Judge, ...]
+    sites: tuple[Site, ...]
 
     def verdict(self, written: str) -> str:
         """Return an empty text if all values are right, else what is wrong with the first that is not."""
         try:
-            values = [decode(value) for value in json.loads(written.partition("\n")[0])]
+            values = [(self.sites[site], decode(value)) for site, value in json.loads(written.partition("\n")[0])]
+            counts = Counter(site for site, _ in json.loads(written.partition("\n")[0]))
         except Exception as error:  # the program decides what is written
             return f"what it computed cannot be read: {type(error).__name__}"
-        if len(values) != len(self.judges):
-            return f"{len(values)} of {len(self.judges)} assertions were reached"
-        for value, judge in zip(values, self.judges, strict=True):
+        if not self._reached(counts):
+            return f"{len(counts)} of {len(self.sites)} assertions were reached"
+        for site, value in values:
             try:
-                wrong = "" if judge(value) else f"AssertionError: {_shown(value)}"
+                wrong = "" if site.judge(value) else f"AssertionError: {_shown(value)}"
             except Exception as error:  # as the comparison raises in Python
                 wrong = f"AssertionError: {_shown(value)}: {_shown(error)}"
             if wrong:
                 return wrong
         return ""
 
+    def _reached(self, counts: Counter[int]) -> bool:
+        blocks: defaultdict[int, set[int]] = defaultdict(set)
+        for number, site in enumerate(self.sites):
+            if site.sure and not counts[number]:
+                return False
+            if site.block is not None:
+                blocks[site.block].add(counts[number])
+        alike = all(len(found) == 1 for found in blocks.values())
+        return alike and bool(counts or not any(site.expected for site in self.sites))
+
+
+def driver(program: str) -> str:
+    """Return a program that runs `program` and then the test that it reads before."""
+    return (
+        "def _rlhf_main(names):\n"
+        "    import builtins, sys\n"
+        "    tests, judge = sys.stdin.read(), {'__builtins__': dict(vars(builtins))}\n"
+        f"    exec({_ENCODER!r}, judge)\n"
+        f"    exec(compile({program!r}, 'main.py', 'exec'), names)\n"
+        "    judge['run'](tests, names)\n"
+        "_rlhf_main(globals())\n"
+    )
+
 
 def judged_outside(code: str, word: str) -> OutsideTest:
-    """Return the test with its own assertions (not those inside functions and loops) taken out of the program's reach.
+    """Return the test with its assertions taken out of the program's reach.
 
     What was computed is written as the last line, after `word`. DataError for what is no Python.
     """
@@ -124,35 +189,8 @@ def judged_outside(code: str, word: str) -> OutsideTest:
         raise DataError(
             explain("label", code[:200], "is a test that no program fails", "assert something of the program")
         )
-    judges: list[Judge] = []
-    imported = any(
-        isinstance(node, ast.ImportFrom)
-        and node.module == "math"
-        and any(name.name == "isclose" for name in node.names)
-        for node in tree.body
-    )
-    body: list[ast.stmt] = []
-    for statement in tree.body:
-        if not isinstance(statement, ast.Assert):
-            body.append(statement)
-            continue
-        for test in _parts(statement.test):
-            value, judge = _split(test, isclose_is_ours=imported)
-            judges.append(judge)
-            call = ast.Call(ast.Name(_RECORD, ast.Load()), [value], [])
-            body.append(ast.copy_location(ast.Expr(call), statement))
-    tree.body = body
-    text = ast.unparse(ast.fix_missing_locations(tree))
-    names = "_rlhf_names"
-    lines = (
-        "import builtins as _rlhf_builtins",
-        f"{names} = {{}}",
-        f"_rlhf_builtins.exec({_ENCODER!r}, {names})",
-        f"{_RECORD} = {names}['record']",
-        f"_rlhf_builtins.exec(_rlhf_builtins.compile({text!r}, 'tests', 'exec'), _rlhf_builtins.globals())",
-        f"{names}['write']({word!r})",
-    )
-    return OutsideTest("\n".join(lines) + "\n", tuple(judges))
+    text, sites = rewritten(tree)
+    return OutsideTest(json.dumps([text, word]), sites)
 
 
 def decode(written: Any) -> Any:
@@ -197,79 +235,3 @@ def _shown(value: Any) -> str:
         return f"{value!r:.200}"
     except Exception:  # whole numbers of too many digits, for one
         return f"a {type(value).__name__}"
-
-
-def _parts(test: ast.expr) -> list[ast.expr]:
-    """Return what must all be true for the test to be: the operands of `and`."""
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return [part for operand in test.values for part in _parts(operand)]
-    return [test]
-
-
-def _split(test: ast.expr, *, isclose_is_ours: bool) -> tuple[ast.expr, Judge]:
-    """Return what the program's process is to evaluate, and how to judge it here."""
-    match test:
-        case ast.UnaryOp(op=ast.Not(), operand=ast.Compare() as compared):
-            value, judge = _split(compared, isclose_is_ours=isclose_is_ours)
-            return value, lambda found: not judge(found)
-        case ast.Compare(left=left, ops=[comparison], comparators=[right]):
-            if (found := _against_a_literal(left, comparison, right)) is not None:
-                return found
-        case ast.Compare(left=low, ops=[first, second], comparators=[middle, high]):
-            ends = _literal(low), _literal(high)
-            if _NO_LITERAL not in ends and not isinstance(first, ast.Is | ast.IsNot | ast.In | ast.NotIn):
-                least, most, below, above = *ends, _COMPARISONS[type(first)], _COMPARISONS[type(second)]
-                return middle, lambda found: bool(below(least, found) and above(found, most))
-        case ast.Call(func=function, args=[one, other], keywords=keywords) if _name(function) in (
-            ("math.isclose", "isclose") if isclose_is_ours else ("math.isclose",)
-        ):
-            options = {str(option.arg): _literal(option.value) for option in keywords}
-            literals = [_literal(one), _literal(other)]
-            if literals.count(_NO_LITERAL) == 1 and _NO_LITERAL not in options.values():
-                computed = (one, other)[literals.index(_NO_LITERAL)]
-                expected = next(literal for literal in literals if literal is not _NO_LITERAL)
-                return computed, lambda found: math.isclose(found, expected, **options)
-    # Whether an object counts as true is for its own process to say.
-    return ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), test)), bool
-
-
-def _against_a_literal(left: ast.expr, comparison: ast.cmpop, right: ast.expr) -> tuple[ast.expr, Judge] | None:
-    expected, value = _literal(right), left
-    swapped = expected is _NO_LITERAL
-    if swapped:
-        expected, value = _literal(left), right
-    identity = isinstance(comparison, ast.Is | ast.IsNot)
-    if expected is _NO_LITERAL or (identity and not any(expected is one for one in _SINGLETONS)):
-        return None
-    if swapped and isinstance(comparison, ast.In | ast.NotIn):
-        return None  # what contains it may be of any type
-    compare = _COMPARISONS[type(comparison)]
-    value, prepare = _unwrap(value)
-    if swapped:
-        return value, lambda found: bool(compare(expected, prepare(found)))
-    return value, lambda found: bool(compare(prepare(found), expected))
-
-
-def _unwrap(value: ast.expr) -> tuple[ast.expr, Callable[[Any], Any]]:
-    """Return what is inside `abs(... - 1.5)` and `round(..., 2)`, and what these make of it: a program can replace them."""
-    match value:
-        case ast.Call(func=ast.Name("abs"), args=[ast.BinOp(left=left, op=ast.Sub(), right=right)], keywords=[]):
-            for inside, other in ((left, _literal(right)), (right, _literal(left))):
-                if other is not _NO_LITERAL:
-                    return inside, lambda found, other=other: abs(found - other)  # type: ignore[misc]
-        case ast.Call(func=ast.Name("round"), args=[inside, places], keywords=[]):
-            digits = _literal(places)
-            if digits is not _NO_LITERAL:
-                return inside, lambda found: round(found, digits)
-    return value, lambda found: found
-
-
-def _literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, RecursionError):
-        return _NO_LITERAL
-
-
-def _name(function: ast.expr) -> str:
-    return ast.unparse(function) if isinstance(function, ast.Name | ast.Attribute) else ""

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rlhf_core.errors import DataError
-from rlhf_core.rewards.sandbox.outside_judge import judged_outside
+from rlhf_core.rewards.sandbox.outside_judge import driver, judged_outside
 
 PROGRAM = """
 from collections import Counter, OrderedDict, namedtuple
@@ -25,10 +25,9 @@ def verdict(test: str, program: str = PROGRAM) -> str:
     """Run program and test in this process, as the sandbox does in its own."""
     outside = judged_outside(test, "word")
     written = io.StringIO()
-    names: dict[str, object] = {}
-    with contextlib.redirect_stdout(written):
-        exec(program, names)
-        exec(outside.code.replace("sys.__stdout__", "sys.stdout"), names)
+    with contextlib.redirect_stdout(written), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO(outside.code))
+        exec(driver(program).replace("sys.__stdout__", "sys.stdout"), {"__name__": "__main__"})
     assert sys.stdout is not written
     return outside.verdict(written.getvalue().rpartition("\nword")[2])
 
