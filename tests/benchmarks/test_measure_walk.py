@@ -11,11 +11,11 @@ import pytest
 from benchmarks.measure_walk import ROOT, CallTrace, trace_step
 
 PAGE = ROOT / "docs" / "where_a_prompt_goes.md"
-MOST_FILES, MOST_SWITCHES = 58, 304
+MOST_FILES, MOST_SWITCHES = 59, 314
 """Each method has a file of its own; the guard of held-out evaluations, idle here, the metrics of the answers that
 monitors read, the search for common first tokens (beginnings.py, shared_rows.py), the gradient of log-probs in few
-matrices (drawn_tokens.py) and memory that goes back (host_memory.py) are on the way too. A change that needs more has
-to say why."""
+matrices (drawn_tokens.py), memory that goes back (host_memory.py) and the decoder that keeps tokens around reasoning
+(chat_templates.py) are on the way too. A change that needs more has to say why."""
 STEP = re.compile(r"`([\w/]+\.py)` `([\w.]+)`")
 
 
