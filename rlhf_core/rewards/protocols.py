@@ -9,8 +9,9 @@
 | `trl_text`, `trl_messages` | only by configuration | as `trl`, with text, or messages, for every prompt |
 
 In `trl` prompt and completion are text where the data had the prompt as text, and messages where it had turns, as in
-TRL: the completion is then `[{"role": "assistant", "content": text}]`. A function gets the keywords that it names, and all
-of them if it takes `**kwargs`; what is configured as `arguments` comes on top and wins.
+TRL: the completion is then `[{"role": "assistant", "content": text}]`. A function that raises since it takes text for
+messages gets messages for every prompt, with a warning. A function gets the keywords that it names, and all of them if it
+takes `**kwargs`; what is configured as `arguments` comes on top and wins.
 
 Columns come from the prompt's label. If it is a JSON object, each of its fields is a column (None in rows without it).
 `label`, `labels`, `solution` and `answer` are the label itself where the object has no such field. Beside them stand
@@ -27,29 +28,35 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlhf_core.config.rewards import FunctionProtocol
-from rlhf_core.errors import ConfigError, RewardError, explain
+from rlhf_core.errors import ConfigError, explain
 from rlhf_core.rewards.forgotten_return import forgotten_return
 from rlhf_core.rewards.outcomes import Logs, RewardOutcome, merged_logs, read_scores, shortened
 from rlhf_core.types import Generation, Message
+
+logger = logging.getLogger(__name__)
 
 Protocol = Literal["generations", "columns", "openrlhf", "trl", "trl_text", "trl_messages"]
 
 LABEL_COLUMNS = ("label", "labels", "solution", "answer")
 _TRL = frozenset({"prompts", "completions", "completion_ids"})
-_NOT_TEXT = (TypeError, AttributeError, LookupError, AssertionError)
-"""What code raises that takes text for messages, such as `completion[0]["content"]`."""
+_TEXT_FOR_MESSAGES = ("string indices must be integers", "'str' object has no attribute")
+"""What Python says of code that takes text for messages, such as `completion[0]["content"]`."""
 _KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Adapted:
-    """A user's function with its configured arguments, called by its protocol."""
+    """A user's function with its configured arguments, called by its protocol.
+
+    A `trl` function that turns out to read messages has the protocol `trl_messages` from then on.
+    """
 
     function: Callable[..., Any]
     protocol: Protocol
@@ -63,20 +70,24 @@ class Adapted:
         )
 
     def outcomes(self, batches: Sequence[Sequence[Generation]], runner: asyncio.Runner) -> list[RewardOutcome]:
-        """Return the outcome of each batch; whatever the function raises goes through, with a hint where it read text.
+        """Return the outcome of each batch; whatever the function raises goes through.
 
         The batches of an async function are under way together. Any other is called outside of the loop, so that it may
         run one of its own.
         """
         try:
             return self._outcomes(batches, runner)
-        except _NOT_TEXT as error:
-            if self.protocol != "trl" or all(one.prompt.conversational for batch in batches for one in batch):
+        except (TypeError, AttributeError) as error:
+            if self.protocol != "trl" or not any(sign in str(error) for sign in _TEXT_FOR_MESSAGES):
                 raise
-            remedy = "if the function reads messages, set protocol = 'trl_messages'"
-            raise RewardError(
-                f"{type(error).__name__}: {error}; it was given text, as by TRL, since prompts are text: {remedy}"
-            ) from error
+            try:
+                found = replace(self, protocol="trl_messages")._outcomes(batches, runner)
+            except Exception:
+                raise error from None
+        self.protocol = "trl_messages"
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        logger.warning("%s reads messages: it gets them for prompts that are text, too; TRL would give it text", name)
+        return found
 
     def _outcomes(self, batches: Sequence[Sequence[Generation]], runner: asyncio.Runner) -> list[RewardOutcome]:
         if not self.is_async:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.rewards import FunctionProtocol
-from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.outcomes import RewardOutcome
 from rlhf_core.rewards.protocols import adapt, prompt_text
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
@@ -348,26 +348,30 @@ def test_trl_functions_of_other_shapes(trl: str) -> None:
         ("first_letter", 1.0, 0.0),
         ("judged", 10.0, TypeError),  # it names "content", and reads text all the same
         ("any_type", 1.0, 0.0),
-        ("reads_turns", RewardError, 4.0),
-        ("reads_turns_later", RewardError, 4.0),
-        ("reads", RewardError, 4.0),
+        ("reads_turns", 4.0, 4.0),
+        ("reads_turns_later", 4.0, 4.0),
+        ("reads", 4.0, 4.0),
     ],
 )
 def test_trl_functions_get_text_where_prompts_are_text_and_messages_where_they_are_turns(
-    trl: str, name: str, of_text: Any, of_turns: Any
+    trl: str, name: str, of_text: float, of_turns: Any
 ) -> None:
     function = load_callable("function", f"{trl}:{name}")
     text, talk = generation("ABBC"), turns("ABBC")
-    if of_text is RewardError:
-        with pytest.raises(RewardError, match=r"Error: .*it was given text, as by TRL.*set protocol = 'trl_messages'"):
-            scored(function, text)
-    else:
-        assert scored(function, text).values == (of_text,)
+    assert scored(function, text).values == (of_text,)
     if of_turns is TypeError:
         with pytest.raises(TypeError):
             scored(function, talk)
     else:
         assert scored(function, talk).values == scored(function, text, protocol="trl_messages").values == (of_turns,)
+
+
+def test_a_function_that_fails_on_one_text_is_not_taken_for_one_that_reads_messages() -> None:
+    def first_letter(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(c[0] == "A") for c in completions]
+
+    with pytest.raises(IndexError):
+        scored(first_letter, generation("A"), generation(""))
 
 
 # ---------------------------------------------------------------- telling them apart
