@@ -37,6 +37,7 @@ from rlhf_core.config.measured import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.store.fingerprint import sha256_text
+from rlhf_core.store.layout import read_regular
 from rlhf_core.types import CHAMPION, encodable
 from stages.config.evaluate_suite import JudgeSuite
 from stages.config.import_reward_model import ImportRewardModelConfig
@@ -293,7 +294,7 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
             f"extends = {path.name!r}: {' -> '.join(p.name for p in (*seen, path))} is a cycle; remove one of these `extends`"
         )
     try:
-        tree = _parse_toml(path.read_text(encoding="utf-8"))
+        tree = _parse_toml(read_regular(path))
     except FileNotFoundError:
         rule = f"there is neither such a file, relative to {seen[-1]}, nor a shipped profile of that name"
         raise ConfigError(

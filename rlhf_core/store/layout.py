@@ -202,13 +202,33 @@ def make_folder(folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the table in a JSON file; None if the file does not exist or does not hold a table.
 
-    Other read errors (an unreachable network drive, no permission) say nothing about the content and are raised.
+    Other read errors (an unreachable network drive, no permission) say nothing about the content and are raised. Raises
+    ArtifactError for what is no regular file.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular(path))
+    except NotRegular as error:
+        raise ArtifactError(explain("file", str(path), str(error), "move it away")) from None
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):  # the last: nested too deep
         return None
     return value if isinstance(value, dict) else None
+
+
+class NotRegular(OSError):
+    """What has the name of a file is a folder, a pipe, a device, a socket, or a link to itself."""
+
+
+def read_regular(path: Path) -> str:
+    """Return the text of a regular file in UTF-8. Raises NotRegular for other files, which may never end."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotRegular("is a link to itself") from None
+        raise
+    if not stat.S_ISREG(mode):
+        raise NotRegular("is a folder" if stat.S_ISDIR(mode) else "is a pipe, a device or a socket, not a file")
+    return path.read_text(encoding="utf-8")
 
 
 def fsync_path(path: Path) -> None:

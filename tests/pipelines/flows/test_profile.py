@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -246,13 +247,18 @@ def test_a_teacher_that_the_profile_does_not_make_is_refused() -> None:
         (b"extends = 5", "extends = 5: must be the name of a file; give the path of a profile"),
         (b'extends = ["tiny/full"]', r"extends = \['tiny/full'\]: must be the name of a file"),
         (b'extends = "a\\u0000b"', "must be the name of a file"),
-        (b'extends = "."', "cannot be read: .*Is a directory"),
+        (b'extends = "."', "cannot be read: is a folder"),
+        (b'extends = "/dev/zero"', "cannot be read: is a pipe, a device or a socket"),
+        (b'extends = "pipe.toml"', "cannot be read: is a pipe"),
+        (b'extends = "loop.toml"', "cannot be read: is a link to itself"),
         (b'extends = "' + b"x" * 5000 + b'"', "cannot be read: .*File name too long"),
     ],
 )
 def test_a_profile_that_cannot_be_read_says_why(content: bytes, rule: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_bytes(content)
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "loop.toml").symlink_to("loop.toml")
     with pytest.raises(ConfigError, match=rule):
         load_profile(path)
 

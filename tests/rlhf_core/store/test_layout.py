@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,9 +50,21 @@ def test_what_is_not_a_json_table_reads_as_none(tmp_path: Path, content: str) ->
     assert read_json(tmp_path / "missing.json") is None
 
 
-def test_an_error_of_reading_says_nothing_about_the_content(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError):
-        read_json(tmp_path)
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (Path.mkdir, "is a folder"),
+        (os.mkfifo, "is a pipe"),
+        (lambda path: path.symlink_to(path.name), "is a link to itself"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a pipe, a device"),
+    ],
+)
+def test_what_is_no_regular_file_is_one_error_and_not_waited_for(
+    make: Callable[[Path], Any], rule: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "x.json")
+    with pytest.raises(ArtifactError, match=f"^file = .*x.json': {rule}.*; move it away"):
+        read_json(tmp_path / "x.json")
 
 
 def test_a_read_only_folder_can_be_removed_and_moved(tmp_path: Path) -> None:
