@@ -138,8 +138,13 @@ def _plain(config: BaseModel, left_out: Collection[str] = ()) -> dict[str, Any]:
 class InterruptingRunner(Runner):
     """A runner that, when asked to end, first marks its runs as interrupted and then lets them save.
 
-    Prefect's own runner kills them and leaves them Running, or marks them Cancelled.
+    Prefect's own runner kills them and leaves them Running, or marks them Cancelled. Its folder has a name in the shared
+    temporary folder that any user of the machine can take first; here it is in the state folder.
     """
+
+    def __init__(self, home: Home) -> None:
+        super().__init__(limit=RUNS_AT_ONCE, query_seconds=POLL_S)
+        self._tmp_dir: Path = home.prefect / "runner_storage" / self._tmp_dir.name
 
     def handle_sigterm(self, *args: Any, **kwargs: Any) -> NoReturn:
         try:
@@ -201,12 +206,10 @@ def main(mark: Path) -> None:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     tag = home_tag(Home.here())
     reconcile()
-    runner = InterruptingRunner(limit=RUNS_AT_ONCE, query_seconds=POLL_S)
+    runner = InterruptingRunner(Home.here())
     for deployment in deployments():
-        deployment.tags = [
-            tag,
-            f"user:{user_name()}",
-        ]  # inherited by its runs, so that they are known to be ours before they start
+        # Inherited by its runs, so that they are known to be ours before they start.
+        deployment.tags = [tag, f"user:{user_name()}"]
         runner.add_deployment(deployment)
     log = mark.parent / "logs" / "reconcile.log"
     threading.Thread(target=_keep_true, args=(log,), daemon=True, name="reconcile").start()

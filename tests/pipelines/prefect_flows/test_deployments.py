@@ -18,6 +18,7 @@ from rich.console import Console
 from pipelines.flows.profile import load_profile
 from pipelines.prefect_flows import deployments
 from pipelines.prefect_flows.deployments import stage_parameters
+from pipelines.services.home import Home
 from stages.table import STAGES
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -151,6 +152,11 @@ def test_a_runner_that_is_asked_to_end_marks_its_runs_before_it_tells_its_flows(
     monkeypatch.setattr(deployments.os, "_exit", lambda status: events.append(f"exit {status}"))
     deployments.InterruptingRunner.handle_sigterm(SimpleNamespace())
     assert events == ["marked", "signal 15", "waited 25", "exit 0"]
+
+
+def test_the_runner_keeps_its_files_where_no_other_user_can_take_their_names(tmp_path: Path) -> None:
+    runner = deployments.InterruptingRunner(Home(tmp_path))
+    assert runner._tmp_dir.is_relative_to(tmp_path) and runner.limit == deployments.RUNS_AT_ONCE
 
 
 def test_the_mark_stays_young_only_while_the_loop_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
