@@ -272,6 +272,8 @@ def _store_verbs(parser: argparse.ArgumentParser) -> None:
     collect = verbs.add_parser("gc", help="remove what no recent run and no pin reaches")
     collect.add_argument("--dry-run", action="store_true", help="only list it")
     collect.add_argument("--keep-days", type=float, default=30.0)
+    share = verbs.add_parser("share", help="let the members of a Unix group use the store")
+    share.add_argument("--group", required=True, help="the group; you must belong to it")
     for verb in verbs.choices.values():
         _store_options(verb)
 

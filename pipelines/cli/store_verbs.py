@@ -1,4 +1,4 @@
-"""Look after a store (`rlhf store verify`, `pin`, `unpin` and `gc`)."""
+"""Look after a store (`rlhf store verify`, `pin`, `unpin`, `share` and `gc`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.console import Console
 from pipelines.cli.common import console, store_folder
 from pipelines.cli.store_lists import is_empty, print_line
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.sharing import share
 
 
 def store(options: argparse.Namespace) -> None:
@@ -17,7 +18,7 @@ def store(options: argparse.Namespace) -> None:
 
 
 def look_after(store: ArtifactStore, options: argparse.Namespace, console: Console) -> None:
-    """Verify the store, pin or unpin an artifact, or remove what nothing needs."""
+    """Verify or share the store, pin or unpin an artifact, or remove what nothing needs."""
     if options.store_verb in ("verify", "gc") and is_empty(store.layout, console):
         return
     if options.store_verb == "verify":
@@ -29,6 +30,10 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
     elif options.store_verb == "pin":
         store.pin(options.target, note=options.note)
         print_line(console, f"pinned {options.target}")
+    elif options.store_verb == "share":
+        store.create()
+        share(store.root, options.group)
+        print_line(console, f"shared {store.root} with the group {options.group}")
     elif options.store_verb == "unpin":
         store.unpin(options.target)
         print_line(console, f"unpinned {options.target}")

@@ -41,6 +41,7 @@ from rlhf_core.store.leases import Lease, Owner
 from rlhf_core.store.maintenance import Damage, GcReport
 from rlhf_core.store.object_check import object_damage
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
+from rlhf_core.store.sharing import open_to_group
 from rlhf_core.store.typed_json import Stored, read_stored
 from rlhf_core.types import ArtifactRef
 
@@ -73,13 +74,14 @@ class _Memory(Stored):
 class ArtifactStore:
     """A store in the local folder `root`, shared by all processes that see that folder.
 
-    Opening it writes nothing: the folder is created by `create`, or by the first lease or commit. Raises ArtifactError
+    Opening it writes nothing, but sets the umask for one that a group shares (`rlhf_core.store.sharing`): the folder is created by `create`, or by the first lease or commit. Raises ArtifactError
     if a newer version wrote the store.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root).absolute()
         self.layout = StoreLayout(self.root)
+        open_to_group(self.root)
         check_schema(self.root)
 
     def create(self) -> None:

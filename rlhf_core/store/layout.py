@@ -11,7 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.processes.identity import here, is_running
 from rlhf_core.store.fingerprint import list_files, sha256_text
+from rlhf_core.store.sharing import is_shared
 
 SCHEMA = 1
 """Version of the store's folder layout and file formats that this code writes."""
@@ -252,10 +253,13 @@ def fsync_tree(folder: Path) -> None:
 
 
 def make_read_only(folder: Path) -> None:
-    """Remove the write permission from a folder and everything in it."""
+    """Remove the write permission from a folder and everything in it; from the files alone in a shared store."""
     for parent, _, names in os.walk(folder, topdown=False):
-        for path in (*(Path(parent, name) for name in names), Path(parent)):
-            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o222)
+        shared = is_shared(Path(parent))
+        folders = () if shared else (Path(parent),)
+        for path in (*(Path(parent, name) for name in names), *folders):
+            with suppress(PermissionError) if shared else nullcontext():  # another user's, whose attempt we finished
+                path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o222)
 
 
 def remove_tree(folder: Path) -> None:
@@ -321,7 +325,8 @@ def folder_bytes(folder: Path) -> int:
 
 def _allow_writing(folder: Path) -> None:
     # Without write permission a folder cannot be emptied, and only root can move it.
-    folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o700)
+    if not os.access(folder, os.W_OK | os.X_OK):  # in a shared store it may be another user's, and is writable
+        folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o700)
 
 
 # ---------------------------------------------------------------- a disk that is full, or not ours to write to

@@ -1,0 +1,72 @@
+"""Share a store with the members of a Unix group.
+
+The folders of a shared store have the setgid bit: what is made in them belongs to the group. They stay writable for it,
+also those of finished objects, so that each member can repair, replace and collect what another made. The files of objects
+are read-only as everywhere.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import stat
+from pathlib import Path
+
+from rlhf_core.errors import ArtifactError, explain
+
+_OF_A_FOLDER = stat.S_ISGID | stat.S_IRWXG
+_OF_ALL = stat.S_IRWXG
+
+
+def share(root: Path, group: str) -> None:
+    """Give a store to a group. New files follow, whoever makes them. It may be repeated, after files were copied in say.
+
+    Raises ArtifactError if there is no such group, if its members cannot reach the folder, or if this user may not
+    change what others made.
+    """
+    try:
+        number = grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ArtifactError(explain("group", group, "there is no such group", "see `getent group`")) from None
+    for above in root.absolute().parents:
+        found = above.stat()
+        entered = found.st_mode & (stat.S_IXGRP if found.st_gid == number else stat.S_IXOTH)
+        if not entered:
+            remedy = "choose a folder that they can reach, and name it as `store` in the profile"
+            raise ArtifactError(explain("store", str(root), f"members of {group} cannot enter {above}", remedy))
+    try:
+        for parent, _, names in os.walk(root, topdown=False):
+            for path in (*(Path(parent, name) for name in names), Path(parent)):
+                _give(path, number)
+    except PermissionError as error:
+        rule = f"only the owner of {error.filename} may give it to a group that they belong to"
+        raise ArtifactError(explain("store", str(root), rule, "let its owner do it, or root")) from None
+
+
+def is_shared(folder: Path) -> bool:
+    """Return whether what is made in `folder` belongs to its group, which may write there."""
+    return folder.stat().st_mode & _OF_A_FOLDER == _OF_A_FOLDER
+
+
+def open_to_group(root: Path) -> None:
+    """Let this process, and those that it starts, make files that the group of a shared store can write.
+
+    This changes the process's umask. What must stay private (tokens, the state folder) is made with its own mode.
+    """
+    if root.is_dir() and is_shared(root):
+        os.umask(os.umask(0o077) & ~stat.S_IRWXG)
+
+
+def _give(path: Path, group: int) -> None:
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        return
+    if found.st_gid != group:
+        os.chown(path, -1, group)
+    mode = stat.S_IMODE(found.st_mode)
+    if stat.S_ISDIR(found.st_mode):
+        wanted = mode | _OF_A_FOLDER | stat.S_IRWXU
+    else:
+        wanted = mode | (mode & stat.S_IRWXU) >> 3  # the group may do what the owner may
+    if wanted != mode or found.st_gid != group:
+        path.chmod(wanted)

@@ -1,0 +1,126 @@
+"""A store that two Unix users share, each in a process of its own."""
+
+from __future__ import annotations
+
+import grp
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.errors import ArtifactError
+from rlhf_core.store import leases
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.sharing import is_shared, share
+from rlhf_core.types import PolicyRef
+from tests.support.forks import forked
+from tests.support.records import provenance
+
+ALICE, BOB, KEY = 12001, 12002, "a" * 64
+GROUP = "daemon"  # of every Unix
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """The folder of a store that the users may enter; those of pytest are closed to them."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be two users")
+    above = Path(tempfile.mkdtemp())
+    above.chmod(0o755)
+    root = above / "store"
+    ArtifactStore(root).create()
+    share(root, GROUP)
+    yield root
+    shutil.rmtree(above)
+
+
+def as_user(user: int, root: Path, body: Callable[[ArtifactStore], None]) -> None:
+    """Run `body` in a process of the user, who has a umask that keeps the group out."""
+
+    def run() -> None:
+        os.setgroups([grp.getgrnam(GROUP).gr_gid])
+        os.setgid(user)
+        os.setuid(user)
+        os.umask(0o077)
+        body(ArtifactStore(root))
+
+    child = forked(run)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def commit(store: ArtifactStore, text: str = "weights") -> None:
+    with leases.hold(store.layout.leases, KEY) as lease:
+        out = store.layout.attempt(KEY) / "out"
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "file").write_text(text)
+        (out / "folder").mkdir()
+        (out / "folder" / "other").write_text(text)
+        store.commit(KEY, out, PolicyRef, children={}, record=provenance(), lease=lease)
+
+
+def object_of(store: ArtifactStore) -> Path:
+    record = store.record(KEY)
+    assert record is not None
+    return store.path(record.handle)
+
+
+def test_each_user_can_hit_repair_and_collect_what_the_other_made(shared: Path) -> None:
+    as_user(ALICE, shared, commit)
+    store = ArtifactStore(shared)
+    assert (object_of(store) / "file").stat().st_uid == ALICE
+    assert stat.S_IMODE((object_of(store) / "file").stat().st_mode) & 0o222 == 0
+
+    def hit_and_pin(store: ArtifactStore) -> None:
+        assert store.record(KEY) is not None and store.used(KEY)
+        store.pin(KEY, note="bob's")
+        store.unpin(KEY)
+
+    as_user(BOB, shared, hit_and_pin)
+    (object_of(store) / "file").write_text("damage!")  # root's doing
+
+    def repair(store: ArtifactStore) -> None:
+        assert [found.problem for found in store.verify()] != []
+        commit(store)
+        assert store.record(KEY) is not None
+
+    as_user(BOB, shared, repair)
+    assert (object_of(store) / "file").stat().st_uid == BOB
+
+    def collect(store: ArtifactStore) -> None:
+        os.utime(store.layout.key(KEY))
+        freed = store.gc(dry_run=False, keep_days=-1.0)
+        assert freed.items and store.record(KEY) is None
+
+    as_user(ALICE, shared, collect)
+
+
+def test_a_user_goes_on_with_what_another_left(shared: Path) -> None:
+    def leave(store: ArtifactStore) -> None:
+        work = store.layout.attempt(KEY)
+        work.mkdir(parents=True)
+        (work / "shard").write_text("1")
+
+    def go_on(store: ArtifactStore) -> None:
+        work = store.layout.attempt(KEY)
+        with (work / "shard").open("a") as stream:
+            stream.write("2")
+        (work / "shard").replace(work / "renamed")
+        commit(store)
+
+    as_user(ALICE, shared, leave)
+    as_user(BOB, shared, go_on)
+
+
+def test_a_group_that_cannot_use_the_store_is_refused(shared: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"^group = 'no-such-group': there is no such group"):
+        share(shared, "no-such-group")
+    shared.parent.chmod(0o700)
+    with pytest.raises(ArtifactError, match=r"members of daemon cannot enter .*name it as `store` in the profile"):
+        share(shared, "daemon")
+    assert is_shared(shared)
