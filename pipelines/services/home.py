@@ -10,6 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
@@ -44,12 +45,18 @@ class Home:
         """Return the state folder: `RLHF_HOME`, or `.rlhf` in the current folder.
 
         Raises ConfigError for a path that the address of a database in it would not mean: SQLAlchemy reads `?` as the
-        end of the path and `%41` as A, so the database would be a file beside the folder.
+        end of the path and `%41` as A, so the database would be a file beside the folder. Also for that of another user.
         """
         root = Path(os.environ["RLHF_HOME"] if "RLHF_HOME" in os.environ else ".rlhf").resolve()
         if "?" in str(root) or unquote(str(root)) != str(root):
             rule = "the address of a database cannot hold ? and % codes"
             raise ConfigError(explain("RLHF_HOME", str(root), rule, "set it to a folder without them in its path"))
+        with suppress(FileNotFoundError, NotADirectoryError):  # not made yet
+            if not _may_be_used(root):
+                remedy = (
+                    "set it to a folder of your own; a team shares a store (`rlhf store share`), not a state folder"
+                )
+                raise ConfigError(explain("RLHF_HOME", str(root), "this user may not use that folder", remedy))
         return cls(root)
 
     @property
@@ -120,6 +127,14 @@ class Home:
         for folder in (self.store, self.prefect, self.mlflow_artifacts, self.logs):
             folder.mkdir(exist_ok=True)
         return self
+
+
+def _may_be_used(folder: Path) -> bool:
+    try:
+        folder.stat()
+    except PermissionError:
+        return False
+    return os.access(folder, os.R_OK | os.X_OK)
 
 
 def _read_or_create(path: Path, make: Callable[[], str]) -> str:

@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse
 from pipelines.services import home as module
 from pipelines.services.home import Home, client_environment, quiet_environment
 from rlhf_core.errors import ConfigError
+from tests.support.forks import forked
 from tests.support.reward_servers import serving
 
 
@@ -113,3 +114,23 @@ def test_a_socks_proxy_keeps_no_client_from_asking_this_machine(
         monkeypatch.setenv(key, value)
     with serving(PlainTextResponse("here")) as url, httpx.Client() as client:
         assert client.get(url).text == "here"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("inside", ["", "state"])
+def test_the_state_folder_of_another_user_is_refused(
+    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / inside))
+
+    def run() -> None:
+        os.setgroups([])
+        os.setuid(12002)
+        with pytest.raises(ConfigError, match=r"^RLHF_HOME = .*: this user may not use that folder; set it to"):
+            Home.here()
+
+    child = forked(run)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
