@@ -21,6 +21,7 @@ from rlhf_core.stage.key import StageSpec, key_payload
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import code_digest
 from rlhf_core.types import ArtifactRef, DemonstrationsRef
+from stages.config import measured
 from stages.table import Stage
 from tests.support.training import demonstrations
 from tests.support.workshop import Workshop
@@ -32,7 +33,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add_a_stage.md").read_te
 def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     """The row of the page, with its two modules where Python finds them."""
     blocks = re.findall(r"```python\n# (\S+\.py)[^\n]*\n(.*?)```", PAGE, flags=re.DOTALL)
-    (config_path, config), (stage_path, stage), (_, row) = blocks[:3]
+    (config_path, config), (stage_path, stage), (_, row), (_, names) = blocks[:4]
     (tmp_path / "config").mkdir()
     assert (config_path, stage_path) == ("stages/config/shorten.py", "stages/shorten.py")
     (tmp_path / "config" / "shorten.py").write_text(config)
@@ -42,6 +43,7 @@ def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     importlib.invalidate_caches()
     kind = importlib.import_module("stages.config.shorten").ShortenConfig
     made: Stage = eval(row, vars(stages.table) | {"ShortenConfig": kind})
+    monkeypatch.setattr(measured, "_NAMES", {**measured._NAMES, **eval(f"{{{names}}}", vars(measured))})
     monkeypatch.setattr(stages.table, "STAGES", table := {**stages.table.STAGES, made.name: made})
     monkeypatch.setattr("pipelines.flows.graph.STAGES", table)
     monkeypatch.setattr("tests.support.workshop.STAGES", table)

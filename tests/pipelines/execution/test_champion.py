@@ -34,6 +34,7 @@ PUBLISH = """
 name = "support"
 policy = "sft"
 challenge = {metric = "gold"}
+least_prompts = 4
 [[gates]]
 after = "sft"
 metric = "steps"

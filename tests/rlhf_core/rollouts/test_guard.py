@@ -190,16 +190,6 @@ def test_evaluation_beside_sampling_ahead_is_resumed(tmp_path: Path, policy: Pat
     assert ref.digest == expected.digest
 
 
-def test_a_monitor_of_a_metric_that_no_evaluation_has_ends_the_run_before_its_first_step(
-    tmp_path: Path, policy: Path
-) -> None:
-    shop, inputs = shop_and_inputs(tmp_path, policy)
-    monitor = {"type": "band", "metric": "eval/lenght", "low": 1.0}
-    with pytest.raises(ConfigError, match=r"ppo\.monitors\[0\]\.metric = 'eval/lenght': .*eval/length"):
-        shop.run("ppo", watched(evaluate=EVALUATE, monitors=[monitor]), inputs)
-    assert series(shop, "rollout/length") == []
-
-
 def test_a_metric_that_was_never_logged_is_named_at_the_end(
     tmp_path: Path, policy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,8 +201,8 @@ def test_a_metric_that_was_never_logged_is_named_at_the_end(
 
 def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
-    with pytest.raises(ConfigError, match=r"ppo\.monitors\[0\]\.metric = 'rollout/lenght': no step of this run"):
-        shop.run("ppo", watched(monitors=[{"type": "band", "metric": "rollout/lenght", "low": 1.0}]), inputs)
+    with pytest.raises(ConfigError, match=r"ppo\.monitors\[0\]\.metric = 'rollout/turns': no step of this run"):
+        shop.run("ppo", watched(monitors=[{"type": "band", "metric": "rollout/turns", "low": 1.0}]), inputs)
 
 
 @pytest.mark.parametrize("advantage", ["rloo", "gae"])
@@ -227,9 +217,9 @@ def test_a_first_step_whose_answers_are_all_cut_off_and_masked_does_not_end_the_
     assert series(shop, "rollout/masked") == [1.0]
     assert series(shop, "policy/entropy") == []
     assert "no step had the metric policy/entropy" in caplog.text
-    misspelt = {"type": "band", "metric": "rollout/lenght", "high": 9.0}
+    of_agents = {"type": "band", "metric": "rollout/turns", "high": 9.0}
     with pytest.raises(ConfigError, match="no step of this run"):
-        shop.run("ppo", watched(monitors=[misspelt], advantage={"type": advantage}, **cut_off), inputs)
+        shop.run("ppo", watched(monitors=[of_agents], advantage={"type": advantage}, **cut_off), inputs)
 
 
 @pytest.mark.parametrize(
