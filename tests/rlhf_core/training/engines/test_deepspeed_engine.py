@@ -219,7 +219,9 @@ def test_every_stage_exports_the_same_files(runs: dict[str, Any]) -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_deepspeed_says_nothing_when_all_is_well(runs: dict[str, Any]) -> None:
-    assert [line for said in runs["said"] for line in said.splitlines() if "deepspeed" in line.lower()] == []
+    """But that a rank waits for another that compiles, as on a machine where nothing was compiled yet."""
+    lines = [line for said in runs["said"] for line in said.splitlines() if "deepspeed" in line.lower()]
+    assert [line for line in lines if not line.startswith("waiting for process ")] == []
 
 
 @pytest.mark.engine
