@@ -41,7 +41,7 @@ from rlhf_core.store.leases import Lease, Owner
 from rlhf_core.store.maintenance import Damage, GcReport
 from rlhf_core.store.object_check import object_damage
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
-from rlhf_core.store.sharing import open_to_group
+from rlhf_core.store.sharing import give_made, open_to_group
 from rlhf_core.store.typed_json import Stored, read_stored
 from rlhf_core.types import ArtifactRef
 
@@ -368,6 +368,7 @@ def _seal(out: Path) -> dict[str, FileEntry]:
     files = hash_tree(out)
     if not files:
         raise ArtifactError(explain("artifact", str(out), "is empty", "write the artifact into context.out"))
+    give_made(out)
     fsync_tree(out)
     return files
 

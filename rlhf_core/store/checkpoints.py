@@ -25,6 +25,7 @@ from rlhf_core.errors import ArtifactError, ConfigError, explain
 from rlhf_core.store.checkpoint_parts import wait_for_parts
 from rlhf_core.store.fingerprint import hash_file, list_files
 from rlhf_core.store.layout import fsync_path, fsync_tree, naming_disk_errors, remove_tree, write_json
+from rlhf_core.store.sharing import give_made
 from rlhf_core.store.typed_json import Stored, read_stored
 
 logger = logging.getLogger(__name__)
@@ -222,6 +223,7 @@ def _seal(folder: Path, noted: dict[str, Any]) -> None:
     sizes = {path: (folder / path).stat().st_size for path in list_files(folder)}
     # Hashing everything would cost as much as writing it; the large files are archives with their own checksums.
     digests = {path: hash_file(folder / path) for path, size in sizes.items() if not _is_archive(path, size)}
+    give_made(folder)
     fsync_tree(folder)
     write_json(folder / _COMPLETE, {"sizes": sizes, "sha256": digests})
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import grp
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from rlhf_core.errors import ArtifactError, explain
@@ -28,16 +30,16 @@ def share(root: Path, group: str) -> None:
         number = grp.getgrnam(group).gr_gid
     except KeyError:
         raise ArtifactError(explain("group", group, "there is no such group", "see `getent group`")) from None
-    for above in root.absolute().parents:
+    root = root.resolve()
+    for above in root.parents:
         found = above.stat()
         entered = found.st_mode & (stat.S_IXGRP if found.st_gid == number else stat.S_IXOTH)
         if not entered:
             remedy = "choose a folder that they can reach, and name it as `store` in the profile"
             raise ArtifactError(explain("store", str(root), f"members of {group} cannot enter {above}", remedy))
     try:
-        for parent, _, names in os.walk(root, topdown=False):
-            for path in (*(Path(parent, name) for name in names), Path(parent)):
-                _give(path, number)
+        for path in _all_in(root):
+            _give(path, number)
     except PermissionError as error:
         rule = f"only the owner of {error.filename} may give it to a group that they belong to"
         raise ArtifactError(explain("store", str(root), rule, "let its owner do it, or root")) from None
@@ -55,6 +57,26 @@ def open_to_group(root: Path) -> None:
     """
     if root.is_dir() and is_shared(root):
         os.umask(os.umask(0o077) & ~stat.S_IRWXG)
+
+
+def give_made(folder: Path) -> None:
+    """In a shared store, give the group what this user made in `folder`; elsewhere nothing changes.
+
+    Some libraries make files for their owner alone whatever the umask is, safetensors for one, and what was moved here
+    kept its group.
+    """
+    if is_shared(folder.parent):
+        group = folder.parent.stat().st_gid
+        for path in _all_in(folder):
+            with suppress(PermissionError):  # another user's, whose attempt this process goes on with
+                _give(path, group)
+
+
+def _all_in(folder: Path) -> Iterator[Path]:
+    """Yield all files and folders below `folder`, and `folder` itself at the end."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        yield from (Path(parent, name) for name in names)
+        yield Path(parent)
 
 
 def _give(path: Path, group: int) -> None:

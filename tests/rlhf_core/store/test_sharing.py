@@ -15,6 +15,7 @@ import pytest
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.sharing import is_shared, share
 from rlhf_core.types import PolicyRef
 from tests.support.forks import forked
@@ -59,9 +60,15 @@ def commit(store: ArtifactStore, text: str = "weights") -> None:
         out = store.layout.attempt(KEY) / "out"
         out.mkdir(parents=True, exist_ok=True)
         (out / "file").write_text(text)
-        (out / "folder").mkdir()
-        (out / "folder" / "other").write_text(text)
+        private(out, text)
         store.commit(KEY, out, PolicyRef, children={}, record=provenance(), lease=lease)
+
+
+def private(folder: Path, text: str) -> None:
+    """Write as libraries do that do not care for the umask: safetensors' files are for their owner alone."""
+    made = Path(tempfile.mkdtemp(dir=folder)).rename(folder / "folder")
+    (made / "other").write_text(text)
+    (made / "other").chmod(0o600)
 
 
 def object_of(store: ArtifactStore) -> Path:
@@ -77,7 +84,8 @@ def test_each_user_can_hit_repair_and_collect_what_the_other_made(shared: Path) 
     assert stat.S_IMODE((object_of(store) / "file").stat().st_mode) & 0o222 == 0
 
     def hit_and_pin(store: ArtifactStore) -> None:
-        assert store.record(KEY) is not None and store.used(KEY)
+        assert (object_of(store) / "folder" / "other").read_text() == "weights" and store.used(KEY)
+        assert store.verify() == []
         store.pin(KEY, note="bob's")
         store.unpin(KEY)
 
@@ -105,9 +113,15 @@ def test_a_user_goes_on_with_what_another_left(shared: Path) -> None:
         work = store.layout.attempt(KEY)
         work.mkdir(parents=True)
         (work / "shard").write_text("1")
+        checkpoints = Checkpoints(work / "ckpt")
+        with checkpoints.saving(1, {}) as folder:
+            private(folder, "1")
+        checkpoints.settle()
 
     def go_on(store: ArtifactStore) -> None:
         work = store.layout.attempt(KEY)
+        checkpoint = Checkpoints(work / "ckpt").to_resume()
+        assert checkpoint is not None and (checkpoint.path / "folder" / "other").read_text() == "1"
         with (work / "shard").open("a") as stream:
             stream.write("2")
         (work / "shard").replace(work / "renamed")
@@ -115,6 +129,14 @@ def test_a_user_goes_on_with_what_another_left(shared: Path) -> None:
 
     as_user(ALICE, shared, leave)
     as_user(BOB, shared, go_on)
+
+
+def test_a_link_to_a_store_shares_the_store(shared: Path) -> None:
+    shared.chmod(0o700)
+    link = shared.with_name("link")
+    link.symlink_to(shared)
+    share(link, GROUP)
+    assert is_shared(shared)
 
 
 def test_a_group_that_cannot_use_the_store_is_refused(shared: Path) -> None:
