@@ -168,6 +168,8 @@ def _asserts(node: ast.AST) -> bool:
         case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=finalbody):
             reached = [*handlers, *orelse, *finalbody, *([] if catches_assertions(node) else body)]
             return any(map(_always_fails, reached))  # as `assert False` after what must raise
+        case ast.With(body=body) | ast.AsyncWith(body=body):
+            return not catches_assertions(node) and any(map(_always_fails, body))
         case ast.If(test=condition, body=body, orelse=orelse):
             named = any(isinstance(inner, ast.Name) for inner in ast.walk(condition))
             return named and any(map(_always_fails, [*body, *orelse]))

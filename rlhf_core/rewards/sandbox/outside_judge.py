@@ -34,6 +34,7 @@ scalars = (int, float, str, bool, bytes, complex, type(None))
 def run(tests, names):
     text, word = loads(tests)
     names["__builtins__"] = __builtins__
+    names.update(("_rlhf_" + name, value) for name, value in __builtins__.items())
     names.update(_rlhf_record=record, _rlhf_truth=truth, _rlhf_compare=compare, _rlhf_minus=minus)
     exec(compile(text, "tests", "exec"), names)
     out.write("\\n" + word + dumps(values) + "\\n")

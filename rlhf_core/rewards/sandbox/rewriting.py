@@ -2,12 +2,14 @@
 
 `assert f(2) == 4` becomes `_rlhf_record(0, f(2))`, and `4` stays here, in the judge of assertion 0. Of an assertion
 without a literal the whole is written down. Comparisons of two computed values become `_rlhf_compare("Eq", f(2), g(2))`, in
-whatever place of the test, which compares them as plain values (`outside_judge`).
+whatever place of the test, which compares them as plain values (`outside_judge`). A builtin that the test uses is the real
+one (`_rlhf_all`), whatever the program calls so, unless only builtins are used: then the program may be asked for a `sum`.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import itertools
 import math
 import operator
@@ -91,6 +93,7 @@ class _Rewriting(ast.NodeTransformer):
 
     def __init__(self, tree: ast.Module) -> None:
         self.sites: list[Site] = []
+        self._builtins = _builtins_used(tree)
         self._in_case = False  # inside a class of unittest
         self._blocks = itertools.count()
         imported = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
@@ -116,6 +119,10 @@ class _Rewriting(ast.NodeTransformer):
         if not isinstance(node.op, ast.Sub) or {type(node.left), type(node.right)} == {ast.Constant}:
             return node
         return ast.Call(ast.Name(_MINUS, ast.Load()), [node.left, node.right], [])
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        """Use the builtins from before the program ran."""
+        return ast.Name(f"_rlhf_{node.id}", node.ctx) if node.id in self._builtins else node
 
     def _block(self, statements: list[ast.stmt], *, sure: bool, expected: bool) -> list[ast.stmt]:
         leaves = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom)
@@ -160,6 +167,7 @@ class _Rewriting(ast.NodeTransformer):
             case ast.Try():
                 one.body = self._block(one.body, sure=False, expected=False)
                 for part in one.handlers:
+                    part.type = part.type and self.visit(part.type)
                     part.body = self._block(part.body, sure=False, expected=False)
                 one.orelse = self._block(one.orelse, sure=False, expected=False)
                 one.finalbody = self._block(one.finalbody, sure=False, expected=False)
@@ -207,6 +215,23 @@ class _Rewriting(ast.NodeTransformer):
             case _:
                 return one
         return ast.copy_location(ast.Assert(test), one)
+
+
+def _builtins_used(tree: ast.Module) -> set[str]:
+    """Return the builtins that a test uses beside names of the program; {} if it uses no names of the program."""
+    used, own = set[str](), set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                own.add(name)
+            case ast.ClassDef(name=name) | ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
+                own.add(name)
+            case ast.alias(name=name, asname=shorter):
+                own.add(shorter or name.partition(".")[0])
+    known = {name for name in dir(builtins) if name[0] != "_"} - {"super"}  # the compiler looks for that name
+    return used & known - own if used - own - known - {"self"} else set()
 
 
 def _outer(statements: Sequence[ast.stmt]) -> list[ast.stmt]:

@@ -38,6 +38,8 @@ check(f)""",
     "an error": "try:\n    f(-1)\n    assert False\nexcept ValueError: pass\nassert f(2) == 4",
     "an error that is looked at": "try:\n    f(-1)\nexcept Exception as error:\n    assert str(error) == str(-1)\nassert f(2) == 4",
     "with": "import contextlib\nwith contextlib.suppress(KeyError):\n    assert f(2) == 4",
+    "an error, with suppress": "import contextlib\nwith contextlib.suppress(ValueError):\n    f(-1)\n    assert False",
+    "sets": "assert set(g(2)) == set([2, 4])\nassert sorted(g(2)) == sorted([4, 2])",
     "main": "def test(): assert f(2) == 4\nif __name__ == '__main__': test()",
     "unittest": """
 import unittest
@@ -78,6 +80,11 @@ CHEATS = {
         "builtins.zip = builtins.range = lambda *_: []\nbuiltins.abs = lambda _: 0\nbuiltins.AssertionError = ValueError\n"
         "f = g = lambda x: [] if x == 0 else 7"
     ),
+    "has names of builtins": (
+        "all = any = bool = isinstance = lambda *_: True\nzip = range = enumerate = lambda *_: []\n"
+        "abs = set = sorted = sum = lambda *_: 0\nAssertionError = ValueError = Exception\n"
+        "f = g = lambda x: 7"
+    ),
     "exits": "import sys\ndef f(x): sys.exit(0)\ng = f",
     "exits at once": "import os\ndef f(x): os._exit(0)\ng = f",
     "has last words": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 7\ng = f",
@@ -110,6 +117,12 @@ def test_a_right_program_passes_and_no_cheat_does(form: str) -> None:
     assert passes(FORMS[form], RIGHT)
     assert [name for name, cheat in CHEATS.items() if passes(FORMS[form], cheat)] == []
     assert read_tests(FORMS[form])  # not refused as a test that checks nothing
+
+
+def test_a_program_may_be_asked_for_a_function_that_is_named_as_a_builtin() -> None:
+    program = "list = [2, 3]\ndef sum(a, b): return a + b\ndef f(): return list"
+    assert passes("for a, b in [(1, 3), (2, 4)]:\n    assert sum(a, 2) == b", program)
+    assert passes("assert all(one in f() for one in list((2, 3)))", program)
 
 
 @pytest.mark.parametrize("test", ["try:\n    f(-1)\n    assert False\nexcept: pass", "if True:\n    assert False"])
