@@ -6,6 +6,7 @@ import ast
 import functools
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +57,10 @@ def code_reward(
     limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
 
     def judge(text: str, label: str) -> float:
-        verdict = run_tests(read_program(text), read_tests(label), limits=limits, run=run)
+        tests = read_tests(label)
+        if not sandbox_url:
+            _check_imports(tests, label)
+        verdict = run_tests(read_program(text), tests, limits=limits, run=run)
         return verdict.share if score == "share" else float(verdict.outcome == "passed")
 
     with _sandbox(sandbox_url, sandbox_headers, allow_network) as run, ThreadPoolExecutor(workers) as pool:
@@ -121,6 +125,21 @@ def _input_outputs(inputs: Sequence[Any], outputs: Sequence[Any], label: str) ->
     if not any(test.stdout.strip() for test in tests):
         raise _refusal(label, "expects no output: a program that does nothing would pass", "give what must be printed")
     return list(tests)
+
+
+def _check_imports(tests: Sequence[InputOutput | Assertions], label: str) -> None:
+    """Raise DataError for a test that imports what no program finds in the sandbox of this machine."""
+    waiting: list[ast.AST] = [_parsed(test.code, label) for test in tests if isinstance(test, Assertions)]
+    while waiting:
+        node = waiting.pop()
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name.partition(".")[0] not in sys.stdlib_module_names:
+                rule = f"imports {name or 'a module of its package'}, and the sandbox has the standard library alone"
+                raise _refusal(label, rule, "write the test without it, or set sandbox_url to a server that has it")
+        if not isinstance(node, ast.Try):  # which may do without
+            waiting.extend(ast.iter_child_nodes(node))
 
 
 def _split(code: str, label: str) -> list[str]:

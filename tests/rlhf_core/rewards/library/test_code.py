@@ -52,6 +52,8 @@ def test_a_label_without_tests_is_refused() -> None:
         ('["assert f(1) == "]', "is no Python"),
         ("assert f(" + "(" * 5000 + ")" * 5000 + ")", "is no Python"),
         ("the answer is 4", "is no Python"),
+        ("from solution import f\nassert f(1) == 2", "imports solution, and the sandbox"),
+        ("def check(f):\n    import numpy as np\n    assert np.all(f(1))\ncheck(f)", "imports numpy, and the sandbox"),
         ('{"tests": ["assert f(1) == 2", 3]}', "holds no tests"),
         ('{"inputs": [[2]], "outputs": ["4"]}', "has list for text"),
         ('{"inputs": ["2"], "outputs": [true]}', "has bool for text"),
