@@ -7,7 +7,8 @@ the mean of prompt c, p_c its share of all values, m = sum_c p_c v_c, and z and 
   that prompts which all agree do not make an interval of no width. For single answers this is the interval of Agresti and
   Coull ("Approximate is better than exact", 1998), for paired differences that of Bonett and Price (2012), with t for z.
 - Other means: Student's t, after the skewness is taken off by Hall's transformation ("On the removal of skewness by
-  transformation", 1992), without which the interval of few skewed rewards is too short.
+  transformation", 1992), without which the interval of few skewed rewards is too short. Where all agree, their own size
+  stands for the spread that they do not show: the interval is that of values between 0 and twice as much.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def mean_interval(
     """Return the mean of `values` and the interval that covers the true mean with probability `level`.
 
     `prompts` names the prompt of each value; without it every value has its own. `weights` are those of the values, and
-    `bounds` the smallest and largest that a value can be. Without bounds, one prompt has no interval, and so have fewer
-    than `FEWEST_PROMPTS` with the same value: they do not show how far values are apart. Raises DataError without values.
+    `bounds` the smallest and largest that a value can be. Without bounds, one prompt has no interval, and so have prompts that
+    all have 0, and fewer than `FEWEST_PROMPTS` that all have another value: they do not show how far values are apart.
+    Raises DataError without values.
 
     >>> [round(end, 2) for end in mean_interval([1.0] * 8, bounds=SHARE)]  # 8 of 8 are right
     [1.0, 0.6, 1.0, 8]
@@ -72,9 +74,12 @@ def mean_interval(
         raise DataError(explain("values", list(values)[:5], rule, remedy))
     shares_C, means_C = _by_prompt(numbers, prompts, weights)
     mean, count = float(np.average(numbers, weights=weights)), len(means_C)
+    agree = bool(np.ptp(means_C) <= 1e-9 * abs(mean))
+    if bounds is None and agree and mean and count >= FEWEST_PROMPTS:
+        bounds = (min(0.0, 2 * mean), max(0.0, 2 * mean))
     if bounds is not None:
         low, high = _bounded(shares_C, means_C, mean, bounds, level)
-    elif count < 2 or (count < FEWEST_PROMPTS and np.ptp(means_C) <= 1e-9 * abs(mean)):
+    elif count < 2 or agree:
         low, high = -math.inf, math.inf
     else:
         low, high = _unbounded(shares_C, means_C, mean, level)
@@ -142,9 +147,7 @@ def _bounded(
 ) -> tuple[float, float]:
     lowest, highest = bounds
     added = pseudo_prompts(level)
-    effective = 1 / float(
-        shares_C @ shares_C
-    )  # the number of prompts if all have the same share, else fewer (Kish 1965)
+    effective = _effective(shares_C)
     total = effective + 2 * added
     center = (effective * mean + added * (lowest + highest)) / total
     spread = effective**2 * float(shares_C**2 @ (means_C - center) ** 2)
@@ -157,14 +160,18 @@ def _unbounded(
     shares_C: NDArray[np.float64], means_C: NDArray[np.float64], mean: float, level: float
 ) -> tuple[float, float]:
     count = len(means_C)
-    errors_C = count * shares_C * (means_C - mean)
+    # A mean is nearer to a prompt the more it weighs: the errors are scaled as in HC2 (MacKinnon and White 1985).
+    errors_C = count * shares_C * (means_C - mean) * np.sqrt((1 - 1 / count) / (1 - shares_C))
     variance = float(errors_C @ errors_C) / count
-    if variance <= (1e-9 * mean) ** 2:  # no spread but rounding
-        return mean, mean
-    error, reach = math.sqrt(variance / (count - 1)), t_quantile(level, count - 1)
+    error, reach = math.sqrt(variance / (count - 1)), t_quantile(level, max(1.0, _effective(shares_C) - 1))
     skewness = float((errors_C**3).mean()) / variance**1.5
     high, low = (_unskewed(side * reach, skewness, count) for side in (-1, 1))
     return mean - error * low, mean - error * high
+
+
+def _effective(shares_C: NDArray[np.float64]) -> float:
+    """Return the number of prompts if all have the same share of the values, else fewer (Kish 1965)."""
+    return 1 / float(shares_C @ shares_C)
 
 
 def _unskewed(t: float, skewness: float, count: int) -> float:

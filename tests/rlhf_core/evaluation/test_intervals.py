@@ -43,6 +43,12 @@ def unequal(rng: np.random.Generator) -> Drawn:
     return (rng.random(counts.sum()) < np.repeat(chances, counts)).astype(float), list(np.repeat(range(30), counts))
 
 
+def uneven_rewards(rng: np.random.Generator) -> Drawn:
+    """Rewards whose mean differs from prompt to prompt, of 1 to 8 answers each."""
+    counts = rng.integers(1, 9, 6)
+    return np.repeat(rng.normal(0, 1, 6), counts) + rng.normal(0, 1, counts.sum()), list(np.repeat(range(6), counts))
+
+
 def draws(values: Callable[[np.random.Generator], NDArray[np.float64]]) -> Callable[[np.random.Generator], Drawn]:
     return lambda rng: (values(rng).astype(float), None)
 
@@ -64,6 +70,9 @@ COVERED = {
     "unequal numbers of pairs": (unequal, 2 / 3, SHARE, 0.0),
     "difference of two that agree": (difference(0.02, 0.0, 8), 0.02, DIFFERENCE_OF_SHARES, 0.0),
     "difference of two that do not": (difference(0.3, 0.2, 20), 0.1, DIFFERENCE_OF_SHARES, 0.0),
+    "8 prompts, nearly all of the best rating": (draws(lambda rng: rng.choice([5, 1], 8, p=[0.9, 0.1])), 4.6, None, 0.0),
+    "8 prompts, nearly all with a penalty": (draws(lambda rng: rng.choice([-1, 1], 8, p=[0.98, 0.02])), -0.96, None, 0.0),
+    "normal rewards, unequal numbers of answers": (uneven_rewards, 0.0, None, 0.0),
     "normal rewards": (draws(lambda rng: rng.normal(3, 2, 8)), 3.0, None, 0.0),
     "skewed rewards, 8 prompts": (draws(lambda rng: rng.exponential(1, 8)), 1.0, None, 0.015),
     "skewed rewards, 50 prompts": (draws(lambda rng: rng.exponential(1, 50)), 1.0, None, 0.0),
@@ -110,7 +119,8 @@ def test_the_values_of_a_prompt_count_as_one_and_weights_are_their_number() -> N
 
 
 @pytest.mark.parametrize(
-    ("values", "known"), [([1.5], False), ([2.0] * (FEWEST_PROMPTS - 1), False), ([2.0] * FEWEST_PROMPTS, True)]
+    ("values", "known"),
+    [([1.5], False), ([2.0] * (FEWEST_PROMPTS - 1), False), ([2.0] * FEWEST_PROMPTS, True), ([0.0] * 99, False)],
 )
 def test_what_prompts_do_not_show_is_no_interval(values: list[float], known: bool) -> None:
     found = mean_interval(values)
