@@ -115,7 +115,8 @@ def _repeats(example: Example) -> Callable[[Turns], bool]:
 
     def repeats(answer: Turns) -> bool:
         text = answer[0].content.lstrip()
-        return bool(asked) and text.startswith(asked) and text[len(asked) :][:1].isspace() and text.strip() != asked
+        rest = text[len(asked) :]
+        return bool(asked and rest.strip()) and text.startswith(asked) and not (asked[-1:] + rest[:1]).isalnum()
 
     return repeats
 

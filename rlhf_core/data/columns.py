@@ -84,6 +84,10 @@ class Reading(Mapping[str, Any]):
         other._seen = self._seen
         return other
 
+    def maps(self, name: str) -> bool:
+        """Return whether `columns` says what the row calls the column `name`."""
+        return name in self._theirs
+
     def again(self) -> Reading:
         """Return the row with no column read."""
         other = Reading(self._row)
@@ -138,7 +142,8 @@ def prompt_turns(row: Mapping[str, Any], name: str = "prompt") -> Turns:
 
 def alpaca_turns(row: Mapping[str, Any]) -> Turns:
     """Return the prompt of an alpaca row: its `history` (pairs of a question and an answer), `instruction` and `input`."""
-    name = "prompt" if "prompt" in row else "instruction"
+    own = "instruction" in row and not (isinstance(row, Reading) and row.maps("prompt"))
+    name = "instruction" if own else "prompt"  # beside `instruction`, `prompt` is a rendering of the whole row
     parts = [string(row[one], one) for one in (name, "input") if one == name or not is_empty(row.get("input"))]
     earlier: list[Message] = []
     for pair in row.get("history") or ():

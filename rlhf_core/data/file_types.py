@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from pathlib import Path
 
@@ -36,6 +37,7 @@ _OTHERS = (
     (b"<html", "a web page", "download the file itself"),
 )
 """First bytes of a file, in lower case -> what it is, and the remedy if another type was expected."""
+_JSON = re.compile(rb'\[?\s*\{(\s*"|\s*$)')
 _OWN = {"parquet": "Parquet", "arrow": "Arrow"}
 
 
@@ -91,8 +93,9 @@ def refuse_other_type(begin: bytes, kind: str, source: Source, *, path: Path) ->
     """Raise DataError, with the remedy, if a file that begins with the bytes `begin` is not of the type `kind`."""
     text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
     header = text.partition(b"\n")[0]
+    begins = begin.lower(), text.lower()
     found = next(
-        ((rule, remedy) for magic, rule, remedy in _OTHERS if begin.lower().startswith(magic.lower())),
+        ((rule, remedy) for magic, rule, remedy in _OTHERS if any(one.startswith(magic.lower()) for one in begins)),
         ("", ""),
     )
     if found[0] == _OWN.get(kind):
@@ -102,8 +105,12 @@ def refuse_other_type(begin: bytes, kind: str, source: Source, *, path: Path) ->
             found = "UTF-16, or no text", "save it as UTF-8"
         elif kind == "jsonl" and (text[:1] == b"[" or header.strip() == b"{"):
             found = "one value of JSON, not an object a line", "set file_type = 'json', or write one row a line"
+        elif kind in ("csv", "tsv") and _JSON.match(header):
+            found = "JSON", "set file_type = 'json', or 'jsonl' for one row a line"
         elif kind == "csv" and b"," not in header and b"\t" in header:
             found = "separated by tabs", "set file_type = 'tsv'"
+        elif kind == "tsv" and b"\t" not in header and b"," in header:
+            found = "separated by commas", "set file_type = 'csv'"
         elif kind in ("csv", "tsv") and not {b",", b"\t"} & {bytes([one]) for one in header} and b";" in header:
             found = "separated by semicolons", "write it with commas"
     if found[0]:
@@ -134,10 +141,18 @@ def _type_of_files(source: Source) -> str:
         raise _error(
             source, f"has files of several types, {kinds}", "name those of one with a pattern, such as '*.jsonl'"
         )
-    splits = sorted({match[1] for one in files if (match := _SPLITS.search(one.name.lower()))})
-    if len(splits) > 1:
-        raise _error(source, f"has files of several splits, {splits}", "name those of one with a pattern, 'train-*'")
+    folder = os.path.commonpath([one.parent for one in files])
+    splits = sorted({_split(one.relative_to(folder)) for one in files})
+    if len(splits) > 1 and splits != ["", "train"]:
+        shown = [split or "none in the name" for split in splits]
+        raise _error(source, f"has files of several splits, {shown}", "name those of one with a pattern, 'train-*'")
     return kinds[0]
+
+
+def _split(path: Path) -> str:
+    """Return the split that the name of a file, or else of a folder around it, is that of; empty for none."""
+    found = (_SPLITS.search(part.lower()) for part in reversed(path.parts))
+    return next((match[1] for match in found if match), "")
 
 
 def _error(source: Source, rule: str, remedy: str) -> ConfigError:

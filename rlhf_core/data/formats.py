@@ -139,7 +139,7 @@ def contents_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -
         replace(
             _with_tools(_with_system(convert(one, format_name), row), row),
             annotator=values.annotator(one) or values.annotator(row),
-            conversational=format_name == "messages" or holds_turns(row.get("prompt", "")),
+            conversational=format_name == "messages" or holds_turns(_prompt_cell(row, format_name)),
         )
         for one in rows
     ]
@@ -296,6 +296,12 @@ def _judged(content: Content, row: Row) -> Content:
     if not content.prompt:
         raise DataError("no prompt: a bad answer is compared with others to its prompt")
     return replace(content, chosen=(), rejected=content.chosen, label="", judged=True)
+
+
+def _prompt_cell(row: Row, format_name: str) -> Any:
+    """Return what a row has its prompt in: the column of the prompt, or else the chosen side that begins with it."""
+    others = {"preference": prompt_name(row), "implicit_preference": "chosen", "alpaca": "instruction"}
+    return row.get(others.get(format_name) or "prompt", "")
 
 
 def _split_pair(chosen: Turns, rejected: Turns, row: Row) -> Content:

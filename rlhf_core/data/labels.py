@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rlhf_core.config.data import Source
 from rlhf_core.data.columns import is_empty
-from rlhf_core.data.values import TRUTHS, Row, spelling
+from rlhf_core.data.values import TRUTHS, WORTHS, Row, spelling
 from rlhf_core.errors import DataError, explain
 
 LabelReading = Literal["verdict", "answer"]
@@ -22,7 +22,7 @@ JUDGED_FORMATS = ("messages", "text", "alpaca", "prompt_completion", "question_a
 
 _NUMBERS = ("0", "0.0", "1", "1.0", "-1", "-1.0")
 _TELLING_ROWS = 8
-"""Number of rows from which two different labels in all look like verdicts."""
+"""Number of rows from which labels look like verdicts that are two in all, or mostly words such as `good`."""
 
 
 def verdict_of(row: Row) -> Any:
@@ -47,14 +47,14 @@ def label_reading(source: Source, format_name: str, rows: Iterable[Row]) -> Labe
     said = Counter(spelling(label) for row in found if (label := verdict_of(row)) is not None)
     words = sum(count for label, count in said.items() if label in TRUTHS)
     others = sum(count for label, count in said.items() if label not in TRUTHS and label not in _NUMBERS)
-    if words:
-        return "verdict" if words >= others else "answer"
-    if not said or not _may_be_verdicts(said):
-        return "answer"
     tables = {name for name in type(source.use).model_fields if getattr(source.use, name)}
-    if tables <= {"prompts", "eval_prompts"}:
+    asks = tables <= {"prompts", "eval_prompts"}
+    if words:
+        if not (asks and said.keys() <= {"true", "false"} and any(isinstance(verdict_of(row), str) for row in found)):
+            return "verdict" if words >= others else "answer"
+    elif not said or asks or not _may_be_verdicts(said):
         return "answer"
-    if tables == {"preferences"} and said.keys() <= {"0", "1", "0.0", "1.0"}:
+    elif tables == {"preferences"} and said.keys() <= {"0", "1", "0.0", "1.0"}:
         return "verdict"
     raise DataError(
         explain(
@@ -75,4 +75,6 @@ def refuse_verdict(row: Row, source: Source) -> None:
 
 
 def _may_be_verdicts(said: Counter[str]) -> bool:
-    return said.keys() <= set(_NUMBERS) or (len(said) == 2 and said.total() >= _TELLING_ROWS)
+    words = sum(count for label, count in said.items() if label in WORTHS and label not in _NUMBERS)
+    many = said.total() >= _TELLING_ROWS
+    return said.keys() <= set(_NUMBERS) or (many and (len(said) == 2 or 2 * words >= said.total()))

@@ -26,7 +26,7 @@ TRUTHS = {
     ),
 }
 """Words that are nothing else than a verdict on an answer."""
-_WORTHS = TRUTHS | {
+WORTHS = TRUTHS | {
     **dict.fromkeys(
         ("1", "1.0", "yes", "good", "correct", "right", "positive", "safe", "helpful", "pass", "passed"), True
     ),
@@ -36,6 +36,7 @@ _WORTHS = TRUTHS | {
     **dict.fromkeys(("fail", "failed"), False),
 }
 """Words that are a verdict where the column is known to hold verdicts; else they may be the expected answer."""
+_MINUS_ONE = ("-1", "-1.0")
 GROUND_TRUTH = "reward_model.ground_truth"
 _LONGEST_INTEGER = 4300
 """Most digits of an integer that Python parses by default."""
@@ -151,16 +152,16 @@ def thumbs_up(value: Any) -> bool:
 
 
 def truth(value: Any) -> bool:
-    """Return a verdict as a boolean. Accepts booleans, 0 and 1, their spellings in CSV, and words such as `desirable`."""
+    """Return a verdict as a boolean. Accepts booleans, 0 or -1 and 1, their spellings in CSV, and words: `desirable`."""
     said = spelling(value)
-    if said not in _WORTHS:
+    if said not in WORTHS and said not in _MINUS_ONE:
         raise DataError(f"not true or false: label is {value!r}")
-    return _WORTHS[said]
+    return said in WORTHS and WORTHS[said]
 
 
 def probability(value: Any) -> float:
     """Return a label as a probability: 1.0 or 0.0 for good or bad, and a soft label unchanged."""
-    if spelling(value) in _WORTHS:
+    if spelling(value) in WORTHS:
         return float(truth(value))
     try:
         number = float(value)

@@ -47,6 +47,7 @@ def test_signs_and_case_tell_prompts_apart_and_white_space_does_not() -> None:
     [
         ("What is {}?", "What is {}? It is {}.", "It is {}."),
         ("What is {}?\n", " What is {}?\n\nIt is {}.", "It is {}."),
+        ("Question: what is {}? Answer:", "Question: what is {}? Answer:it is {}.", "it is {}."),
         ("What is {}?", "What is {}?", None),
         ("What is {}", "What is {}th", None),  # no end of a word
         ("{} + 1", "{} + 1 = 2", None),  # a sum that the answer writes again

@@ -10,8 +10,9 @@ import pytest
 from rlhf_core.config.data import Columns
 from rlhf_core.data.columns import Reading
 from rlhf_core.data.detection import detect
-from rlhf_core.data.formats import convert_all
+from rlhf_core.data.formats import convert, convert_all
 from rlhf_core.errors import DataError
+from rlhf_core.types import Message
 
 U, A = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -30,6 +31,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
             ["messages[].content[].cache"],
         ),
         ({"prompt": "2+2?", "completion": "4", "reasoning": "I add."}, ["reasoning"]),
+        ({"instruction": "2+2?", "output": "4", "prompt": "2+2? 4"}, ["prompt"]),
         ({"question": "2+2?", "answer": "4", "label": "4", "hint": "add"}, ["hint", "label"]),
         ({"prompt": "2+2?", "question": "2+2?", "chosen": "4", "rejected": "5"}, ["question"]),
         ({"prompt": [U], "reward_model": {"style": "rule", "ground_truth": "4"}, "extra": {"n": 1}}, ["extra", "reward_model.style"]),
@@ -42,6 +44,11 @@ def test_what_is_not_read_is_listed(row: dict[str, Any], unread: list[str]) -> N
     reading = Reading(row, Columns())
     contents = convert_all(reading, detect(reading), coding="auto", ranking_pairs="max_min")
     assert list(contents[0].unread) == unread
+
+
+def test_a_column_that_the_profile_names_as_prompt_goes_before_an_instruction() -> None:
+    row = {"instruction": "Add.", "task": "2+2?", "output": "4"}
+    assert convert(Reading(row, Columns(prompt="task")), "alpaca").prompt == (Message("user", "2+2?"),)
 
 
 def test_columns_have_the_names_of_the_formats_and_those_left_out_their_own() -> None:

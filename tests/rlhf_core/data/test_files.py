@@ -60,6 +60,15 @@ def test_one_source_serves_several_tables_and_no_prompt_is_in_two(tmp_path: Path
         ({"prompt": [{"from": "human", "value": "Hi"}], "completion": "Hello."}, True),
         ({"messages": [{"role": "user", "content": "Hi"}]}, True),
         ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}, True),
+        ({"conversations": [{"from": "human", "value": "Hi"}], "chosen": "Hello.", "rejected": "Go."}, True),
+        ({"question": "Hi", "chosen": "Hello.", "rejected": "Go."}, False),
+        (
+            {
+                side: [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": side}]
+                for side in ("chosen", "rejected")
+            },
+            True,
+        ),
     ],
 )
 def test_a_prompt_is_conversational_where_the_row_has_it_as_turns(

@@ -53,6 +53,7 @@ ROWS: list[tuple[str, dict[str, Any], Content]] = [
     ("implicit_preference", {"question": "2+2?", "chosen": [U, A], "rejected": [U, B]}, PAIR),
     ("alpaca", {"instruction": "2+2?", "output": "4", "input": "", "history": []}, Content(ASK, GOOD)),
     ("alpaca", {"instruction": "Add.", "output": "4", "input": "2+2?"}, Content(ADD, GOOD)),
+    ("alpaca", {"instruction": "Add.", "output": "4", "input": "2+2?", "prompt": "Add.\n2+2?\n4"}, Content(ADD, GOOD)),
     (
         "alpaca",
         {"instruction": "2+2?", "output": "4", "input": None, "history": [["Hi", "Hello."]]},
@@ -98,7 +99,7 @@ def test_each_format_is_detected_and_read(name: str, row: dict[str, Any], conten
     assert convert(row, name) == content
 
 
-@pytest.mark.parametrize("label", [False, "False", " 0 ", "undesirable", "rejected", "No", "harmful"])
+@pytest.mark.parametrize("label", [False, "False", " 0 ", -1, "undesirable", "rejected", "No", "harmful"])
 @pytest.mark.parametrize(
     ("name", "row"),
     [

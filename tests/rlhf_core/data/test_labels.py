@@ -45,7 +45,11 @@ def test_all_labels_decide(labels: tuple[Any, ...], reading: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "labels", [(0, 1), ("1", "1"), ("1.0", "0.0"), (-1, 1), ("yes", "no") * 4, ("ok", "toxic") * 4]
+    "labels",
+    [
+        *((0, 1), ("1", "1"), ("1.0", "0.0"), (-1, 1), ("yes", "no") * 4, ("ok", "toxic") * 4),
+        *(("bad",) * 8, ("good", "bad", "neutral") * 3, ("correct", "incorrect", "4", "5") * 2),
+    ],
 )
 def test_labels_that_can_be_read_both_ways_need_a_word_of_the_profile(labels: tuple[Any, ...]) -> None:
     with pytest.raises(DataError, match=r"sources\[s\].label_coding = 'auto': the labels are .*; set it to 'verdict'"):
@@ -57,7 +61,11 @@ def test_labels_that_can_be_read_both_ways_need_a_word_of_the_profile(labels: tu
 
 
 def test_where_only_one_reading_is_of_use_it_is_taken() -> None:
-    assert label_reading(source(ASK), "prompt_completion", rows(0, 1)) == "answer"
+    for labels in ((0, 1), ("good", "bad", "neutral") * 3):
+        assert label_reading(source(ASK), "prompt_completion", rows(*labels)) == "answer"
+    assert label_reading(source(ASK), "prompt_completion", rows(True, False)) == "verdict"
+    with pytest.raises(DataError, match="the labels are false, true"):  # a KTO table, or questions of yes and no
+        label_reading(source(ASK), "prompt_completion", rows("True", "False"))
     assert label_reading(source(COMPARE), "prompt_completion", rows(0, 1)) == "verdict"
     assert label_reading(source(), "prompt", rows(True, False)) == "answer"  # there is no answer to judge
 

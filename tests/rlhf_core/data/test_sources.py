@@ -80,11 +80,14 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\
         ("x.jsonl", json.dumps({"data": ROWS}, indent=1).encode(), "is one value of JSON.*set file_type = 'json'"),
         ("x.csv", b"prompt;completion\na;b\n", "is separated by semicolons; write it with commas"),
         ("x.csv", b"prompt\tcompletion\na\tb\n", "is separated by tabs; set file_type = 'tsv'"),
+        ("x.tsv", b"prompt,completion\na,b\n", "is separated by commas; set file_type = 'csv'"),
+        ("x.csv", json.dumps(ROWS).encode(), "is JSON; set file_type = 'json', or 'jsonl'"),
+        ("x.tsv.gz", gzip.compress(LINES.encode()), "is JSON; set file_type = 'json', or 'jsonl'"),
         ("x.jsonl.gz", LINES.encode(), "is not packed, though its name ends in .gz; rename it"),
         ("x.jsonl.zst", LINES.encode(), "is not packed, though its name ends in .zst; rename it"),
         ("x.jsonl", gzip.compress(LINES.encode()), "is packed with gzip; let its name end in .gz"),
         ("x.csv", b"PAR1 and so on", "is Parquet; set file_type = 'parquet'"),
-        ("x.jsonl", b"<!DOCTYPE html><html></html>", "is a web page; download the file itself"),
+        ("x.jsonl", b"\n<!DOCTYPE html><html></html>", "is a web page; download the file itself"),
     ],
 )
 def test_a_file_of_another_type_is_refused_with_what_it_is(
@@ -117,14 +120,17 @@ def test_a_folder_and_a_pattern_are_read_file_by_file(tmp_path: Path) -> None:
         ([], "no file there ends in"),
         (["a.jsonl", "b.csv"], r"has files of several types, \['csv', 'jsonl'\]"),
         (["train-0.jsonl", "test-0.jsonl"], r"has files of several splits, \['test', 'train'\]"),
+        (["train/0.jsonl", "test/0.jsonl"], r"has files of several splits, \['test', 'train'\]"),
+        (["part-0.jsonl", "eval.jsonl"], r"has files of several splits, \['none in the name', 'eval'\]"),
     ],
 )
 def test_a_folder_of_which_files_are_meant_is_not_clear_is_refused(
     names: list[str], reason: str, tmp_path: Path
 ) -> None:
     for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(LINES)
-    for path in (tmp_path, tmp_path / "*.*"):
+    for path in (tmp_path, tmp_path / "**/*.*"):
         with pytest.raises(ConfigError, match=reason):
             file_type(source(path))
 
