@@ -300,8 +300,9 @@ def _judged(content: Content, row: Row) -> Content:
 
 def _prompt_cell(row: Row, format_name: str) -> Any:
     """Return what a row has its prompt in: the column of the prompt, or else the chosen side that begins with it."""
-    others = {"preference": prompt_name(row), "implicit_preference": "chosen", "alpaca": "instruction"}
-    return row.get(others.get(format_name) or "prompt", "")
+    if format_name == "preference":
+        return row.get(prompt_name(row) or "prompt", "")
+    return row.get({"implicit_preference": "chosen", "alpaca": "instruction"}.get(format_name, "prompt"), "")
 
 
 def _split_pair(chosen: Turns, rejected: Turns, row: Row) -> Content:
