@@ -27,6 +27,9 @@ def forgotten_return(function: Callable[..., Any]) -> str:
     """
     trees = [(one, tree) for one in _reached(function) for tree in [_tree(one)] if tree is not None]
     used = {name for _, tree in trees for name in _used(tree)}
+    used |= {
+        one.__code__.co_name for one, _ in trees if hasattr(one, "__wrapped__")
+    }  # what decorators put in its place
     for one, tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, Definition) and _forgets(node, used):
@@ -37,7 +40,7 @@ def forgotten_return(function: Callable[..., Any]) -> str:
 
 def _reached(function: Callable[..., Any]) -> Iterator[FunctionType]:
     """Yield the plain function of a callable, and the user's functions that it names, transitively."""
-    waiting, seen = _plain(function), set[FunctionType]()
+    waiting, seen = [*_plain(function)], set[FunctionType]()
     while waiting:
         one = waiting.pop()
         if one in seen or not is_users_own(Path(one.__code__.co_filename)):
@@ -47,17 +50,23 @@ def _reached(function: Callable[..., Any]) -> Iterator[FunctionType]:
         names = set(_names(one.__code__))
         for value in [one.__globals__[name] for name in names if name in one.__globals__]:
             inside = [getattr(value, name, None) for name in names] if isinstance(value, ModuleType) else [value]
-            waiting += [plain for named in inside if isinstance(named, FunctionType) for plain in _plain(named)]
+            waiting += [plain for named in inside for plain in _plain(named)]
 
 
-def _plain(function: Any) -> list[FunctionType]:
-    while isinstance(function, partial):
-        function = function.func
-    if isinstance(function, (FunctionType, MethodType)):
-        found = [inspect.unwrap(function)]
-    else:
-        found = list(vars(type(function)).values())
-    return [one for one in (getattr(one, "__func__", one) for one in found) if isinstance(one, FunctionType)]
+def _plain(value: Any) -> Iterator[FunctionType]:
+    """Yield a function and what its decorators wrap, or the methods of an object or a class."""
+    while isinstance(value, partial):
+        value = value.func
+    methods = [value]
+    if not isinstance(value, FunctionType) and not hasattr(value, "__wrapped__"):
+        owner = value.__self__ if isinstance(value, MethodType) else value
+        kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
+        methods = [one for kind in kinds for one in vars(kind).values()]
+    while methods:
+        one = methods.pop()
+        if isinstance(one, FunctionType):
+            yield one
+        methods += [vars(one)[name] for name in ("__wrapped__", "__func__") if name in getattr(one, "__dict__", ())]
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -69,7 +78,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _tree(function: FunctionType) -> ast.Module | None:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
     except (OSError, SyntaxError):  # no source file, or a lambda inside a longer expression
         return None
 
@@ -101,6 +110,15 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
             waiting += ast.iter_child_nodes(child)
 
 
+def _breaks(node: ast.AST) -> bool:
+    """Return whether a `break` leaves the loop `node`."""
+    return any(
+        isinstance(one, ast.Break)
+        or (not isinstance(one, (*_INNER, ast.For, ast.AsyncFor, ast.While)) and _breaks(one))
+        for one in ast.iter_child_nodes(node)
+    )
+
+
 def _ends(body: Sequence[ast.stmt]) -> bool:
     """Return whether the end of `body` cannot be reached."""
     match body[-1]:
@@ -108,13 +126,15 @@ def _ends(body: Sequence[ast.stmt]) -> bool:
             return True
         case ast.If(body=then, orelse=otherwise):
             return bool(otherwise) and _ends(then) and _ends(otherwise)
-        case ast.With(body=inner) | ast.AsyncWith(body=inner):
-            return _ends(inner)
+        case ast.With(items=items, body=inner) | ast.AsyncWith(items=items, body=inner):
+            return _ends(inner) and not any("suppress" in ast.unparse(item) for item in items)
         case ast.Try(body=inner, handlers=handlers, orelse=otherwise, finalbody=last):
             tried = _ends(otherwise or inner) and all(_ends(handler.body) for handler in handlers)
             return tried or bool(last and _ends(last))
-        case ast.While(test=ast.Constant(value=True)) as loop:
-            return not any(isinstance(one, ast.Break) for one in _own(loop))
+        case ast.While(test=ast.Constant(value=always)) as loop if always:
+            return not _breaks(loop)
+        case ast.For() | ast.AsyncFor() | ast.While() as loop:
+            return bool(loop.orelse) and _ends(loop.orelse) and not _breaks(loop)
         case ast.Match(cases=cases):
             catches_all = isinstance(cases[-1].pattern, ast.MatchAs) and cases[-1].pattern.pattern is None
             return catches_all and cases[-1].guard is None and all(_ends(case.body) for case in cases)

@@ -318,14 +318,17 @@ def functions_of(tree: ast.Module) -> list[str]:
 
 
 def top_level_names(tree: ast.Module) -> set[str]:
+    """Return the names that a module binds outside of functions and classes, also inside `if` and `try`."""
     names: set[str] = set()
-    for node in tree.body:
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names.update(alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        else:
+            waiting += ast.iter_child_nodes(node)
     return names

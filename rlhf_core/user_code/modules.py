@@ -11,12 +11,14 @@ import builtins
 import importlib
 import importlib.abc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import chain, count
 from pathlib import Path
+from threading import RLock
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -25,6 +27,7 @@ from rlhf_core.user_code.sources import (
     ADDED,
     PROGRAM_PACKAGES,
     Place,
+    by_finders,
     changed,
     digest_of,
     in_folders,
@@ -38,6 +41,7 @@ from rlhf_core.user_code.watch import MARK, Watch
 
 _TAKEN: dict[str, tuple[Modules, Place]] = {}
 """Name in `sys.modules`, without dots -> the load that it belongs to, and where the module lies."""
+_LOADING = RLock()
 _COMPILED: dict[Path, str] = {}
 """Compiled module -> digest of the file that this process has loaded, or is about to."""
 
@@ -63,6 +67,7 @@ class Modules:
         self._sources = {module.path.resolve(): module.source for module in reached}
         self._path = list(sys.path)
         self._added: list[str] = []
+        self._is_running = False
         self._names: dict[str, str] = {}
         self.builtins = {**vars(builtins), "__import__": self._import}
         if notes:
@@ -79,15 +84,14 @@ class Modules:
         spec = _FINDER.find_spec(self._name)
         assert spec is not None and spec.loader is not None
         module = sys.modules[self._name] = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        self._keep_path()
+        with self._own_path():
+            spec.loader.exec_module(module)
         return module
 
     def import_module(self, name: str) -> ModuleType:
         """Return the module of this load that `name` means, or a module that is not the user's."""
-        module = importlib.import_module(self.named(name))
-        self._keep_path()
-        return module
+        with self._own_path():
+            return importlib.import_module(self.named(name))
 
     def named(self, name: str) -> str:
         """Return the name in `sys.modules` of what an import here calls `name`."""
@@ -110,9 +114,12 @@ class Modules:
         if name not in self._names:
             # What somebody else has imported is no module of a load: a package under development that the program uses.
             shared = name in PROGRAM_PACKAGES or (name in sys.modules and name not in _TAKEN)
-            place = Place(None) if shared else locate(name, search_folders(self._file, self._added))
-            if place == Place(None):
-                return name  # not remembered: the code may add a folder to the path, and try again
+            search = search_folders(self._file, sys.path if self._is_running else self._added)
+            place = Place(None) if shared else locate(name, search)
+            if place == Place(None):  # not remembered: the code may add a folder to the path, and try again
+                if shared or name in sys.builtin_module_names or by_finders(name, search) is not None:
+                    return name
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)  # here; another load may have one
             self._names[name] = self._take(name, place) if _is_fresh(place) else name
         return self._names[name]
 
@@ -122,18 +129,26 @@ class Modules:
         _TAKEN[free] = (self, place)
         return free
 
-    def _keep_path(self) -> None:
-        """Keep what the code has added to the path to this load."""
-        for entry in sys.path:
-            if entry not in self._path and entry not in ADDED:
-                self._add(entry)
+    @contextmanager
+    def _own_path(self) -> Iterator[None]:
+        """Keep what the code adds to the path to this load; without what others have added, or it might not add its own."""
+        with _LOADING:
+            others = [entry for entry in sys.path if entry in ADDED and entry not in self._added]
+            sys.path[:] = before = [entry for entry in sys.path if entry not in others]
+            self._is_running = True
+            try:
+                yield
+            finally:
+                self._is_running = False
+                for entry in [entry for entry in sys.path if entry not in before]:
+                    self._add(entry)
+                sys.path += [entry for entry in others if entry not in sys.path]
 
     def _add(self, entry: str) -> None:
+        if entry not in self._path:
+            ADDED.add(entry)
         if entry not in sys.path:
             sys.path.append(entry)
-            ADDED.add(entry)
-        elif entry not in self._path:
-            ADDED.add(entry)
         self._added.append(entry)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
 import io
 import os
 import sys
@@ -15,7 +14,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path
 
 from rlhf_core.errors import ConfigError, explain, nearest
@@ -174,7 +173,26 @@ def locate(top: str, search: Sequence[Path]) -> Place:
     if top in sys.builtin_module_names:
         return Place(None)
     place = in_folders(top, search)
-    return place if place.file or place.folders else _by_finders(top)  # editable installs have finders of their own
+    if place.file or place.folders:
+        return place
+    spec = by_finders(top, search)
+    if spec is None:
+        return Place(None)
+    origin = Path(spec.origin) if spec.origin and Path(spec.origin).is_file() else None
+    return Place(origin, tuple(Path(folder) for folder in spec.submodule_search_locations or ()))
+
+
+def by_finders(top: str, search: Sequence[Path]) -> ModuleSpec | None:
+    """Return what the finders of this process find in `search` and elsewhere: editable installs have finders of their own.
+
+    `importlib.util.find_spec` would also find what is beside files that were loaded before, and what these have imported.
+    """
+    folders = [str(folder) for folder in search]
+    try:
+        found = (finder.find_spec(top, folders) for finder in sys.meta_path)
+        return next((spec for spec in found if spec is not None), None)
+    except (ImportError, OSError, ValueError):
+        return None
 
 
 def in_folders(part: str, folders: Sequence[Path]) -> Place:
@@ -207,17 +225,6 @@ def _own(names: Sequence[str], search: Sequence[Path]) -> Iterator[tuple[str, Pa
             path = find(name, search)
             if path is not None and is_users_own(path):
                 yield name, path
-
-
-def _by_finders(top: str) -> Place:
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return Place(None)
-    if spec is None:
-        return Place(None)
-    origin = Path(spec.origin) if spec.origin and Path(spec.origin).is_file() else None
-    return Place(origin, tuple(Path(folder) for folder in spec.submodule_search_locations or ()))
 
 
 @lru_cache(maxsize=1)

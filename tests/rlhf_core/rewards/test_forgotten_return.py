@@ -56,6 +56,16 @@ def reward_in(folder: Path, code: str) -> Path:
          "    def one(self, text):\n        while text != 'a': return 1.0\nf = F()"), r"one \(mine.py, line 5\)"),
         ("def g(completions, unit): return [some(one) for one in completions]\nf = functools.partial(g, unit=1)",
          r"some \(helpers.py, line 2\)"),
+        ("@functools.lru_cache\ndef g(text):\n    if text == 'b': return 1.0\ndef f(completions): return [*map(g, completions)]",
+         r"g \(mine.py, line 4\)"),
+        (("def timed(g):\n    @functools.wraps(g)\n    def wrapper(text):\n        g(text)\n    return wrapper\n"
+         "@timed\ndef g(text): return 1.0\ndef f(completions): return [g(one) for one in completions]"), r"wrapper \(mine.py, line 5\)"),
+        (("class Base:\n    def one(self, text):\n        if text == 'b': return 1.0\nclass F(Base):\n"
+         "    def __call__(self, completions): return [self.one(text) for text in completions]\nf = F()"), r"one \(mine.py, line 4\)"),
+        (("class Rules:\n    def one(self, text):\n        if text == 'b': return 1.0\nRULES = Rules()\n"
+         "def f(completions): return [RULES.one(text) for text in completions]"), r"one \(mine.py, line 4\)"),
+        (("import contextlib\ndef g(text):\n    with contextlib.suppress(ValueError):\n        return float(text)\n"
+         "def f(completions): return [g(text) for text in completions]"), r"g \(mine.py, line 4\)"),
     ],
 )  # fmt: skip
 def test_a_function_that_can_end_without_return_is_named_where_an_answer_has_no_reward(
@@ -79,6 +89,14 @@ def test_a_function_that_can_end_without_return_is_named_where_an_answer_has_no_
         ),
         (
             "def g(one):\n    while True:\n        if one == 'b': return 1.0\n        return None\n"
+            "def f(completions): return [g(one) for one in completions]"
+        ),
+        (
+            "def g(one):\n    for letter in one:\n        if letter == 'b': return 1.0\n    else:\n        return None\n"
+            "def f(completions): return [g(one) for one in completions]"
+        ),
+        (
+            "def g(one):\n    while 1:\n        for letter in one:\n            break\n        return 1.0 if one == 'b' else None\n"
             "def f(completions): return [g(one) for one in completions]"
         ),
         "f = lambda completions: [1.0 if one == 'b' else None for one in completions]",

@@ -188,6 +188,22 @@ def test_a_helper_that_this_python_cannot_read_counts_with_its_bytes(folder: Pat
         user_code_digest(f"{folder}/reward.py:reward")
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "try:\n    import no_such_package\nexcept ImportError:\n    def reward(x): return 1",
+        "if True:\n    from math import sqrt as reward",
+        "reward, other = len, max",
+    ],
+)
+def test_a_function_need_not_be_defined_at_the_margin(folder: Path, code: str) -> None:
+    (folder / "reward.py").write_text(code)
+    assert list(user_code(f"{folder}/reward.py:reward")) == ["reward.py"]
+    (folder / "reward.py").write_text("def other():\n    reward = 1")
+    with pytest.raises(ConfigError, match="has no reward"):
+        user_code(f"{folder}/reward.py:reward")
+
+
 def test_packages_without_an_init_are_followed(folder: Path) -> None:
     (folder / "space" / "deep").mkdir(parents=True)
     (folder / "space" / "deep" / "rules.py").write_text("X = 1\n")

@@ -22,6 +22,7 @@ BESIDE = {
     "package/part.py": "from constants import VALUE\n",
     "package/inner/__init__.py": "",
     "package/inner/leaf.py": "from ..part import VALUE\nfrom .. import part as the_part\nassert the_part.VALUE == VALUE\n",
+    "package/direct.py": "VALUE = {value}\n",
     "space/leaf.py": "from importlib import import_module\nVALUE = import_module('constants').VALUE\n",
 }
 """Files beside a user's file; each folder has another value."""
@@ -45,6 +46,10 @@ FUNCTIONS = {
     "folder on the path": (
         "import sys, pathlib\nsys.path.insert(0, str(pathlib.Path(__file__).parent / 'package'))\n"
         "def f():\n    import part\n    return part.VALUE"
+    ),
+    "folder on the path once": (
+        "import sys, pathlib\nlibrary = str(pathlib.Path(__file__).parent / 'package')\n"
+        "if library not in sys.path: sys.path.append(library)\nimport direct\ndef f(): return direct.VALUE"
     ),
 }
 
@@ -90,10 +95,25 @@ def test_files_of_two_folders_have_helpers_of_their_own(tmp_path: Path, code: st
     assert [first(), second(), first()] == [1, 2, 1]
     helper = tmp_path / "one" / "constants.py"
     status = helper.stat()
-    for file in (helper, helper.with_name("helpers.py")):
+    for file in (helper, helper.with_name("helpers.py"), helper.with_name("package") / "direct.py"):
         file.write_text(file.read_text().replace("VALUE = 1", "VALUE = 3"))
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert [load_callable("function", specs[0])(), second()] == [3, 2]
+    assert [load_callable("function", spec)() for spec in specs] == [3, 2]
+    assert second() == 2
+
+
+@pytest.mark.parametrize("first", ["import helpers\ndef f(): return helpers.VALUE", "def f(): return 1"])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_only_another_file_has_beside_it_is_not_found(tmp_path: Path, first: str, late: bool) -> None:
+    lines = "try:\n    from helpers import VALUE\nexcept ModuleNotFoundError as error:\n    VALUE = error.name\n"
+    lines = "def f():\n    " + lines.replace("\n", "\n    ") if late else lines + "def f():\n    "
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "mine.py").write_text(lines + "return VALUE\n")
+    spec = f"{tmp_path}/alone/mine.py:f"
+    before = user_code_digest(spec)
+    assert load_callable("function", written(tmp_path / "other", first, 1))() == 1
+    assert user_code_digest(spec) == before
+    assert load_callable("function", spec)() == "helpers"
 
 
 def test_a_function_of_a_module_is_fresh_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
