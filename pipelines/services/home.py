@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import secrets
+import stat
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
@@ -26,6 +26,8 @@ SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
 PROOF_KEY = "RLHF_PROOF_KEY"
 """Environment variable with the key by which our MLflow server proves that it is ours."""
 _OWNER_ONLY = 0o600
+LONGEST_PATH = 470
+"""Bytes of the path of a state folder: SQLite's limit is 512, with the names of the database and of its journal."""
 ID_TRIES, ID_WAIT_S = 50, 0.1
 """Number and interval of attempts to read the identity while another process may still be writing it."""
 
@@ -44,19 +46,23 @@ class Home:
     def here(cls) -> Home:
         """Return the state folder: `RLHF_HOME`, or `.rlhf` in the current folder.
 
-        Raises ConfigError for a path that the address of a database in it would not mean: SQLAlchemy reads `?` as the
-        end of the path and `%41` as A, so the database would be a file beside the folder. Also for that of another user.
+        Raises ConfigError for a path where it could not be, as for that of another user, or that the address of a
+        database in it would not mean: SQLAlchemy reads `?` as the end of the path and `%41` as A, so the database would
+        be a file beside the folder.
         """
-        root = Path(os.environ["RLHF_HOME"] if "RLHF_HOME" in os.environ else ".rlhf").resolve()
-        if "?" in str(root) or unquote(str(root)) != str(root):
-            rule = "the address of a database cannot hold ? and % codes"
-            raise ConfigError(explain("RLHF_HOME", str(root), rule, "set it to a folder without them in its path"))
-        with suppress(FileNotFoundError, NotADirectoryError):  # not made yet
-            if not _may_be_used(root):
-                remedy = (
-                    "set it to a folder of your own; a team shares a store (`rlhf store share`), not a state folder"
-                )
-                raise ConfigError(explain("RLHF_HOME", str(root), "this user may not use that folder", remedy))
+        root = Path(os.environ["RLHF_HOME"] if os.environ.get("RLHF_HOME") else ".rlhf")
+        try:
+            root = root.expanduser().resolve()
+            rule = _trouble(root)
+        except (
+            OSError,
+            RuntimeError,
+            UnicodeEncodeError,
+        ) as error:  # RuntimeError: a link to itself, a user that is none
+            rule = f"cannot be a folder ({error.strerror if isinstance(error, OSError) else error})"
+        if rule:
+            remedy = "set it to a folder of your own; a team shares a store (`rlhf store share`), not a state folder"
+            raise ConfigError(explain("RLHF_HOME", str(root), rule, remedy))
         return cls(root)
 
     @property
@@ -129,12 +135,21 @@ class Home:
         return self
 
 
-def _may_be_used(folder: Path) -> bool:
+def _trouble(root: Path) -> str:
+    """Return why a path cannot be the state folder, or ""; OSError if the system takes it for none."""
+    if "?" in str(root) or unquote(str(root)) != str(root):
+        return "the address of a database cannot hold ? and % codes"
+    if len(str(root).encode()) > LONGEST_PATH:
+        return f"SQLite opens no database in a path of more than {LONGEST_PATH} bytes"
     try:
-        folder.stat()
+        mode = root.stat().st_mode
+    except FileNotFoundError:
+        return ""  # not made yet
     except PermissionError:
-        return False
-    return os.access(folder, os.R_OK | os.X_OK)
+        return "this user may not use that folder"
+    if not stat.S_ISDIR(mode) or mode & stat.S_ISVTX:
+        return "all users share that folder" if stat.S_ISDIR(mode) else "it is no folder"
+    return "" if os.access(root, os.R_OK | os.X_OK) else "this user may not use that folder"
 
 
 def _read_or_create(path: Path, make: Callable[[], str]) -> str:

@@ -23,6 +23,37 @@ def test_the_state_folder_is_here_unless_the_environment_says_otherwise(
     assert Home.here().root == tmp_path / ".rlhf"
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "elsewhere"))
     assert Home.here().store == tmp_path / "elsewhere" / "store"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for named, place in (("", ".rlhf"), ("~/mine", "mine"), ("a\nb", "a\nb"), ("x" * 200, "x" * 200)):
+        monkeypatch.setenv("RLHF_HOME", named)
+        assert Home.here().root == tmp_path / place
+
+
+@pytest.mark.parametrize(
+    ("named", "rule"),
+    [
+        ("file", "it is no folder"),
+        ("/dev/null", "it is no folder"),
+        ("file/inside", "cannot be a folder"),
+        ("loop/inside", "cannot be a folder"),
+        ("x" * 256, "cannot be a folder"),
+        ("~nobody-by-this-name/x", "cannot be a folder"),
+        ("a\udcff", "cannot be a folder"),
+        (f"{'x' * 100}/" * 5, "SQLite opens no database"),
+        ("shared", "all users share that folder"),
+    ],
+)
+def test_what_cannot_be_a_state_folder_is_one_error(
+    named: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("loop").symlink_to("loop")
+    Path("shared").mkdir()
+    Path("shared").chmod(0o1777)
+    monkeypatch.setenv("RLHF_HOME", named)
+    with pytest.raises(ConfigError, match=rf"^RLHF_HOME = .*: {rule}.*; set it to a folder of your own"):
+        Home.here()
 
 
 def test_nothing_is_kept_outside_the_state_folder_and_nothing_is_reported(tmp_path: Path) -> None:
