@@ -81,13 +81,13 @@ class ArtifactStore:
     def __init__(self, root: Path) -> None:
         self.root = Path(root).absolute()
         self.layout = StoreLayout(self.root)
-        with naming_disk_errors(self.root):
-            open_to_group(self.root)
-            check_schema(self.root)
+        check_schema(self.root)
+        open_to_group(self.root)
 
     def create(self) -> None:
         """Create the folder, if it does not exist, and mark it with the schema that this version writes."""
-        mark_schema(self.root)
+        with naming_disk_errors(self.root):
+            mark_schema(self.root)
 
     # ------------------------------------------------------------ reading
 

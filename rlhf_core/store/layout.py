@@ -123,10 +123,16 @@ class StoreLayout:
 
 
 def check_schema(root: Path) -> None:
-    """Raise ArtifactError if a newer version wrote the store in `root`; a store without a marker has schema 1."""
+    """Raise ArtifactError if a newer version wrote the store in `root`, or this user cannot read it, or it is a file.
+
+    A store without a marker has schema 1.
+    """
     marker = root / MARKER
-    stored = read_json(marker)
-    schema = 1 if stored is None and not marker.exists() else (stored or {}).get("schema")
+    with naming_disk_errors(root):
+        if root.is_file():
+            raise ArtifactError(explain("store", str(root), "is a file", "name a folder"))
+        stored = read_json(marker)
+        schema = 1 if stored is None and not marker.exists() else (stored or {}).get("schema")
     if not isinstance(schema, int):
         remedy = f"delete {marker} if this version wrote the store: it is written again"
         raise ArtifactError(f"store = {root}: the file {MARKER} in it cannot be read; {remedy}")
@@ -374,5 +380,8 @@ def disk_is_full(error: BaseException, root: Path) -> bool:
         if (isinstance(cause, OSError) and cause.errno in _FULL) or "No space left on device" in str(cause):
             return True
         cause = cause.__cause__ or cause.__context__
-    space = os.statvfs(root)
+    try:
+        space = os.statvfs(root)
+    except OSError:  # not there yet, or closed to this user
+        return False
     return space.f_bavail * space.f_frsize < _HARDLY_ANY_BYTES

@@ -338,6 +338,12 @@ def test_a_store_of_a_newer_version_is_refused_before_it_is_touched(store: Artif
     assert [path.name for path in store.root.iterdir()] == ["store.json"]
 
 
+def test_a_file_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArtifactError, match="is a file; name a folder"):
+        ArtifactStore(tmp_path / "file")
+
+
 @pytest.mark.parametrize("content", ["", "{}", '{"schema": "x"}'])
 def test_a_marker_that_cannot_be_read_is_refused_with_what_to_do(store: ArtifactStore, content: str) -> None:
     store.create()

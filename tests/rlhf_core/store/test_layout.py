@@ -99,7 +99,8 @@ def test_a_full_disk_is_named_whoever_reports_it(tmp_path: Path) -> None:
     hidden = RuntimeError("save failed")
     hidden.__cause__ = OSError(errno.EDQUOT, "quota")
     assert disk_is_full(hidden, tmp_path)
-    assert not disk_is_full(OSError(errno.EACCES, "no"), tmp_path)
+    for folder in (tmp_path, tmp_path / "not there yet"):
+        assert not disk_is_full(OSError(errno.EACCES, "no"), folder)
 
 
 def test_other_errors_pass_a_disk_check_unchanged(tmp_path: Path) -> None:

@@ -131,6 +131,17 @@ def test_a_user_goes_on_with_what_another_left(shared: Path) -> None:
     as_user(BOB, shared, go_on)
 
 
+def test_who_may_not_open_or_make_a_store_gets_one_error(shared: Path) -> None:
+    def refused(store: ArtifactStore) -> None:
+        for root in (closed / "store", shared.with_name("new")):
+            with pytest.raises(ArtifactError, match="cannot be written to"):
+                ArtifactStore(root).create()
+
+    closed = shared.with_name("closed")
+    closed.mkdir(0o700)
+    as_user(ALICE, shared, refused)
+
+
 def test_a_link_to_a_store_shares_the_store(shared: Path) -> None:
     shared.chmod(0o700)
     link = shared.with_name("link")
