@@ -6,6 +6,7 @@ What has no value in the script stays as written, `$` and all, and in one piece:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from pipelines.importers.openrlhf.conditions import computed
@@ -14,6 +15,9 @@ from pipelines.importers.openrlhf.syntax import ASSIGNMENT, Simple, array_words,
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 _DEFAULT = re.compile(r"(:?[-=+?])(.*)", re.DOTALL)
 _CUT = re.compile(r"(%%|%|##|#|//|/)(.*)", re.DOTALL)
+_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)\}|\$\(seq (-?\d+)(?: (-?\d+))?\)")
+_MOST_VALUES = 1000
+"""Values of a loop that are read."""
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _HOLD = str.maketrans(" \t\n", "\ue000\ue001\ue002")
 _LET_GO = str.maketrans("\ue000\ue001\ue002", " \t\n")
@@ -90,7 +94,7 @@ class Values:
         if char in "$`":
             end = dollar_end(raw, at, quoted=False)
             return end, self.parameter(raw[at:end], quoted=False), True
-        return at + 1, [char], False
+        return at + 1, [char], char in " \t\n"  # blanks are in the default of an expansion alone
 
     def _quoted_words(self, inner: str) -> list[str]:
         """Return what stands inside double quotes: one word, or those of `"${a[@]}"` and `"$@"`."""
@@ -152,8 +156,11 @@ class Values:
             if self.arguments is None or name == "0":
                 return None
             return self.arguments[int(name) - 1 : int(name)] or [""]
-        if subscript in (None, "@", "*"):
+        if subscript is None:
             return self.variables.get(name)
+        if subscript in ("@", "*"):
+            elements = [word for key, words in self.variables.items() if key.startswith(f"{name}[") for word in words]
+            return [*self.variables.get(name, []), *elements] if elements else self.variables.get(name)
         key = self.text(subscript or "")
         if f"{name}[{key}]" in self.variables:
             return self.variables[f"{name}[{key}]"]
@@ -174,20 +181,20 @@ class Values:
             return [_held(text)]
         made = [self._quoted(other)] if quoted else [_held(word) for word in self.fields(other)]
         if sign.endswith("="):
-            self.variables[name] = made
+            self.variables[name] = [" ".join(made)]
         return made
 
     def _length(self, text: str) -> list[str]:
         """Return the number of words or characters that `${#x}` counts."""
         name, all_words = text[3:-1].removesuffix("[@]").removesuffix("[*]"), text.endswith(("[@]}", "[*]}"))
-        words = self._words(name, None)
+        words = self._words(name, "@" if all_words else None)
         return [_held(text)] if words is None else [str(len(words) if all_words else len(" ".join(words)))]
 
     def _cut(self, word: str, sign: str, rest: str) -> str:
         """Return a value without its longest or shortest beginning or end, or with a text replaced."""
         if sign in ("/", "//"):
             anchor, rest = (rest[0], rest[1:]) if rest.startswith(("#", "%")) else ("", rest)
-            old, new = (self.text(part) for part in rest.partition("/")[::2])
+            old, new = (self.text(part) for part in re.findall(r"((?:\\.|[^\\/])*)/?(.*)", rest, re.DOTALL)[0])
             if anchor == "#":
                 return new + word.removeprefix(old) if word.startswith(old) else word
             if anchor == "%":
@@ -206,6 +213,8 @@ class Values:
         """Return what `$(echo x)` and `$(cat <<END ...)` print; any other command stays as written."""
         inner = text[1:-1] if text.startswith("`") else text[2:-1]
         items = parse(inner)
+        if not items:  # a comment between continued lines
+            return []
         if len(items) == 1 and isinstance(items[0].node, Simple) and items[0].node.words:
             node = items[0].node
             if node.words == ("cat",) and node.bodies:
@@ -213,6 +222,8 @@ class Values:
             words = [word for raw in node.words for word in self.fields(raw)]
             if words[0] == "echo" and len(words) > 1 and not words[1].startswith("-"):
                 return [" ".join(words[1:])]
+        if "openrlhf" in inner:
+            self.doubts.append(f"$({inner}) is not read")
         return [_held(f"$({inner})")]
 
     def read(self, node: Simple) -> str:
@@ -221,7 +232,34 @@ class Values:
         text = body.text if body.literal else self.body(body.text)
         return re.sub(r"(?m)^[ \t]*#.*\n?", "", re.sub(r"\\[ \t]*\n", " ", text)).rstrip("\n")
 
+    def read_into(self, node: Simple, words: list[str]) -> None:
+        """Read the text of `read`, `mapfile` or `readarray`, whose words are expanded, into its variables."""
+        text, name = self.read(node), words[-1]
+        if words[0] != "read":
+            self.variables[name] = text.split("\n")
+            return
+        names = [word for word in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", word)]
+        to_array = any(re.fullmatch(r"-[a-z]*a", word) for word in words)
+        if to_array or len(names) < 2:
+            self.variables[name] = text.split() if to_array else [text]
+            return
+        parts = text.partition("\n")[0].split(None, len(names) - 1)
+        self.variables |= {one: [*parts[at : at + 1], ""][:1] for at, one in enumerate(names)}
+
+    def listed(self, raw: str) -> Sequence[str]:
+        """Return the words of a loop: those of `{1..5}` and `$(seq 5)`, too."""
+        if not (found := _RANGE.fullmatch(released(self.text(raw)))):
+            return self.fields(raw)
+        first, last = (found[1], found[2]) if found[1] else (found[3], found[4]) if found[4] else ("1", found[3])
+        return [str(number) for number in range(int(first), int(last) + 1)[:_MOST_VALUES]]
+
     # ------------------------------------------------------------ assignments and numbers
+
+    def restore(self, before: Mapping[str, list[str] | None]) -> None:
+        """Give variables the values that they had, None for none."""
+        for name, value in before.items():
+            self.variables.pop(name, None)
+            self.variables |= {} if value is None else {name: value}
 
     def assign(self, raw: str) -> None:
         """Set a variable, an element or an array, or add to one, from an assignment as written; skip another word."""
@@ -231,7 +269,14 @@ class Values:
                 self.variables[found[1]] = [found[4]]
             return
         name, subscript, added, value = found.groups()
-        name = name if subscript is None else f"{name}[{self.text(subscript)}]"
+        if name == "IFS" and value.strip("'\""):
+            self.doubts.append("IFS is not read: values are split at blanks")
+        if subscript is not None:
+            key, words = self.text(subscript), self.variables.get(name, [])
+            if key.isdigit() and int(key) <= len(words) and not added:
+                self.variables[name] = [*words[: int(key)], self.text(value), *words[int(key) + 1 :]]
+                return
+            name = f"{name}[{key}]"
         before = self.variables.get(name, []) if added else []
         if not value.startswith("("):
             self.variables[name] = [("".join(before[:1])) + self.text(value), *before[1:]]

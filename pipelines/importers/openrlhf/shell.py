@@ -23,15 +23,14 @@ _MODULE = re.compile(r"openrlhf[./]cli[./](\w+?)(?:\.py)?$")
 _MENTION = re.compile(r"openrlhf[./]cli[./](\w+)")
 _INSIDE = re.compile(r"\s" + _MENTION.pattern)
 _PRINTERS = {"echo", "printf", "cat", "tee"}
+_LOCAL = {"local", "declare", "typeset"}
+_NAME = re.compile(r"[A-Za-z_]\w*")
 _DECLARERS = {"export", "local", "declare", "typeset", "readonly"}
 _TESTS = {"[", "test", "[[", "((", "true", "false", ":"}
 _ARGUMENT = re.compile(r"\$(\d|OPTARG)")
-_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)\}|\$\(seq (-?\d+)(?: (-?\d+))?\)")
 _DEEPEST = 20
 """Calls of functions inside each other."""
 _OTHERWISE = "the values in the script choose otherwise"
-_MOST_VALUES = 1000
-"""Values of a loop that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +87,8 @@ class _Shell:
         self._functions: dict[str, Block] = {}
         self._called: list[str] = []
         self._ever_called: set[str] = set()
+        self._locals: list[dict[str, list[str] | None]] = []
+        self._kept: dict[str, str] = {}
         self._before: list[str] = []
         self._follows = False
 
@@ -99,7 +100,10 @@ class _Shell:
 
     def relevant_notes(self) -> list[str]:
         """Return the notes that matter, each once."""
-        return list(dict.fromkeys(text for text, names in self._notes if names is None or names & self.values.used))
+        notes = [text for text, names in self._notes if names is None or names & self.values.used]
+        named = {name for _, names in self._notes for name in names or ()}
+        kept = (released(text) for name, text in self._kept.items() if name in self.values.used - named)
+        return list(dict.fromkeys((*notes, *kept)))
 
     # ------------------------------------------------------------ lists and blocks
 
@@ -155,7 +159,7 @@ class _Shell:
         maybe: list[bool] = []
         done = False
         for branch, decision in zip(block.branches, decisions, strict=True):
-            what = f"case {block.head[0]} in {branch.text}" if block.head else _shown(block, branch)
+            what = f"case {block.head[0]} in {branch.text}" if block.head else block.shown(branch)
             number = len(self.commands)
             if done or decision is False:
                 self._skipped(branch.line, what, branch.body)
@@ -195,6 +199,9 @@ class _Shell:
             elif name not in before and _ARGUMENT.search(new):
                 del variables[name]
             else:
+                if name not in before:
+                    text = f"{name}={new} ({what}) is read: the script leaves open whether it runs"
+                    self._kept.setdefault(name, f"line {line}: {text}")
                 continue
             change = f"{name}+={new.removeprefix(old)}" if old and new.startswith(old) else f"{name}={new}"
             text = f"{change} ({what}) is not read: the script leaves open whether it runs"
@@ -203,7 +210,7 @@ class _Shell:
     def _skipped(self, line: int, what: str, items: Sequence[Item]) -> None:
         """Add a note on commands that do not run with the values of the script, if they could matter."""
         nodes = list(leaves(items))
-        mentioned = [one for node in nodes for text in _texts(node) for one in _MENTION.findall(text)]
+        mentioned = [one for node in nodes for text in node.texts() for one in _MENTION.findall(text)]
         if mentioned:
             self.note(line, f"{', '.join(mentioned)} ({what}) is not read: {_OTHERWISE}")
         assigned = [word for node in nodes for word in node.words if ASSIGNMENT.fullmatch(word)]
@@ -214,7 +221,7 @@ class _Shell:
 
     def _while(self, block: Block) -> None:
         branch = block.branches[0]
-        what = _shown(block, branch)
+        what = block.shown(branch)
         runs = self._decided(branch)
         if block.kind == "until" and runs is not None:
             runs = not runs
@@ -240,7 +247,7 @@ class _Shell:
             self.note(block.line, f"the commands of for (({block.head[1]})) are read once")
             return
         raw = block.head[2:] if len(block.head) > 1 else ('"$@"',)
-        values = [value for word in raw for value in self._listed(word)]
+        values = [value for word in raw for value in self.values.listed(word)]
         if not values:
             self._skipped(block.line, f"for {name} in nothing", body)
         number = len(self.commands)
@@ -252,14 +259,6 @@ class _Shell:
                     text = f"the commands of for {name} are read with {value} alone, not with {', '.join(others)}"
                     self.note(block.line, text)
                 return
-
-    def _listed(self, raw: str) -> Sequence[str]:
-        """Return the words of a loop: those of `{1..5}` and `$(seq 5)`, too."""
-        text = self.values.text(raw)
-        if not (found := _RANGE.fullmatch(released(text))):
-            return self.values.fields(raw)
-        first, last = (found[1], found[2]) if found[1] else (found[3], found[4]) if found[4] else ("1", found[3])
-        return [str(number) for number in range(int(first), int(last) + 1)[:_MOST_VALUES]]
 
     # ------------------------------------------------------------ simple commands
 
@@ -275,6 +274,8 @@ class _Shell:
         if not words or words[0] in _DECLARERS:
             self._before, self._follows = [], False
             for word in (*assigned, *words):
+                if self._locals and words and words[0] in _LOCAL and (found := _NAME.match(word)):
+                    self._locals[-1].setdefault(found[0], self.values.variables.get(found[0]))
                 self.values.assign(word)
             self._doubts(node.line)
             return True
@@ -284,14 +285,13 @@ class _Shell:
         for word in assigned:
             self.values.assign(word)
         status = self._run(node, expanded) if expanded else True
-        for name, value in before.items():
-            self.values.variables.pop(name, None)
-            self.values.variables |= {} if value is None else {name: value}
+        self.values.restore(before)
         return status
 
     def _run(self, node: Simple, words: list[str]) -> bool | None:
         """Read a command whose words are expanded."""
-        if node.bodies and (words[0] not in _PRINTERS or node.to_file) and self._reads(node, words):
+        read = words[0] != ":" and (words[0] not in _PRINTERS or node.to_file)
+        if node.bodies and read and self._reads(node, words):
             return True
         match words[0]:
             case "[" | "test":
@@ -306,6 +306,9 @@ class _Shell:
                 self.values.arguments = words[words.index("--") + 1 :] if "--" in words else self.values.arguments
             case "shift" if self.values.arguments and (*words, "1")[1].isdigit():
                 self.values.arguments = self.values.arguments[int((*words, "1")[1]) :]
+            case "let":
+                for word in words[1:]:
+                    self.values.number(word)
             case "unset":
                 for name in words[1:]:
                     self.values.variables.pop(name, None)
@@ -323,11 +326,9 @@ class _Shell:
 
     def _reads(self, node: Simple, words: list[str]) -> bool:
         """Read the here-document of a command, into a variable or as a script; return whether it is either."""
-        body, name = node.bodies[-1], words[-1]
-        if words[0] == "read":
-            self.values.variables[name] = [self.values.read(node)]
-        elif words[0] in ("mapfile", "readarray"):
-            self.values.variables[name] = self.values.read(node).split("\n")
+        body = node.bodies[-1]
+        if words[0] in ("read", "mapfile", "readarray"):
+            self.values.read_into(node, words)
         elif _MENTION.search(body.text):
             if node.to_file:
                 self.note(node.line, f"the text of {words[0]} goes to a file; its commands are read as if that ran")
@@ -341,8 +342,10 @@ class _Shell:
             return
         outside, self.values.arguments = self.values.arguments, arguments
         self._called.append(name)
+        self._locals.append({})
         self._items(self._functions[name].branches[0].body)
         self._called.pop()
+        self.values.restore(self._locals.pop())
         self._ever_called.add(name)
         self.values.arguments = outside
 
@@ -387,14 +390,3 @@ class _Shell:
         for doubt in self.values.doubts:
             self.note(line, doubt)
         self.values.doubts.clear()
-
-
-# ---------------------------------------------------------------- private
-
-
-def _shown(block: Block, branch: Branch) -> str:
-    return branch.text if branch.text == "else" else f"{block.kind} {branch.text}"
-
-
-def _texts(node: Simple) -> list[str]:
-    return [*node.words, *(body.text for body in node.bodies)]

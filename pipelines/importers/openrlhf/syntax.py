@@ -30,6 +30,10 @@ class Simple:
     bodies: list[Body] = field(default_factory=list)
     to_file: bool = False
 
+    def texts(self) -> list[str]:
+        """Return its words and the texts that it reads."""
+        return [*self.words, *(body.text for body in self.bodies)]
+
 
 class Item(NamedTuple):
     """A command in a list, with the operator before it: `;` (also for a line end, `&` and `|`), `&&` or `||`."""
@@ -56,6 +60,10 @@ class Block(NamedTuple):
     line: int
     head: tuple[str, ...]
     branches: tuple[Branch, ...]
+
+    def shown(self, branch: Branch) -> str:
+        """Return one of its branches as notes name it."""
+        return branch.text if branch.text == "else" else f"{self.kind} {branch.text}"
 
 
 def parse(text: str, line: int = 1) -> tuple[Item, ...]:
