@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -33,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 PAD_CANDIDATES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
 """Tokens to use as padding if a model has no padding token, in order of preference."""
+_REPORT = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+"""Options with which transformers reports what is wrong with weights, to be checked by `_check_weights`."""
 
 
 def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpointing: bool, device: str) -> nn.Module:
@@ -40,7 +46,7 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
 
     The head `lm` gives a causal LM, with adapters if `spec.lora`; `score` a sequence classifier with one output, or a
     `ValueModel` where transformers has no such class; `value` a `ValueModel`. Scores and values are float32. A missing `score` or `value` head is drawn from N(0, 1/(hidden + 1)) with `spec.seed`. A
-    value model made from a reward model starts from its head. Raises ConfigError if the folder is not a model or lacks
+    value model made from a reward model starts from its head. Raises ConfigError if the folder is not a decoder or lacks
     weights, if its rows would need an attention mask, or if `attention` omits a part of what the architecture computes.
     """
     folder = Path(spec.path)
@@ -52,6 +58,7 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     if spec.lora is not None and spec.lora.quantise:
         check_quantizer()
     config = _config_without_dropout(folder)
+    _check_type(config, str(folder), lm=spec.head == "lm")
     check_attention(config, attention)
     load = {"lm": _load_lm, "score": _load_score, "value": _load_value}[spec.head]
     model: Any = load(folder, config, spec.seed, {"dtype": getattr(torch, dtype), "attn_implementation": attention})
@@ -91,8 +98,8 @@ def materialize(
     model was trained with it.
 
     Ensures that the padding token differs from the end token, because a reward is read at the last token that is not
-    padding. Raises ConfigError for a missing folder, package or Hub model, a Hub name without a revision, weights that
-    are not safetensors or GGUF, and a tokenizer without a chat template.
+    padding. Raises ConfigError for a missing folder, package or Hub model, a Hub name without a revision, what is no
+    decoder, weights that are missing or not safetensors or GGUF, and a tokenizer without a chat template.
     """
     source, options = _source(config)
     tokenizer = _fetch(AutoTokenizer, config, source, options)
@@ -102,7 +109,9 @@ def materialize(
         raise ConfigError(
             explain("model.path", config.path, "its tokenizer has no chat template", "set prepare_data.chat_template")
         )
-    model = _fetch(AutoModelForCausalLM, config, source, options | _weights_options(config))
+    _check_type(_fetch(AutoConfig, config, source, options), config.path, lm=True)
+    model, loading = _fetch(AutoModelForCausalLM, config, source, options | _weights_options(config) | _REPORT)
+    _check_weights(loading, config.path)
     if hasattr(model, "peft_config"):
         rule = "is an adapter, which transformers has put on its base model, and only whole models are read"
         raise ConfigError(explain("model.path", config.path, rule, "merge it (merge_and_unload of peft), and use that"))
@@ -131,8 +140,8 @@ def _load_score(folder: Path, config: Any, seed: int, options: dict[str, Any]) -
         AutoModelForSequenceClassification, folder, config, options, allowed_missing=("score.weight",)
     )
     if head_1H is None:
-        fresh_1H = initial_head(model.config.get_text_config().hidden_size, seed=seed)
-        model.score.weight.data.copy_(fresh_1H)
+        head_1H = initial_head(model.config.get_text_config().hidden_size, seed=seed)
+    model.score.weight.data.copy_(head_1H)  # that of a ValueModel has another name
     compute_in_float32(model.score)
     return model
 
@@ -152,7 +161,7 @@ def _from_pretrained(
     with torch.random.fork_rng(devices=[]):
         try:
             model, loading = auto.from_pretrained(
-                folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
+                folder, config=config, use_safetensors=True, local_files_only=True, **options, **_REPORT
             )
         except ValueError as error:
             if "does not support" not in str(error) or "attention" not in str(error):
@@ -164,14 +173,33 @@ def _from_pretrained(
                 explain("runtime.trainer.attention", attention, rule, 'set runtime.trainer.attention = "eager"')
             ) from error
     _note_tying(model)
-    missing = sorted(set(loading["missing_keys"]) - set(allowed_missing))
-    if missing:
-        raise ConfigError(
-            explain(
-                "model.path", str(folder), f"lacks the weights {missing[:3]}", "give a folder of the same architecture"
-            )
-        )
+    _check_weights(loading, str(folder), allowed_missing=allowed_missing)
     return model
+
+
+def _check_weights(loading: dict[str, Any], path: str, *, allowed_missing: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError where transformers has drawn weights at random: for missing ones, and those of another shape."""
+    missing = sorted(set(loading["missing_keys"]) - set(allowed_missing))
+    other = sorted(name for name, *_ in loading["mismatched_keys"])
+    if missing or other:
+        rule = (
+            f"lacks the weights {missing[:3]}"
+            if missing
+            else f"has weights of other shapes than its config.json {other[:3]}"
+        )
+        raise ConfigError(explain("model.path", path, rule, "give a folder of the same architecture"))
+
+
+def _check_type(config: Any, path: str, *, lm: bool) -> None:
+    """Raise ConfigError for a model with an encoder (T5), and where an LM head is needed, for one that has none."""
+    rule = ""
+    if getattr(config, "is_encoder_decoder", False):
+        rule = "has an encoder, without which its decoder is another model"
+    elif lm and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        rule = "has no causal language model in transformers"
+    if rule:
+        rule = f"a model of type {config.model_type} {rule}"
+        raise ConfigError(explain("model.path", path, rule, "use a decoder-only model"))
 
 
 def _note_tying(model: Any) -> None:
@@ -245,12 +273,12 @@ def _weights_options(config: PretrainedModel) -> dict[str, Any]:
 def _fetch(auto: Any, config: PretrainedModel, source: str, options: dict[str, Any]) -> Any:
     try:
         return auto.from_pretrained(source, **options)
-    except (OSError, ValueError, ImportError) as error:
-        remedy = (
-            "pip install gguf"
-            if isinstance(error, ImportError) and config.gguf_file
-            else "check the name, the revision and the network connection"
-        )
+    except (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError) as error:
+        remedy = "check the name, the revision and the network connection"
+        if Path(source).is_dir():
+            remedy = "check the files in it; `git lfs pull` fetches those that pointers stand for"
+        if isinstance(error, ImportError) and config.gguf_file:
+            remedy = "pip install gguf"
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(explain("model.path", config.path, f"could not be loaded ({reason})", remedy)) from error
 

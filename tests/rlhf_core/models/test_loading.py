@@ -60,6 +60,11 @@ def test_a_stored_reward_head_is_kept_whatever_the_seed(tiny_llama: Path, tmp_pa
     assert torch.equal(loaded(tmp_path, "score", seed=4).score.weight, initial_head(64, seed=3))
 
 
+def test_a_score_head_starts_from_that_of_a_value_model(tiny_llama: Path, tmp_path: Path) -> None:
+    export_model(loaded(tiny_llama, "value", seed=3), tmp_path, tokenizer_from=tiny_llama)
+    assert torch.equal(loaded(tmp_path, "score", seed=4).score.weight, initial_head(64, seed=3))
+
+
 def test_our_scores_are_those_of_plain_transformers(tiny_llama: Path) -> None:
     model = loaded(tiny_llama, "score")
     rows = [(1, 20, 30, 4), (1, 20, 4), (7, 8, 9, 10, 11, 4)]
@@ -145,12 +150,29 @@ def test_a_tokenizer_without_a_template_is_refused(tiny_llama: Path, tmp_path: P
         materialize(PretrainedModel(path=str(tmp_path / "in")), tmp_path / "out")
 
 
-def test_weights_of_another_architecture_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"num_hidden_layers": 3}, r"lacks the weights \['model.layers.2"),
+        ({"intermediate_size": 64}, r"has weights of other shapes than its config.json \['model.layers.0.mlp"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "a model of type t5 has an encoder"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "a model of type bart has an encoder"),
+        (
+            {"model_type": "modernbert", "rope_parameters": None},
+            "a model of type modernbert has no causal language model",
+        ),
+    ],
+)
+def test_weights_of_another_architecture_are_refused(
+    tiny_llama: Path, tmp_path: Path, change: dict[str, Any], rule: str
+) -> None:
     shutil.copytree(tiny_llama, tmp_path / "in")
     config = json.loads((tmp_path / "in/config.json").read_text())
-    (tmp_path / "in/config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(ConfigError, match=r"lacks the weights \['model.layers.2"):
-        loaded(tmp_path / "in")
+    (tmp_path / "in/config.json").write_text(json.dumps(config | change))
+    for refusal in (loaded, lambda folder: materialize(PretrainedModel(path=str(folder)), tmp_path / "out")):
+        with pytest.raises(ConfigError, match=rf"model.path = '.*in': {rule}"):
+            refusal(tmp_path / "in")
+    assert not (tmp_path / "out").exists()
 
 
 def test_adapters_on_a_reward_model_are_refused(tiny_llama: Path) -> None:
@@ -276,8 +298,12 @@ def test_a_family_without_a_classifier_gets_a_score_head_that_survives_saving(
 
 def test_weights_that_are_not_safetensors_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_llama, tmp_path / "in")
-    (tmp_path / "in/model.safetensors").rename(tmp_path / "in/pytorch_model.bin")
+    weights = tmp_path / "in/model.safetensors"
+    weights.rename(tmp_path / "in/pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"no \.safetensors file"):
+        materialize(PretrainedModel(path=str(tmp_path / "in")), tmp_path / "out")
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
+    with pytest.raises(ConfigError, match=r"could not be loaded.*git lfs pull"):
         materialize(PretrainedModel(path=str(tmp_path / "in")), tmp_path / "out")
 
 
