@@ -138,6 +138,7 @@ def _deliver(number: int) -> None:
 def on_signals() -> Iterator[None]:
     """Let the first SIGTERM, SIGHUP or Ctrl-C ask the stage to end, and the second interrupt; only in the main thread.
 
+    A SIGHUP is never the second: nobody repeats it, but systemd sends one after its SIGTERM, and a shell may send another.
     The previous handler gets the signal in the end: after the stage has saved, or at once for the second signal. Where
     nobody handles SIGHUP, that of SIGTERM gets it.
     """
@@ -179,6 +180,8 @@ class _Listener:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         leave_lost_terminal()
         if self._arrived is not None:
+            if number == signal.SIGHUP:
+                return
             self.close()
             _deliver(number)
             return
@@ -186,7 +189,8 @@ class _Listener:
         signal.alarm(0)  # a library's earlier handler may have set an alarm that aborts the process soon
         ask(f"{self._arrived.name} arrived")
         # The timer sends the second signal. Both run in threads, because the interrupted code may hold the log's lock.
-        self._watchdog = threading.Timer(GRACE_S, os.kill, (os.getpid(), number))
+        second = signal.SIGTERM if number == signal.SIGHUP else number
+        self._watchdog = threading.Timer(GRACE_S, os.kill, (os.getpid(), second))
         self._watchdog.daemon = True
         self._watchdog.start()
         message = "saving, then stopping; repeat to stop immediately"

@@ -60,6 +60,14 @@ def test_the_second_signal_is_handled_at_once(passed_on: list[int]) -> None:
         assert passed_on == [signal.SIGTERM]
 
 
+@pytest.mark.parametrize("first", SIGNALS)
+def test_a_hang_up_is_never_the_second_signal(passed_on: list[int], first: signal.Signals) -> None:
+    with on_signals():
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert passed_on == [] and reason() == f"{first.name} arrived"
+
+
 def test_a_hang_up_that_nobody_handles_ends_as_a_termination(passed_on: list[int]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with pytest.raises(StageStopped), on_signals():
@@ -85,12 +93,13 @@ def test_a_stage_saves_when_its_terminal_goes(tmp_path: Path) -> None:
     assert (tmp_path / "saved").read_text() == "SIGHUP arrived"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stage_that_comes_to_no_end_is_interrupted_after_a_while(
-    passed_on: list[int], monkeypatch: pytest.MonkeyPatch
+    passed_on: list[int], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(stopping, "GRACE_S", 0.05)
     with on_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         deadline = time.monotonic() + 5
         while not passed_on and time.monotonic() < deadline:
             time.sleep(0.01)
