@@ -24,6 +24,7 @@ from rlhf_core.store.typed_json import Stored, read_stored
 
 Answer = Literal["approve", "reject"]
 QUESTION = "question.json"
+ASKERS = "asked-*.json"
 ANSWERS = "answer-*.json"
 _ANSWER = re.compile(r"answer-(\d{1,9})(-.*)?\.json")
 
@@ -119,7 +120,7 @@ class GateDecisions:
         """Return the question with this id, with its askers and answers; None if nobody was asked."""
         folder = self.layout.gates / question
         asked = read_stored(folder / QUESTION, Question)
-        askers = sorted(self._read(folder, "asked-*.json", Asker), key=lambda one: one.asked)
+        askers = sorted(self._read(folder, ASKERS, Asker), key=lambda one: one.asked)
         if asked is None or not askers:
             return None
         return GateRequest(asked, tuple(askers), tuple(self._answers(folder)))
@@ -189,7 +190,7 @@ def _read_answer(path: Path) -> GateAnswer | None:
     Raises ArtifactError if it cannot be read: an earlier answer must not count in its place.
     """
     answer = read_stored(path, GateAnswer)
-    if answer is None and path.stat().st_size:
+    if answer is None and path.lstat().st_size:
         rule = "is not a whole answer"
         raise ArtifactError(explain("answer", str(path), rule, "remove it, and answer again if it was the last one"))
     return answer

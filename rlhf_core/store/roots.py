@@ -14,7 +14,7 @@ from pathlib import Path
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.store import attempts
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.store.gate_decisions import GateDecisions
+from rlhf_core.store.gate_decisions import ASKERS, QUESTION, Asker, GateDecisions, Question
 from rlhf_core.store.index import Unreadable
 from rlhf_core.store.layout import StoreLayout, fsync_path, write_json
 from rlhf_core.store.leases import alone
@@ -49,6 +49,9 @@ def roots_of(layout: StoreLayout) -> tuple[list[Root], list[Unreadable]]:
             roots += [Root(key, f"the run {wait.run} waits") for key in wait.keys]
         elif path.exists():
             unreadable.append(Unreadable(path, "does not name what a waiting run needs"))
+    for name, kind in ((QUESTION, Question), (ASKERS, Asker)):
+        damaged = (path for path in sorted(layout.gates.glob(f"*/{name}")) if read_stored(path, kind) is None)
+        unreadable += [Unreadable(path, "is damaged, until its run asks again") for path in damaged if path.exists()]
     try:
         roots += _asked_about(layout)
     except ArtifactError as error:

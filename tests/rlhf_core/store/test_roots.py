@@ -107,14 +107,17 @@ def test_what_nobody_can_make_again_is_pinned_before_its_record_exists(store: Ar
     assert store.gc(dry_run=False).items == ()
 
 
-@pytest.mark.parametrize("what", ["pins", "waits", "gates"])
-def test_gc_removes_no_object_while_a_root_cannot_be_read(store: ArtifactStore, old: PolicyRef, what: str) -> None:
+@pytest.mark.parametrize(
+    "file", ["pins/x", "waits/x", "gates/answer-x", "gates/answer-1", "gates/question", "gates/asked-x"]
+)
+def test_gc_removes_no_object_while_a_root_cannot_be_read(store: ArtifactStore, old: PolicyRef, file: str) -> None:
+    what, name = file.split("/")
     folder = getattr(store.layout, what)
     if what == "gates":
-        ask(store, "d")
+        ask(store, old.digest)
         (folder,) = folder.iterdir()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "answer-x.json").write_text("{")
+    (folder / f"{name}.json").write_text("{")
     let_it_be_old(store)
     report = store.gc(dry_run=False)
     assert len(report.held_back) == 1 and report.items == ()
