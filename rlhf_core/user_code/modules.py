@@ -112,8 +112,7 @@ class Modules:
         if name in _TAKEN and _TAKEN[name][0] is self:
             return name  # as pickle writes it
         if name not in self._names:
-            # What somebody else has imported is no module of a load: a package under development that the program uses.
-            shared = name in PROGRAM_PACKAGES or (name in sys.modules and name not in _TAKEN)
+            shared = name in PROGRAM_PACKAGES or _is_the_programs(name)
             search = search_folders(self._file, sys.path if self._is_running else self._added)
             place = Place(None) if shared else locate(name, search)
             if place == Place(None):  # not remembered: the code may add a folder to the path, and try again
@@ -150,6 +149,18 @@ class Modules:
         if entry not in sys.path:
             sys.path.append(entry)
         self._added.append(entry)
+
+
+def _is_the_programs(name: str) -> bool:
+    """Return whether the program has imported a module, such as a package under development: it is no module of a load.
+
+    What a library has imported from a folder that a load has added is not the program's.
+    """
+    if name in _TAKEN or name not in sys.modules:
+        return False
+    module = sys.modules[name]
+    places = getattr(module, "__path__", None) or [getattr(module, "__file__", None) or ""]
+    return not {Path(place).parent for place in places} & {Path(entry) for entry in ADDED}
 
 
 def _is_fresh(place: Place) -> bool:

@@ -66,6 +66,7 @@ USES = {
             "ftplib.*",
         ),
         *("openai.*", "anthropic.*", "litellm.*", "websockets.*", "grpc.*", "boto3.*", "huggingface_hub.*", "xmlrpc.*"),
+        *("*.open_connection", "*.create_connection"),
     ),
     VARIABLES: ("*.environ", "*.environb", "*.getenv", "*.getenvb", "*.expandvars", "*.load_dotenv", "*.dotenv_values"),
     FILES: (

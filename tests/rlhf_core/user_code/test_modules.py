@@ -116,6 +116,16 @@ def test_what_only_another_file_has_beside_it_is_not_found(tmp_path: Path, first
     assert load_callable("function", spec)() == "helpers"
 
 
+def test_what_a_library_has_imported_for_one_file_is_not_that_of_another(tmp_path: Path) -> None:
+    late = "import pkgutil\ndef f(): return pkgutil.resolve_name('imported_by_a_library:VALUE')\n"
+    codes, values = [late, "def f():\n    from imported_by_a_library import VALUE\n    return VALUE\n"], []
+    for number, code in enumerate(codes):
+        spec = written(tmp_path / str(number), code, number)
+        (tmp_path / str(number) / "imported_by_a_library.py").write_text(f"VALUE = {number}\n")
+        values.append(load_callable("function", spec)())
+    assert values == [0, 1]
+
+
 def test_a_function_of_a_module_is_fresh_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, "", 1)
     (tmp_path / "package" / "losses.py").write_text("from .part import VALUE\ndef f(): return VALUE\n")
