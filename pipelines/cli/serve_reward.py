@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -44,14 +45,24 @@ def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -
     token = read_token(options.token_env, host=options.host)
     limits = ServerLimits(max_batch=options.max_batch, max_wait_s=options.max_wait_ms / 1000)
     name = options.function or options.reward_model
-    with open_score(options, store) as score:
+    with listening(options.host, options.port) as listener, open_score(options, store) as score:
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        url = f"http://{host}:{listener.getsockname()[1]}/get_reward"
         app = create_app(score, name=name, token=token, limits=limits)
-        patience_s = int(options.timeout_s) + 1
-        config = limited(app, host=options.host, port=options.port, timeout_graceful_shutdown=patience_s)
-        url = f"http://{options.host}:{options.port}/get_reward"
+        config = limited(app, timeout_graceful_shutdown=int(options.timeout_s) + 1)
         console.print(f"{name} at {url}  (/health, /metrics)", highlight=False, markup=False, soft_wrap=True)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again for the signal that ended the server
-            uvicorn.Server(config).run()
+            uvicorn.Server(config).run(sockets=[listener])
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address of this machine; of one with several, at that of IPv4."""
+    try:
+        family = min(found[0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        rule = f"no server can listen there ({error})"
+        raise ConfigError(explain("--port", f"{host}:{port}", rule, "name a port that is free, or --host")) from None
 
 
 def read_token(token_env: str, *, host: str) -> str:

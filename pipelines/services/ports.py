@@ -19,6 +19,8 @@ def bound_port(wanted: int) -> socket.socket:
     A server needs seconds before it listens, and may be restarted. Its starter binds the port and hands the socket over,
     so nobody else has the port meanwhile, whatever their state folder, TMPDIR or user.
     """
+    if not 0 <= wanted <= LAST_PORT:
+        raise ServiceError(f"port = {wanted}: must be from 0 to {LAST_PORT}; 0 is any free port")
     for port in range(wanted, min(wanted + PORTS_TRIED, LAST_PORT + 1)):
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of its last server may linger

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from pipelines.cli.main import main
-from pipelines.cli.serve_reward import open_reward_model, read_arguments, read_token
+from pipelines.cli.serve_reward import listening, open_reward_model, read_arguments, read_token
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.remote import RemoteRewardClient
 from rlhf_core.rewards.server import Query
@@ -138,3 +138,14 @@ def test_a_reward_model_scores_text_as_the_score_stage_scores_its_tokens(tmp_pat
         found = score(queries).values
     assert found == pytest.approx(expected, abs=1e-5)
     assert len({round(value, 4) for value in expected}) == 3  # the model tells them apart
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 99999), ("127.0.0.1", -1), ("host.invalid", 0)])
+def test_an_address_where_no_server_can_listen_is_one_error(host: str, port: int) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--port = '.*': no server can listen there \(.*\); name a port that is free"
+    ):
+        listening(host, port)
+    with listening("localhost", 0) as taken, pytest.raises(ConfigError, match="no server can listen there"):
+        assert taken.getsockname()[0] == "127.0.0.1"
+        listening("127.0.0.1", taken.getsockname()[1])

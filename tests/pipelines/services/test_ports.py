@@ -18,6 +18,12 @@ def test_no_port_after_the_last_one_is_tried() -> None:
             bound_port(LAST_PORT)
 
 
+@pytest.mark.parametrize("port", [-1, LAST_PORT + 1])
+def test_what_is_no_port_is_refused(port: int) -> None:
+    with pytest.raises(ServiceError, match=f"port = {port}: must be from 0 to 65535"):
+        bound_port(port)
+
+
 def test_a_port_is_given_once_whatever_the_temporary_folder_and_again_when_it_is_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
