@@ -66,14 +66,19 @@ def check_databases() -> None:
     if "://" not in store or store.startswith("file:"):
         return
     from sqlalchemy.engine import make_url  # half a second, which only users with a database of their own wait
+    from sqlalchemy.exc import ArgumentError
 
     try:
-        make_url(store).get_dialect().import_dbapi()
+        dialect = make_url(store).get_dialect()
+        dialect.import_dbapi()
+        rule = f"MLflow cannot use {dialect.driver}, an asynchronous driver" if dialect.is_async else ""
     except ModuleNotFoundError as error:
-        remedy = "pip install 'rlhf-lifecycle[server]' has the one for postgresql://"
-        raise ConfigError(
-            explain("MLFLOW_TRACKING_URI", shown(store), f"its driver {error.name} is not installed", remedy)
-        ) from None
+        rule = f"its driver {error.name} is not installed"
+    except (ArgumentError, ValueError):  # an unknown kind, also postgres://; a port that is no number
+        rule = "is no address of a database"
+    if rule:
+        remedy = "pip install 'rlhf-lifecycle[server]' has the driver of postgresql://..."
+        raise ConfigError(explain("MLFLOW_TRACKING_URI", shown(store), rule, remedy))
 
 
 def profiles_path() -> Path:
