@@ -45,7 +45,10 @@ _MARKS = {
 }
 """The tokens that a template here writes: a model's own one must have all of them."""
 
-_IN_ANSWERS = re.compile(r"think|thought|reason|channel|message|call|function|action|answer|tool.?sep|python", re.I)
+_IN_ANSWERS = re.compile(
+    r"think|thought|reason|reflect|scratch|plan|search|solution|channel|message|call|function|action|answer|tool.?sep|python",
+    re.IGNORECASE,
+)
 
 _CLOSES_REASONING = re.compile(r"""\{\{-?\s*['"]</think>""")
 """DeepSeek-V3.1 has the tokens of R1 and opens every answer with `</think>`, as no template here does."""
@@ -105,7 +108,7 @@ class Decoder:
 def is_content(token: str) -> bool:
     """Return whether a token stands, by its name, around reasoning or a tool call: an answer may spell it.
 
-    >>> [is_content(token) for token in ("[THINK]", "<|channel|>", "<tool_call>", "<|im_end|>", "[TOOL_RESULTS]")]
+    >>> [is_content(token) for token in ("[THINK]", "<|channel|>", "<scratchpad>", "<|im_end|>", "[TOOL_RESULTS]")]
     [True, True, True, False, False]
     """
     return bool(_IN_ANSWERS.search(token))

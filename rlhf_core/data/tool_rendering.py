@@ -31,6 +31,11 @@ _ANSWERED: Rows = [
     {"role": "user", "content": "probe_question"},
     {"role": "assistant", "content": "probe_answer"},
 ]
+_GOING_ON: Rows = [
+    {"role": role, "content": content}
+    for at in range(2)
+    for role, content in (("user", f"probe_question_{at}"), ("assistant", ""))  # earlier answers may be rewritten
+]
 _SYSTEM: dict[str, Any] = {"role": "system", "content": "probe_system"}
 _USER: dict[str, Any] = {"role": "user", "content": "Hi"}
 _CALLING: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
@@ -52,7 +57,8 @@ class Renderer:
 
     Some templates, those of multimodal models among them, show contents only as lists of parts, and nothing of a text:
     they get `[{"type": "text", "text": ...}]` (`in_parts`). ConfigError if a template shows the words of a user or of an
-    answer in neither form; for those of a system turn, tools, calls and results as soon as a conversation has any.
+    answer in neither form; for those of a system turn, further questions, tools, calls and results as soon as a
+    conversation has any.
     """
 
     def __init__(self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -72,11 +78,14 @@ class Renderer:
         """Return the text of a conversation; a turn that calls tools must end with `eos`. DataError if it is rejected."""
         rows, tools = template_rows(messages)
         system = any(message.role == "system" for message in messages)
-        used = (system, *_uses(rows, tools)) if any(message.tool_fields for message in messages) else (system,)
+        again = sum(message.role == "user" for message in messages) > 1
+        used = system, again, *(_uses(rows, tools) if any(message.tool_fields for message in messages) else ())
         if any(used) and used not in self._checked:
             if system and self._silent_role([_SYSTEM, *_ANSWERED]):
                 raise self._refused("the words of the role system", "conversations with a system turn")
-            missing = left_out(rows, tools, self.apply, eos) if len(used) > 1 else ""
+            if again and self._silent_role(_GOING_ON):
+                raise self._refused("every question of a user", "conversations of several")
+            missing = left_out(rows, tools, self.apply, eos) if len(used) > 2 else ""
             if missing:
                 raise self._refused(missing, "conversations with tools")
             self._checked.add(used)

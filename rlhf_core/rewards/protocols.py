@@ -61,6 +61,7 @@ class Adapted:
     function: Callable[..., Any]
     protocol: Protocol
     arguments: Mapping[str, Any]
+    _warned: bool = False
 
     @property
     def is_async(self) -> bool:
@@ -76,7 +77,9 @@ class Adapted:
         run one of its own.
         """
         try:
-            return self._outcomes(batches, runner)
+            found = self._outcomes(batches, runner)
+            self._warn_of_both_forms(batches)
+            return found
         except (TypeError, AttributeError) as error:
             if self.protocol != "trl" or not any(sign in str(error) for sign in _TEXT_FOR_MESSAGES):
                 raise
@@ -85,9 +88,17 @@ class Adapted:
             except Exception:
                 raise error from None
         self.protocol = "trl_messages"
-        name = getattr(self.function, "__name__", type(self.function).__name__)
-        logger.warning("%s reads messages: it gets them for prompts that are text, too; TRL would give it text", name)
+        shown = _name(self.function)
+        logger.warning("%s reads messages: it gets them for prompts that are text, too; TRL would give it text", shown)
         return found
+
+    def _warn_of_both_forms(self, batches: Sequence[Sequence[Generation]]) -> None:
+        """Log, once, that a `trl` function gets text for some prompts and messages for others: their values may not compare."""
+        forms = {one.prompt.conversational for batch in batches for one in batch}
+        if self.protocol == "trl" and len(forms) > 1 and not self._warned:
+            self._warned = True
+            remedy = "set protocol = 'trl_text' or 'trl_messages' for one form"
+            logger.warning("%s gets text for some prompts and messages for others; %s", _name(self.function), remedy)
 
     def _outcomes(self, batches: Sequence[Sequence[Generation]], runner: asyncio.Runner) -> list[RewardOutcome]:
         if not self.is_async:
@@ -254,6 +265,10 @@ class _Logged:
 
     def logs(self) -> Logs:
         return merged_logs(self._parts)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _trl_arguments(generations: Sequence[Generation], protocol: Protocol) -> dict[str, Any]:

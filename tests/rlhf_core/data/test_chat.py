@@ -132,7 +132,16 @@ def test_decoding_leaves_special_tokens_out(chat: ChatTemplate) -> None:
     [
         *(
             (token, True)
-            for token in ("<think>", "</think>", "[THINK]", "<tool_call>", "<|channel|>", "<|python_tag|>")
+            for token in (
+                "<think>",
+                "</think>",
+                "[THINK]",
+                "<tool_call>",
+                "<|channel|>",
+                "<|python_tag|>",
+                "<plan>",
+                "[BEGIN_SOLUTION]",
+            )
         ),
         *((token, True) for token in ("<｜tool▁calls▁begin｜>", "<|END_THINKING|>", "<file_sep>")),
         *((token, False) for token in ("<start_of_turn>", "<|system|>", "<|eom|>")),

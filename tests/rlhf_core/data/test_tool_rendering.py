@@ -143,6 +143,15 @@ def test_a_template_that_leaves_out_the_words_of_a_role_is_refused(chat_folder: 
         assert template(chat_folder, silent).conversation(SAID[1:], max_length=64)
 
 
+@pytest.mark.parametrize("shown", ["loop.first", "loop.last", "loop.index0 > 1"])
+def test_a_template_that_leaves_out_one_of_several_questions_is_refused(chat_folder: Path, shown: str) -> None:
+    words = f"(message.content if {shown} or message.role != 'user' or messages | length < 3 else '')"
+    silent = template(chat_folder, TOOL_TEMPLATE.replace("+ message.content }}", f"+ {words} }}}}"))
+    assert silent.conversation(SAID[1:], max_length=64)
+    with pytest.raises(ConfigError, match="does not render every question of a user"):
+        silent.prompt_ids((*SAID[1:], SAID[1]))
+
+
 def test_demonstrations_keep_tool_calls_and_other_tables_keep_their_bytes(tmp_path: Path) -> None:
     plain = Demonstration("d", (Message("user", "Hi"), Message("assistant", "Hello.")), "s")
     rows = [plain, Demonstration("t", TALK, "s")]

@@ -366,6 +366,17 @@ def test_trl_functions_get_text_where_prompts_are_text_and_messages_where_they_a
         assert scored(function, talk).values == scored(function, text, protocol="trl_messages").values == (of_turns,)
 
 
+def test_a_function_that_gets_text_and_messages_in_one_batch_is_named_once(
+    trl: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapted = adapt(load_callable("function", f"{trl}:length"), protocol="auto", arguments={})
+    with asyncio.Runner() as runner:
+        for batch in ([generation("ABBC")], [generation("ABBC"), turns("ABBC")], [generation("ABBC"), turns("ABBC")]):
+            adapted.outcomes([batch], runner)
+    (record,) = caplog.records
+    assert "length gets text for some prompts and messages for others; set protocol = 'trl_text'" in record.message
+
+
 def test_a_function_that_fails_on_one_text_is_not_taken_for_one_that_reads_messages() -> None:
     def first_letter(completions: list[str], **kwargs: Any) -> list[float]:
         return [float(c[0] == "A") for c in completions]
