@@ -18,7 +18,7 @@ from rlhf_core.types import ArtifactRef
 
 def is_watched(home: Home) -> bool:
     """Return whether somebody may be watching: then even a fully cached run is recorded in Prefect and MLflow."""
-    return running(home) is not None or "MLFLOW_TRACKING_URI" in os.environ or bool(user_prefect(home))
+    return running(home) is not None or bool(os.environ.get("MLFLOW_TRACKING_URI")) or bool(user_prefect(home))
 
 
 def results_if_all_cached(

@@ -14,7 +14,7 @@ OWN = "of the state folder"
 
 def tracking_uri(home: Home) -> str:
     """Return the address of the user's own MLflow server, of that of `rlhf up`, or of the database itself."""
-    if "MLFLOW_TRACKING_URI" in os.environ:
+    if os.environ.get("MLFLOW_TRACKING_URI"):
         return os.environ["MLFLOW_TRACKING_URI"]
     services = running(home)
     return services.tracking_uri if services is not None and services.ready else home.mlflow_uri

@@ -101,7 +101,7 @@ class Door:
             return 200, ""
         if self._authorization:
             given = _values(scope, "authorization")
-            right = len(given) == 1 and hmac.compare_digest(given[0].encode(), self._authorization.encode())
+            right = len(given) == 1 and hmac.compare_digest(_spelled(given[0]), _spelled(self._authorization))
             return (200, "") if right else (401, "the token is missing or wrong")
         client = scope.get("client")
         if client and address and address[1] is not None and is_own((client[0], client[1]), (address[0], address[1])):
@@ -163,6 +163,12 @@ def refused_fetch(site: list[str], mode: list[str], dest: list[str], *, pages: b
     if set(site) <= {"same-origin", "none"} or (pages and (mode, dest) == (["navigate"], ["document"])):
         return ""
     return "this server answers only requests from its own pages"
+
+
+def _spelled(authorization: str) -> bytes:
+    """Return a value of the header with its scheme in lower case: `bearer` is `Bearer` (RFC 9110, 11.1)."""
+    scheme, _, credentials = authorization.partition(" ")
+    return f"{scheme.lower()} {credentials.strip()}".encode()
 
 
 def _values(scope: Scope, name: str) -> list[str]:

@@ -63,8 +63,17 @@ def resolved(value: Any, key: str) -> Any:
 
 
 def bearer(key: str, variable: str) -> dict[str, str]:
-    """Return the header with the token in the environment variable, {} for "". Raises ConfigError if it is not set."""
-    return {"Authorization": f"Bearer {_read(variable, key, variable)}"} if variable else {}
+    """Return the header with the token in the environment variable, {} for "".
+
+    Raises ConfigError if it is not set, or holds what no header can, as the carriage return of a file from Windows.
+    """
+    if not variable:
+        return {}
+    token = _read(variable, key, variable)
+    if token != token.strip() or not (token.isascii() and token.isprintable()):
+        rule = "begins or ends with white space, or holds what is no printable ASCII: no header can hold it"
+        raise ConfigError(explain(key, variable, rule, "set the variable to the token alone"))
+    return {"Authorization": f"Bearer {token}"}
 
 
 def with_secrets(config: M, key: str) -> M:

@@ -68,3 +68,8 @@ def test_a_registry_of_its_own_and_our_server_with_its_database(home: Home, monk
     assert registry(home) == "https://models.example"
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", "postgresql://a:b/c?d@e@models.example/db?password=x")
     assert registry(home) == "postgresql://models.example/db"
+
+
+def test_an_empty_address_is_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    assert module.tracking_uri(Home(tmp_path)) == Home(tmp_path).mlflow_uri

@@ -70,6 +70,27 @@ def test_a_name_that_a_page_has_bound_to_this_machine_reaches_nothing(host: str)
     assert server.reached == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        (["Bearer x y"], 200),
+        (["bearer x y"], 200),
+        (["BEARER  x y "], 200),
+        (["Bearer X y"], 401),
+        (["Bearer"], 401),
+        (["x y"], 401),
+        (["Basic x y"], 401),
+        (["Bearer x y", "Bearer x y"], 401),
+        (["Bearer x y", "Bearer z"], 401),
+        ([], 401),
+    ],
+)
+def test_the_token_enters_once_and_its_scheme_in_any_case(given: list[str], status: int) -> None:
+    door = Door(PlainTextResponse("in"), authorization="Bearer x y")
+    client = TestClient(door, base_url=f"http://{OWN}")
+    assert client.get("/", headers=[("Authorization", value) for value in given]).status_code == status
+
+
 def test_a_websocket_of_a_foreign_page_is_closed() -> None:
     server = Server()
     for headers in ({"Origin": "https://foreign.example"}, {"Host": "foreign.example:4200"}):

@@ -14,7 +14,7 @@ from rlhf_core.config.engines import VllmServerSamplerConfig
 from rlhf_core.config.rewards import FunctionReward, JudgeReward, RemoteReward, RewardsConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import Config, keyed
-from rlhf_core.schema.secrets import check, resolved, with_secrets
+from rlhf_core.schema.secrets import bearer, check, resolved, with_secrets
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.fingerprint import canonical_json
 
@@ -23,6 +23,13 @@ TEMPLATE = "Rate {completion}"
 
 def function(**arguments: Any) -> FunctionReward:
     return FunctionReward(function="mine:reward", arguments=arguments)
+
+
+@pytest.mark.parametrize("value", ["abc\r", " abc", "a\nb", "tök"])
+def test_a_token_that_no_header_can_hold_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", value)
+    with pytest.raises(ConfigError, match=r"^judge = 'JUDGE_TOKEN': .*: no header can hold it; set the variable to"):
+        bearer("judge", "JUDGE_TOKEN")
 
 
 def test_references_at_any_depth_are_what_their_variables_hold(monkeypatch: pytest.MonkeyPatch) -> None:
