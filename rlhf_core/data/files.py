@@ -181,12 +181,16 @@ def _refuse_others(row: Row, format_name: str) -> None:
     """Raise DataError for a row with answers or verdicts that `format_name`, the format of the first row, leaves out."""
     if format_name == "prompt":
         refuse_hidden_answers(row)
-    elif format_name in JUDGED_FORMATS and any(name in row for name in MORE_THAN_ONE_ANSWER):
+    elif format_name == "implicit_preference" or (
+        format_name in JUDGED_FORMATS and any(name in row for name in MORE_THAN_ONE_ANSWER)
+    ):
         try:
             own = detect(row)
         except DataError:
+            if format_name == "implicit_preference":  # no prompt is made of what two texts have in common
+                raise
             return  # the adapter finds what the row lacks
-        if own not in (*JUDGED_FORMATS, "prompt"):
+        if own not in (format_name, *JUDGED_FORMATS, "prompt"):
             rule = f"its columns are those of {own!r}, and the source begins with {format_name!r}"
             raise DataError(f"mixed formats: {rule}; set `format`, or make it two sources")
 

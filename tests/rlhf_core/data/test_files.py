@@ -49,6 +49,11 @@ def test_one_source_serves_several_tables_and_no_prompt_is_in_two(tmp_path: Path
     assert origins[prompt.id] == Origin(path, int(prompt.label) + 1)
 
 
+PAIR_OF_TURNS = {
+    side: [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")
+}
+
+
 @pytest.mark.parametrize(
     ("row", "conversational"),
     [
@@ -62,13 +67,7 @@ def test_one_source_serves_several_tables_and_no_prompt_is_in_two(tmp_path: Path
         ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}, True),
         ({"conversations": [{"from": "human", "value": "Hi"}], "chosen": "Hello.", "rejected": "Go."}, True),
         ({"question": "Hi", "chosen": "Hello.", "rejected": "Go."}, False),
-        (
-            {
-                side: [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": side}]
-                for side in ("chosen", "rejected")
-            },
-            True,
-        ),
+        (PAIR_OF_TURNS, True),
     ],
 )
 def test_a_prompt_is_conversational_where_the_row_has_it_as_turns(
@@ -258,6 +257,8 @@ def test_answers_beside_a_bare_prompt_are_refused_wherever_they_are(tmp_path: Pa
         ([{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "c", "reward": -1}], "mixed formats: .*'scored'"),
         ([{"question": "p", "answer": "c"}, {"prompt": "q", "chosen": "c", "rejected": "d"}], "mixed formats: .*'preference'"),
         ([{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "c", "input": "i"}], "a part of the prompt: .'input'"),
+        ([PAIR_OF_TURNS, {"chosen": "It is 4.", "rejected": "It is 5."}], "no prompt: chosen and rejected are answers alone"),
+        ([PAIR_OF_TURNS, {"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5"}], "mixed formats: .*'hh'"),
         ([{"question": "p", "answer": "c", "context": "why"}], "a part of the prompt: .'context'"),
         ([{"prompt": "p", "completion": "c", "images": ["x.png"]}], "a part of the prompt: .'images'"),
     ],
