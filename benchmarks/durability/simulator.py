@@ -151,17 +151,24 @@ def run(config: CountingConfig, *, context: StageContext) -> PolicyRef:
     done, (saved, at) = checkpoint.step if checkpoint else 0, promises.saved.get(context.key, (0, 0.0))
     if done < saved and promises.counts(at):
         promises.broken.append(f"the checkpoint of step {saved} is lost")
+    kept = checkpoint.path / "weights" if checkpoint else None
+    if kept and (not kept.exists() or kept.read_bytes() != _weights(done)):
+        promises.broken.append(f"the checkpoint of step {done} is not what was saved")
     for step in range(done + 1, config.steps + 1):
         time.sleep(promises.world.random.choice([1.0, 30.0]))
         if context.stopping():
             context.stop()
         with context.checkpoints.saving(step, {}) as folder:
-            (folder / "weights").write_bytes(b"w" * 50 * step)
+            (folder / "weights").write_bytes(_weights(step))
         context.checkpoints.settle()
         promises.saved[context.key] = step, promises.world.now
     for name in ("weights", "config"):
         (context.out / name).write_bytes(name.encode() * 20)
     return context.commit(PolicyRef)
+
+
+def _weights(step: int) -> bytes:
+    return b"w" * 50 * step
 
 
 def work() -> None:

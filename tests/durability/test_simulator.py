@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.durability import simulator
-from rlhf_core.store import artifacts, layout, leases, maintenance
+from rlhf_core.store import artifacts, checkpoints, layout, leases, maintenance
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.leases import Lease
@@ -32,10 +32,15 @@ def record_before_object(
     return handle
 
 
-def old_checkpoints_first(checkpoints: Checkpoints, *args: Any) -> None:
-    for folder in checkpoints._folders():
+def old_checkpoints_first(saved: Checkpoints, *args: Any) -> None:
+    for folder in saved._folders():
         layout.remove_tree(folder)
-    finish(checkpoints, *args)
+    finish(saved, *args)
+
+
+def sealed_unseen(folder: Path, noted: dict[str, Any]) -> None:
+    layout.write_json(folder / checkpoints._STATE, noted)
+    layout.write_json(folder / checkpoints._COMPLETE, {"sizes": {}})
 
 
 def not_durable(path: Path, text: str, *, durable: bool) -> None:
@@ -50,6 +55,7 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "names of objects are not fsynced": (artifacts, "fsync_path", lambda path: None),
     "the record comes before its object": (ArtifactStore, "commit", record_before_object),
     "gc works without the lock": (maintenance, "alone", lambda folder: nullcontext()),
+    "checkpoints are sealed before they are on the disk": (checkpoints, "_seal", sealed_unseen),
     "old checkpoints are removed first": (Checkpoints, "_finish", old_checkpoints_first),
 }
 
