@@ -70,7 +70,8 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
             torch.manual_seed(seed)
             adapted = peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
     except ValueError as error:  # peft knows modules that cannot be adapted, of Mamba for example
-        raise _refused(config, str(error), "leave them out") from error
+        names = sorted({_last(name) for name in targets})
+        raise _refused(config, str(error), f"leave them out of {names}") from error
     if config.quantise:
         del any_model.is_loaded_in_4bit
     for name, layer in adapted.named_modules():

@@ -25,6 +25,7 @@ from typing import Any
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.user_code.sources import (
     ADDED,
+    BEFORE,
     PROGRAM_PACKAGES,
     Place,
     by_finders,
@@ -33,6 +34,7 @@ from rlhf_core.user_code.sources import (
     in_folders,
     is_users_own,
     locate,
+    program_path,
     reached_from,
     search_folders,
     seen_files,
@@ -65,8 +67,7 @@ class Modules:
                 raise ConfigError(explain(key, str(module.path), rule, "run again in a new process"))
         self._file = Path(location) if location.endswith(".py") else None
         self._sources = {module.path.resolve(): module.source for module in reached}
-        self._path = list(sys.path)
-        self._added: list[str] = []
+        self._path = program_path()
         self._is_running = False
         self._names: dict[str, str] = {}
         self.builtins = {**vars(builtins), "__import__": self._import}
@@ -74,7 +75,10 @@ class Modules:
             self.builtins[MARK] = Watch(Path(notes), seen_files(reached))
         _install()
         if self._file is not None:
-            self._add(str(self._file.resolve().parent))
+            folder = str(self._file.resolve().parent)
+            if folder not in self._path:
+                self._path.append(folder)
+                ADDED.add(folder)
             self._name = self._take(f"file_{self._file.stem}", Place(self._file))
         for module in reached[self._file is not None :]:
             self._top(module.name.partition(".")[0])  # before anyone else imports it, such as pickle
@@ -113,7 +117,8 @@ class Modules:
             return name  # as pickle writes it
         if name not in self._names:
             shared = name in PROGRAM_PACKAGES or _is_the_programs(name)
-            search = search_folders(self._file, sys.path if self._is_running else self._added)
+            added = [] if self._is_running else [entry for entry in program_path() if entry not in self._path]
+            search = search_folders(self._file, sys.path if self._is_running else [*added, *self._path])
             place = Place(None) if shared else locate(name, search)
             if place == Place(None):  # not remembered: the code may add a folder to the path, and try again
                 if shared or name in sys.builtin_module_names or by_finders(name, search) is not None:
@@ -132,23 +137,18 @@ class Modules:
     def _own_path(self) -> Iterator[None]:
         """Keep what the code adds to the path to this load; without what others have added, or it might not add its own."""
         with _LOADING:
-            others = [entry for entry in sys.path if entry in ADDED and entry not in self._added]
-            sys.path[:] = before = [entry for entry in sys.path if entry not in others]
+            whole, before = list(sys.path), list(BEFORE)
+            BEFORE[:] = program_path()
+            sys.path[:] = self._path
             self._is_running = True
             try:
                 yield
             finally:
                 self._is_running = False
-                for entry in [entry for entry in sys.path if entry not in before]:
-                    self._add(entry)
-                sys.path += [entry for entry in others if entry not in sys.path]
-
-    def _add(self, entry: str) -> None:
-        if entry not in self._path:
-            ADDED.add(entry)
-        if entry not in sys.path:
-            sys.path.append(entry)
-        self._added.append(entry)
+                self._path = list(sys.path)
+                ADDED.update(entry for entry in self._path if entry not in BEFORE)
+                sys.path[:] = [*whole, *(entry for entry in self._path if entry not in whole)]
+                BEFORE[:] = before
 
 
 def _is_the_programs(name: str) -> bool:

@@ -38,6 +38,8 @@ Files and folders are relative to the module's own folder."""
 PROGRAM_PACKAGES = (*OUR_PACKAGES, "pipelines")
 ADDED: set[str] = set()
 """Entries of `sys.path` that loading a user's file has added: its folder, and what its code added."""
+BEFORE: list[str] = []
+"""`sys.path` without such entries, while a load runs that changes it; otherwise empty."""
 
 _LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING)
 _SPACE = (tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE)
@@ -74,19 +76,26 @@ class Place:
     folders: tuple[Path, ...] = ()
 
 
-def search_path(own: Sequence[str] = ()) -> list[str]:
+def program_path() -> list[str]:
+    """Return `sys.path` without what loading users' files has added, also while a thread loads one."""
+    path = list(sys.path)
+    return [entry for entry in list(BEFORE) or path if entry not in ADDED]
+
+
+def search_path() -> list[str]:
     """Return the folders in which user modules are searched, both for the key and by the processes that run them.
 
-    They always include the working folder, however this process was started. What loading a user's file has added is left
-    out, but for the entries in `own`. The folder of a user's file comes last.
+    They always include the working folder, however this process was started. The folder of a user's file comes last.
     """
-    entries = [entry or os.curdir for entry in sys.path if entry not in ADDED or entry in own]
-    return [*entries, os.curdir]
+    return [*(entry or os.curdir for entry in program_path()), os.curdir]
 
 
-def search_folders(file: Path | None, own: Sequence[str] = ()) -> list[Path]:
-    """Return the folders, in Python's order, in which the imports of a user's `file`, or of a module, are searched."""
-    folders = [Path(entry) for entry in search_path(own)]
+def search_folders(file: Path | None, path: Sequence[str] | None = None) -> list[Path]:
+    """Return the folders, in Python's order, in which the imports of a user's `file`, or of a module, are searched.
+
+    `path` is that of a load, whose code may have added to it; by default there is none yet.
+    """
+    folders = [Path(entry) for entry in (search_path() if path is None else [*path, os.curdir])]
     return folders + ([file.resolve().parent] if file is not None else [])
 
 

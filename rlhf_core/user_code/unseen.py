@@ -167,9 +167,11 @@ def _parts(node: ast.expr) -> list[str]:
 
 
 def _required(tree: ast.Module, module: UserModule) -> Iterator[tuple[str, int]]:
-    """Yield name and line of what must be a module for an import to succeed."""
+    """Yield name and line of what must be a module for an import to succeed that is not for type checkers alone."""
+    checks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _parts(node.test)[-1] == "TYPE_CHECKING"]
+    unused = {id(inner) for check in checks for statement in check.body for inner in ast.walk(statement)}
     package = module.name.split(".") if module.path.name == "__init__.py" else module.name.split(".")[:-1]
-    for node in ast.walk(tree):
+    for node in (node for node in ast.walk(tree) if id(node) not in unused):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or not node.level):

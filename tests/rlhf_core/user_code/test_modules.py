@@ -5,8 +5,11 @@ import py_compile
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from threading import Event
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -124,6 +127,28 @@ def test_what_a_library_has_imported_for_one_file_is_not_that_of_another(tmp_pat
         (tmp_path / str(number) / "imported_by_a_library.py").write_text(f"VALUE = {number}\n")
         values.append(load_callable("function", spec)())
     assert values == [0, 1]
+
+
+def test_a_load_in_another_thread_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate: Any = ModuleType("gate_of_this_test")
+    gate.entered, gate.go = Event(), Event()
+    monkeypatch.setitem(sys.modules, gate.__name__, gate)
+    slowly = f"import {gate.__name__} as gate\ngate.entered.set(), gate.go.wait(60)\n"
+    path = "import sys, pathlib\nsys.path.insert(0, str(pathlib.Path(__file__).parent / 'package'))\n"
+    late = "def f():\n    import direct\n    return direct.VALUE\n"
+    slow, fast, other = (
+        written(tmp_path / name, code, value)
+        for name, code, value in (("one", path + slowly + late, 1), ("two", path + late, 2), ("three", late, 3))
+    )
+    function, before = load_callable("k", fast), user_code_digest(other)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load_callable, "k", slow)
+        assert gate.entered.wait(60)
+        try:
+            found = user_code_digest(other), function()
+        finally:
+            gate.go.set()
+        assert (*found, loading.result()()) == (before, 2, 1)
 
 
 def test_a_function_of_a_module_is_fresh_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ def test_what_the_key_does_not_see_is_named(tmp_path: Path, code: str, found: st
         "from helpers import load_rules as load_them\ndef f(): load_them()",
         "class Table:\n    def load(self): self.read()\ndef f(): Table.load(1)",
         "import re, json, torch.nn.functional as F\ndef f(input, model): model.eval(); re.compile('a'); json.loads('1')",
+        "import typing\nif typing.TYPE_CHECKING:\n    from no_such import Kind\ndef f(x: Kind): ...",
         "import package.leaf, rlhf_core.types\nfrom package import VALUE\ndef f(): ...",
         "DEPENDS_ON = ('data.json', 'env:A')\nimport os\ndef f(): return open('data.json'), os.environ",
     ],
