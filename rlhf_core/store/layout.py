@@ -269,15 +269,22 @@ def make_read_only(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a file or a folder, even a read-only one; it may not exist."""
+    """Remove a file or a folder, even a read-only one; it may not exist.
+
+    Raises ArtifactError for what is left because this user may not remove it.
+    """
     if not folder.is_dir():
         folder.unlink(missing_ok=True)
         return
-    for parent, _, _ in os.walk(folder):
-        _allow_writing(Path(parent))
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        shutil.rmtree(folder)
+    try:
+        for parent, _, _ in os.walk(folder):
+            _allow_writing(Path(parent))
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(folder)
+    except PermissionError as error:  # in a shared store, what another user made for themselves alone
+        rule = f"{error.filename} in it cannot be removed ({error.strerror})"
+        raise ArtifactError(explain("folder", str(folder), rule, "let its owner or root remove the folder")) from error
 
 
 def move(path: Path, target: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_core.errors import ArtifactError
 from rlhf_core.store.attempts import checkpoints
 from rlhf_core.store.damage import last_good, quarantine_object, suspicion
 from rlhf_core.store.index import Unreadable
@@ -179,7 +180,10 @@ def collect(
             aside.append(path)
     if not dry_run:
         for path in aside:
-            remove_tree(path)
+            try:
+                remove_tree(path)
+            except ArtifactError as error:
+                logger.warning("store: %s", error)
     kept = () if held_back else tuple(_kept(layout, records, roots, horizon))
     return GcReport(tuple(items), dry_run, held_back, kept)
 

@@ -16,6 +16,7 @@ from rlhf_core.errors import ArtifactError
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.layout import remove_tree
 from rlhf_core.store.sharing import is_shared, share
 from rlhf_core.types import PolicyRef
 from tests.support.forks import forked
@@ -129,6 +130,26 @@ def test_a_user_goes_on_with_what_another_left(shared: Path) -> None:
 
     as_user(ALICE, shared, leave)
     as_user(BOB, shared, go_on)
+
+
+def test_what_a_user_keeps_for_themselves_stays_with_a_warning(shared: Path) -> None:
+    def leave(store: ArtifactStore) -> None:
+        for key in ("k1", "k2"):
+            Path(tempfile.mkdtemp(dir=store.layout.attempt(key)), "file").touch()
+
+    def collect(store: ArtifactStore) -> None:
+        assert len(store.gc(dry_run=False, keep_days=-1.0).items) == 2
+        left = list(store.layout.quarantine.iterdir())
+        assert len(left) == 2
+        with pytest.raises(ArtifactError, match=r"cannot be removed .* let its owner or root remove the folder"):
+            remove_tree(left[0])
+
+    store = ArtifactStore(shared)
+    for key in ("k1", "k2"):
+        store.layout.attempt(key).mkdir(parents=True)
+    share(shared, GROUP)
+    as_user(ALICE, shared, leave)
+    as_user(BOB, shared, collect)
 
 
 def test_who_may_not_open_or_make_a_store_gets_one_error(shared: Path) -> None:
