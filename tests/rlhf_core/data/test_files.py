@@ -257,6 +257,7 @@ def test_answers_beside_a_bare_prompt_are_refused_wherever_they_are(tmp_path: Pa
         ([{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "c", "reward": -1}], "mixed formats: .*'scored'"),
         ([{"question": "p", "answer": "c"}, {"prompt": "q", "chosen": "c", "rejected": "d"}], "mixed formats: .*'preference'"),
         ([{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "c", "input": "i"}], "a part of the prompt: .'input'"),
+        ([{"prompt": f"{n}?", "completion": "c", "label": label} for n, label in enumerate(("4", "5", False))], "mixed labels: False"),
         ([PAIR_OF_TURNS, {"chosen": "It is 4.", "rejected": "It is 5."}], "no prompt: chosen and rejected are answers alone"),
         ([PAIR_OF_TURNS, {"chosen": "\n\nHuman: 2+2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5"}], "mixed formats: .*'hh'"),
         ([{"question": "p", "answer": "c", "context": "why"}], "a part of the prompt: .'context'"),

@@ -36,6 +36,7 @@ def rows(*labels: Any) -> list[dict[str, Any]]:
         (({"a": 1}, [1]), "answer"),
         ((None, ""), "answer"),
         ((True, False, "maybe"), "verdict"),
+        ((True, "maybe"), "verdict"),
         (("4", "5", "true"), "answer"),
     ],
 )

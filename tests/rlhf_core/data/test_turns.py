@@ -70,6 +70,7 @@ def test_a_result_keeps_its_name_and_the_call_that_it_answers() -> None:
         ({"role": "user", "content": "x", "train": True}, "train: a turn of the user has True"),
         ({"role": "user", "content": "x", "thinking": "y"}, "reasoning: a turn that is not the assistant's"),
         ({"role": "assistant", "content": "<think>z</think>x", "reasoning": "y"}, "reasoning: .* or one has it twice"),
+        ({"role": "assistant", "content": "x", "reasoning": "y", "thinking": "z"}, "reasoning: .* or one has it twice"),
     ],
 )
 def test_a_turn_that_cannot_be_kept_exactly_is_refused(turn: dict[str, Any], reason: str) -> None:
