@@ -40,7 +40,7 @@ def step_metrics(rewards: RewardsConfig, *, custom_loss: bool) -> tuple[str, ...
         *(f"value/{name}" for name in VALUE_LOSS),
         *(f"mismatch/{name}" for name in MISMATCH),
         *(f"rollout/{name}" for name in ROLLOUT),
-        *(f"reward_{kind}/{name}" for kind in ("component", "constant") for name in terms),
+        *(f"reward_{kind}/{name}" for kind in ("component", "constant", "failed") for name in terms),
         *("ptx/nll", "reward_extra/*", "episode/*"),
     )
 

@@ -181,7 +181,10 @@ def test_a_metric_that_no_step_or_evaluation_has_is_refused(section: dict[str, A
         PPOConfig.model_validate(section)
 
 
-@pytest.mark.parametrize("metric", ["reward_extra/any/thing", "reward_constant/reward_model", "policy/clip_fraction"])
+@pytest.mark.parametrize(
+    "metric",
+    ["reward_extra/any/thing", "reward_constant/reward_model", "reward_failed/reward_model", "policy/clip_fraction"],
+)
 def test_a_metric_that_a_step_may_have_is_watched(metric: str) -> None:
     section = {"monitors": [{"type": "band", "metric": metric, "low": 1}]}
     assert PPOConfig.model_validate(section).monitors[0].reads() == (metric,)
