@@ -27,9 +27,8 @@ def forgotten_return(function: Callable[..., Any]) -> str:
     """
     trees = [(one, tree) for one in _reached(function) for tree in [_tree(one)] if tree is not None]
     used = {name for _, tree in trees for name in _used(tree)}
-    used |= {
-        one.__code__.co_name for one, _ in trees if hasattr(one, "__wrapped__")
-    }  # what decorators put in its place
+    # What a decorator has put in the place of a function has a name of its own.
+    used |= {one.__code__.co_name for one, _ in trees if hasattr(one, "__wrapped__") or _names_of(one) & used}
     for one, tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, Definition) and _forgets(node, used):
@@ -66,7 +65,14 @@ def _plain(value: Any) -> Iterator[FunctionType]:
         one = methods.pop()
         if isinstance(one, FunctionType):
             yield one
-        methods += [vars(one)[name] for name in ("__wrapped__", "__func__") if name in getattr(one, "__dict__", ())]
+        if isinstance(one, (staticmethod, classmethod, MethodType)):
+            methods.append(one.__func__)
+        methods += [one.fget] if isinstance(one, property) else []
+        methods += [vars(one)["__wrapped__"]] if "__wrapped__" in getattr(one, "__dict__", ()) else []
+
+
+def _names_of(function: FunctionType) -> set[str]:
+    return {name for name, value in function.__globals__.items() if value is function}
 
 
 def _names(code: CodeType) -> Iterator[str]:

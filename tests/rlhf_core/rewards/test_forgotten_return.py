@@ -60,6 +60,10 @@ def reward_in(folder: Path, code: str) -> Path:
          r"g \(mine.py, line 4\)"),
         (("def timed(g):\n    @functools.wraps(g)\n    def wrapper(text):\n        g(text)\n    return wrapper\n"
          "@timed\ndef g(text): return 1.0\ndef f(completions): return [g(one) for one in completions]"), r"wrapper \(mine.py, line 5\)"),
+        (("def timed(g):\n    def inner(text): g(text)\n    return inner\n"
+         "@timed\ndef g(text): return 1.0\ndef f(completions): return [g(one) for one in completions]"), r"inner \(mine.py, line 4\)"),
+        (("class Rules:\n    @staticmethod\n    def one(text):\n        if text == 'b': return 1.0\n"
+         "def f(completions): return [Rules.one(text) for text in completions]"), r"one \(mine.py, line 5\)"),
         (("class Base:\n    def one(self, text):\n        if text == 'b': return 1.0\nclass F(Base):\n"
          "    def __call__(self, completions): return [self.one(text) for text in completions]\nf = F()"), r"one \(mine.py, line 4\)"),
         (("class Rules:\n    def one(self, text):\n        if text == 'b': return 1.0\nRULES = Rules()\n"
