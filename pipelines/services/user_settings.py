@@ -64,7 +64,11 @@ def check_databases() -> None:
             raise ConfigError(explain(name, shown(url), "Prefect uses asynchronous drivers", remedy))
     store = tracking_store()
     if "://" not in store or store.startswith("file:"):
-        return
+        allowed = os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1")
+        if allowed or not store or store.startswith("arn:"):
+            return
+        remedy = "name a database (sqlite:////path/mlflow.db), or set MLFLOW_ALLOW_FILE_STORE=true"
+        raise ConfigError(explain("MLFLOW_TRACKING_URI", shown(store), "MLflow no longer writes to folders", remedy))
     from sqlalchemy.engine import make_url  # half a second, which only users with a database of their own wait
     from sqlalchemy.exc import ArgumentError
 

@@ -92,13 +92,14 @@ def test_the_auth_string_ends_with_the_servers_it_was_for(home: Home) -> None:
     assert home.prefect_auth_string != first
 
 
-@pytest.mark.parametrize("uri", ["postgresql+asyncpg://me:hunter2@db:5432/mlflow", "sqlite:///mine.db", "mlruns"])
+@pytest.mark.parametrize("uri", ["postgresql://me:hunter2@db:5432/mlflow", "sqlite:///mine.db"])
 def test_a_tracking_database_of_the_users_is_what_our_mlflow_server_shows_and_no_password_is_on_its_command_line(
     home: Home, monkeypatch: pytest.MonkeyPatch, uri: str
 ) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "sqlite:///stale.db")
+    monkeypatch.setattr(servers.user_settings, "check_databases", lambda: None)  # the driver may not be installed here
     command = servers.mlflow_command(home, LISTENER)
     assert "--backend-store-uri" not in command and "hunter2" not in " ".join(command)
     assert environment_of_up(home, monkeypatch)["MLFLOW_BACKEND_STORE_URI"] == uri

@@ -132,8 +132,9 @@ def test_a_database_of_the_users_is_what_a_server_of_ours_is_started_with(
         ("MLFLOW_TRACKING_URI", "postgresql+asyncpg://me:hunter2@db/mlflow", "cannot use asyncpg, an asynchronous"),
         (DATABASE, POSTGRES, ""),
         ("MLFLOW_TRACKING_URI", "sqlite:///mine.db", ""),
-        ("MLFLOW_TRACKING_URI", "file:///runs", ""),
-        ("MLFLOW_TRACKING_URI", "mlruns", ""),
+        ("MLFLOW_TRACKING_URI", "file:///runs", "MLflow no longer writes to folders; name a database"),
+        ("MLFLOW_TRACKING_URI", "mlruns", "MLflow no longer writes to folders"),
+        ("MLFLOW_TRACKING_URI", "", ""),
     ],
 )
 def test_a_database_that_no_server_can_open_is_refused_before_one_is_started(
