@@ -62,12 +62,14 @@ def source_files(path: str) -> list[Path]:
 def file_type(source: Source) -> str:
     """Return the file type of the source; `auto` recognizes folders, then file suffixes, then Hub names.
 
-    Raises ConfigError for a name of unknown type, for a Hub name without the commit that pins it, and for a folder or a
+    Raises ConfigError for what is no file, for a name of unknown type, for a Hub name without the commit that pins it, and for a folder or a
     pattern without files, with several types or with several splits.
     """
     kind: str = source.file_type
+    path = Path(source.path).expanduser()
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise _error(source, "a pipe, a device or a socket, which is read for ever", "name a file or a folder of files")
     if kind == "auto":
-        path = Path(source.path).expanduser()
         if path.is_dir() or (glob.has_magic(source.path) and not path.exists()):
             kind = _type_of_files(source)
         elif suffix := _suffix(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,14 @@ def test_a_hub_name_needs_a_full_commit(revision: str) -> None:
 
 def test_a_hub_name_with_its_commit_is_a_hub_source() -> None:
     assert is_hub(source("owner/name", revision="0" * 40))
+
+
+@pytest.mark.parametrize("place", ["rows.jsonl", "zero.jsonl"])
+def test_a_pipe_or_a_device_is_refused_and_not_read(place: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"data\.sources\[s\]\.path = .*: a pipe, a device or a socket"):
+        file_type(source(tmp_path / place))
 
 
 def test_a_name_that_says_nothing_is_refused(tmp_path: Path) -> None:
