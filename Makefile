@@ -7,20 +7,25 @@ WORKERS ?= 2
 RLHF := $(VENV)/bin/rlhf
 UV = $(if $(shell command -v uv),uv,$(VENV)/bin/uv)
 
-.PHONY: demo test test-fast test-portable test-external measure docs lint format up down status install requirements smollm2 clean clean-venv
+.PHONY: demo test test-all test-fast test-portable test-external measure docs lint format up down status install requirements smollm2 clean clean-venv
 
 demo: install            ## the whole lifecycle on this machine, then the results table
 	$(RLHF) run $(PROFILE)
 
-test: install            ## every test; TESTS=tests/pipelines for some, WORKERS=1 for one after the other
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 \
-	  $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+# In an order by recorded seconds, so that no worker ends alone: RECORD_SECONDS=1 make test-all writes them anew.
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 RAY_USAGE_STATS_ENABLED=0 \
+  $(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: install            ## in ten minutes: what is not slow, and one real run of each engine; TESTS=tests/stages for some
+	$(PYTEST) -m "not slow or smoke" $(TESTS)
+
+test-all: install        ## every test; WORKERS=1 for one after the other
+	$(PYTEST) $(TESTS)
 
 # Rooms whose tests import neither torch nor an engine, or import it once.
-FAST = test_structure.py test_docs_site.py pipelines/execution/test_plan.py pipelines/flows pipelines/importers \
+FAST = test_house.py test_docs_site.py pipelines/execution/test_plan.py pipelines/flows pipelines/importers \
   $(addprefix rlhf_core/, config data schema secrets stage store user_code test_errors.py test_types.py)
 test-fast:               ## in a minute or so: configuration, keys, the store, data, plans; no engines
-	$(MAKE) test TESTS='-m "not engine and not slow and not gpu" $(wildcard $(addprefix tests/,$(FAST)))'
+	$(PYTEST) -m "not engine and not slow and not gpu" $(wildcard $(addprefix tests/,$(FAST)))
 
 SELECTION ?= full
 test-portable: install   ## the numeric tests with other kernels and rounding; SELECTION=quick for minutes instead of hours

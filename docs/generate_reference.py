@@ -1,12 +1,14 @@
-"""Write the reference of all settings, one page per section of a profile, from the configuration classes.
+"""Write the pages that say what the code says: the reference of all settings, and the map of the code.
 
     python -m docs.generate_reference
 
-The pages go to `docs/reference/`, which git ignores: `make docs` writes them anew, so they cannot be out of date.
+The reference has one page per section of a profile, from the configuration classes. It goes to `docs/reference/`, which git
+ignores: `make docs` writes it anew, so it cannot be out of date. `docs/code_map.md` is kept, for readers of the repository.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -19,8 +21,10 @@ from pipelines.flows import run_rules
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.schema.base import Config, Operational
 
-REFERENCE = Path(__file__).parent / "reference"
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "docs" / "reference"
 SHARED = "shared_tables"
+CODE_MAP = ROOT / "docs" / "code_map.md"
 Schema = Mapping[str, Any]
 
 INTRODUCTION = """# Every setting
@@ -30,6 +34,14 @@ PROFILE --set ppo.steps=20` overrides one key. Unknown keys are refused with the
 
 *In the key: no* marks settings that change how a stage runs but not its result, so a change does not run the stage again
 ([keys](../keys.md)). Tables that several sections have in common are in [shared tables](shared_tables.md).
+"""
+
+
+CODE_MAP_INTRODUCTION = """# Every file
+
+Layers, from the top: `pipelines` (Prefect, the command line), `stages` (one file per stage), `rlhf_core` (the library). A
+package imports what is below it and never what is above; `lint-imports` holds it to that. This page is written by
+`python -m docs.generate_reference` from the first sentence of each module.
 """
 
 
@@ -252,7 +264,26 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
+def code_map() -> str:
+    """Return the first sentence of each module and folder of the packages, as a page."""
+    written = [CODE_MAP_INTRODUCTION]
+    for package in ("pipelines", "stages", "rlhf_core"):
+        for room in sorted({path.parent for path in (ROOT / package).rglob("*.py")}):
+            written.append(f"\n## `{room.relative_to(ROOT)}/`\n\n{sentence_of(room / '__init__.py')}".rstrip() + "\n\n")
+            files = sorted(file for file in room.glob("*.py") if file.name != "__init__.py")
+            written += [f"- `{file.name}`: {sentence_of(file)}\n" for file in files]
+    return "".join(written)
+
+
+def sentence_of(file: Path) -> str:
+    """Return the first sentence of a module's docstring, "" if it has none."""
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    paragraph = one_line(text.partition("\n\n")[0])
+    return re.split(r"(?<=[.:])\s+(?=[A-Z`])", paragraph)[0].removesuffix(":")
+
+
 def main() -> int:
+    CODE_MAP.write_text(code_map(), encoding="utf-8")
     REFERENCE.mkdir(exist_ok=True)
     for old in REFERENCE.glob("*.md"):
         old.unlink()

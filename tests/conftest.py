@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,27 +16,64 @@ from rlhf_core.store.artifacts import ArtifactStore
 from tests.support.process_state import process_taken_back
 
 SECONDS = Path(__file__).with_name("seconds.json")
-"""Seconds of each test file when they were last recorded, by a whole run with RECORD_SECONDS=1."""
-_taken: Counter[str] = Counter()
+"""Seconds of each file, and of each test and shared fixture that takes a second, when a whole run last recorded them
+(RECORD_SECONDS=1)."""
+SLOW = 4.0
+"""A test that takes so many seconds by itself, or waits three times as long for a fixture that others share, is slow."""
+SHARED = pytest.StashKey[Counter[str]]()
+_taken: dict[str, Counter[str]] = {kind: Counter() for kind in ("files", "tests", "fixtures")}
 
 settings.register_profile("no deadline", deadline=None)  # the machine may be busy with other tests
 settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the files that take longest, and new ones, so that no worker ends alone on an engine's file."""
+    """Mark what is slow, and start with the files that take longest, and new ones, so that no worker ends alone."""
     seconds = json.loads(SECONDS.read_text(encoding="utf-8"))
-    known = {item.path: seconds.get(_file(item.nodeid), float("inf")) for item in items}
+    for item in items:
+        shared = (f"{_file(item.nodeid)}::{name}" for name in getattr(item, "fixturenames", ()))
+        waits = max((seconds["fixtures"].get(name, 0.0) for name in shared), default=0.0)
+        if seconds["tests"].get(item.nodeid, 0.0) >= SLOW or waits >= 3 * SLOW:
+            item.add_marker("slow")
+    known = {item.path: seconds["files"].get(_file(item.nodeid), float("inf")) for item in items}
     items.sort(key=lambda item: -known[item.path])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> Iterator[None]:
+    """Take the time of a fixture that several tests share."""
+    began = time.monotonic()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function":
+            request.session.stash.setdefault(SHARED, Counter())[fixturedef.argname] = time.monotonic() - began
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _taken[_file(report.nodeid)] += report.duration
+    _taken["files"][_file(report.nodeid)] += report.duration
+    if report.when == "call":
+        _taken["tests"][report.nodeid] += report.duration
+    for name, seconds in dict(report.user_properties).get("shared", {}).items():
+        _taken["fixtures"][f"{_file(report.nodeid)}::{name}"] = seconds
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Hand the times of shared fixtures to the process that writes them down."""
+    report: pytest.TestReport = yield
+    report.user_properties.append(("shared", dict(item.session.stash.get(SHARED, Counter()))))
+    item.session.stash[SHARED] = Counter()
+    return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if os.environ.get("RECORD_SECONDS") and not hasattr(session.config, "workerinput"):
-        rounded = {file: round(seconds, 1) for file, seconds in sorted(_taken.items())}
+        least = {"files": 0.0, "tests": 1.0, "fixtures": 1.0}
+        rounded = {
+            kind: {name: round(seconds, 1) for name, seconds in sorted(taken.items()) if seconds >= least[kind]}
+            for kind, taken in _taken.items()
+        }
         SECONDS.write_text(json.dumps(rounded, indent=0) + "\n", encoding="utf-8")
 
 
