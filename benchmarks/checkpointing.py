@@ -21,7 +21,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from rlhf_core.config.engines import InitModel, OptimizerConfig, TrainerConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.store.checkpoints import Checkpoints

@@ -26,9 +26,8 @@ from typing import Any
 from benchmarks import seeds
 from benchmarks.faults.small import directly
 from benchmarks.seeds import add_first, keep, latest, seeds_parser
-from pipelines.execution.executor import RunContext, RunOptions
+from pipelines.execution.executor import RunContext, RunOptions, Silent
 from pipelines.execution.lazy_runtime import LazyRuntime
-from pipelines.execution.listener import Silent
 from pipelines.execution.local import LocalExecutor
 from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import lifecycle

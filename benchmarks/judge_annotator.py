@@ -23,11 +23,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.processes import kill_family
-from pipelines.services.health import healthy, wait_for
+from pipelines.services.running import healthy, wait_for
 from rlhf_core.annotation.agreement import judgment_report
 from rlhf_core.annotation.annotators import rewards_of_sides
-from rlhf_core.annotation.comparisons import Comparison
 from rlhf_core.annotation.judge import ask_judge, judge_report
+from rlhf_core.annotation.proposing import Comparison
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.data import SupportWorld
 from rlhf_core.config.rewards import PatternVerdict

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.small import directly
-from pipelines.execution.executor import RunContext, RunOptions
+from pipelines.execution.executor import RunContext, RunOptions, Silent
 from pipelines.execution.lazy_runtime import LazyRuntime
-from pipelines.execution.listener import Silent
 from pipelines.execution.local import LocalExecutor
 from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import condition_and_imitate, evaluate_policies, part, sample_and_imitate

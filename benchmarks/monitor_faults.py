@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from rlhf_core.algorithms.kl import k1, k3
+from rlhf_core.algorithms.token_math import k1, k3
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardModelReward, RewardsConfig
 from rlhf_core.interfaces import Metrics, Role

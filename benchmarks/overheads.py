@@ -25,8 +25,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.busy_stage import BusyConfig, busy_spec, work
-from pipelines.execution.executor import RunOptions
-from pipelines.execution.listener import Silent
+from pipelines.execution.executor import RunOptions, Silent
 from pipelines.execution.opening import open_run, open_tracker
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.sides import Turn, root
-from rlhf_core.algorithms.correction import CorrectionConfig
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.preference.dpo import DPOLoss
+from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective

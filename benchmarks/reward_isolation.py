@@ -20,12 +20,11 @@ from pathlib import Path
 from statistics import median
 
 from rlhf_core.config.rewards import FunctionReward
-from rlhf_core.rewards.batches import BatchedReward
-from rlhf_core.rewards.outcomes import RewardOutcome
+from rlhf_core.rewards.batches import BatchedReward, RewardOutcome
 from rlhf_core.rewards.protocols import adapt
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.types import Completion, Generation, Message, Prompt
-from rlhf_core.user_code.loading import load_callable
+from rlhf_core.user_code.modules import load_callable
 
 FUNCTION = "rlhf_core.rewards.verifiable:exact_match"
 REPEATS = 3

@@ -33,8 +33,7 @@ from unittest.mock import patch
 import torch
 
 from rlhf_core.models import forward
-from rlhf_core.models.batches import collate, unpack
-from rlhf_core.models.shared_rows import SEPARABLE, sees_whole_rows, shared_rows
+from rlhf_core.models.batches import SEPARABLE, collate, sees_whole_rows, shared_rows, unpack
 from rlhf_core.types import TokenSample
 
 ROUNDING = 1e-4

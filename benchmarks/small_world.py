@@ -22,9 +22,8 @@ from rlhf_core.config.engines import (
     SamplingConfig,
     TrainerConfig,
 )
-from rlhf_core.config.loop import LoopConfig
 from rlhf_core.config.monitors import HeldOutConfig
-from rlhf_core.config.policy import PPOConfig
+from rlhf_core.config.policy import LoopConfig, PPOConfig
 from rlhf_core.config.rewards import FunctionReward, RewardModelReward, RewardsConfig
 from rlhf_core.data.tables import read_preferences, write_preferences
 from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, Trainer

@@ -15,7 +15,7 @@ import sys
 import time
 from statistics import median
 
-from rlhf_core.processes.idle_threads import idle_threads
+from rlhf_core.processes.child import idle_threads
 from rlhf_core.runtime.cluster import available_cores
 
 ROUNDS = 6

@@ -15,11 +15,11 @@ from typing import Any
 
 from rlhf_core.annotation.agreement import judgment_report
 from rlhf_core.annotation.annotators import NotJudgedYet, ask_program, rewards_of_sides
-from rlhf_core.annotation.comparisons import Comparison, Judgment, read_comparisons, write_judgments
 from rlhf_core.annotation.judge import JudgingStopped, ask_judge, judge_report, write_verdicts
 from rlhf_core.annotation.people import ask_people, condition
+from rlhf_core.annotation.proposing import Comparison, Judgment, read_comparisons, write_judgments
 from rlhf_core.config.annotators import FileAnnotator, JudgeAnnotator, ProgramAnnotator, ReviewAnnotator
-from rlhf_core.data.holdout import held_out
+from rlhf_core.data.mixing import held_out
 from rlhf_core.data.tables import Preference, write_preferences
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics

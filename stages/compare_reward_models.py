@@ -10,8 +10,15 @@ from typing import Any
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Preference, read_preferences
 from rlhf_core.errors import DataError, explain
-from rlhf_core.evaluation.reward_report import accuracy_difference, hits_of, reward_model_report
-from rlhf_core.evaluation.reward_suites import SuiteRow, read_suite, suite_metrics, suite_report
+from rlhf_core.evaluation.reward_report import (
+    SuiteRow,
+    accuracy_difference,
+    hits_of,
+    read_suite,
+    reward_model_report,
+    suite_metrics,
+    suite_report,
+)
 from rlhf_core.interfaces import Metrics, ModelSpec
 from rlhf_core.rewards.model import Contract, verify_contract
 from rlhf_core.stage.context import StageContext

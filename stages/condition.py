@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlhf_core.data.answers import answer_message
-from rlhf_core.data.holdout import held_out
+from rlhf_core.data.chat import answer_message
+from rlhf_core.data.mixing import held_out
 from rlhf_core.data.shards import read_rollouts
 from rlhf_core.data.tables import Demonstration, read_prompts, write_demonstrations, write_prompts
 from rlhf_core.errors import DataError, explain

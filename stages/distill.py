@@ -14,22 +14,26 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from rlhf_core.algorithms.multi_teacher import normalized_weights
+from rlhf_core.algorithms.distillation import normalized_weights
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.alignment import AlignedSample, aligned_answer, aligned_examples
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.holdout import held_out
+from rlhf_core.data.mixing import held_out
 from rlhf_core.data.tables import read_demonstrations, read_prompts
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Objective, Sampler, Trainer
 from rlhf_core.models.architecture import check_longest
-from rlhf_core.models.vocabulary import shared_vocabulary, vocabulary_size
+from rlhf_core.models.loading import shared_vocabulary, vocabulary_size
 from rlhf_core.stage.context import StageContext
 from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.fit import LookAhead, fit
 from rlhf_core.training.objectives.cross_tokenizer import CrossTokenizerObjective
-from rlhf_core.training.objectives.distillation import DistillationObjective
-from rlhf_core.training.teachers import OtherVocabularies, SameVocabulary, Teachers
+from rlhf_core.training.objectives.distillation import (
+    DistillationObjective,
+    OtherVocabularies,
+    SameVocabulary,
+    Teachers,
+)
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,

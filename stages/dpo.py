@@ -2,7 +2,7 @@
 
 With a = log pi(y_c) - log pi_ref(y_c), b likewise for the rejected answer and h = a - b, the loss of a pair is
   dpo  -log sigmoid(beta h)          ipo  (h - 1/(2 beta))^2          simpo, orpo  without a reference
-and so on (`rlhf_core.config.preference`); kto and bco judge every answer on its own, and learn from answers that were
+and so on (`rlhf_core.config.policy`); kto and bco judge every answer on its own, and learn from answers that were
 never part of a pair. The reference is evaluated once over the dataset; its log-probs are kept beside the checkpoints.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from rlhf_core.algorithms.preference.base import AnswerMethod
 from rlhf_core.algorithms.preference.bco import BCOLoss
 from rlhf_core.algorithms.preference.kto import KTOLoss
-from rlhf_core.config.preference import uses_reference
+from rlhf_core.config.policy import uses_reference
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Feedback, Preference, read_feedback, read_preferences
 from rlhf_core.errors import DataError, explain

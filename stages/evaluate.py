@@ -18,15 +18,14 @@ from rlhf_core.data.shards import read_generations, read_index
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.evaluation import plots
 from rlhf_core.evaluation.comparison import Answers, best_of, challenges, improvement, summary, win_rate
-from rlhf_core.evaluation.distance import log_ratios
 from rlhf_core.evaluation.intervals import ends
 from rlhf_core.evaluation.lineage import lineage
-from rlhf_core.evaluation.metrics import best_of_n_kl
+from rlhf_core.evaluation.metrics import best_of_n_kl, log_ratios
 from rlhf_core.evaluation.report import Sample, render_report
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.rewards.batches import checked
 from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
-from rlhf_core.rewards.outcomes import checked
 from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext

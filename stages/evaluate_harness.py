@@ -11,7 +11,7 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.architecture import length_limit, read_config
 from rlhf_core.models.loading import load_tokenizer
 from rlhf_core.stage.context import StageContext
-from rlhf_core.suites.harness_results import measured
+from rlhf_core.suites.harness import measured
 from rlhf_core.suites.results import check_rows, record
 from rlhf_core.types import PolicyRef, ReportRef
 from stages.config.evaluate_harness import HarnessSuite, content_digests

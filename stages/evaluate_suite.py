@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.annotation.comparisons import Comparison
 from rlhf_core.annotation.judge import JudgingStopped, ask_judge, judge_report, write_verdicts
+from rlhf_core.annotation.proposing import Comparison
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_generations, read_index
@@ -25,11 +25,20 @@ from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_co
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import hash_file
-from rlhf_core.suites.answers import check_counts, mean_rows, pass_at_k_rows, row_of
-from rlhf_core.suites.instructions import HEADLINE, MEASURES, instruction_rows
 from rlhf_core.suites.refusal import OVER_REFUSAL, UNSAFE_COMPLIANCE, refusal_rows
-from rlhf_core.suites.results import Measured, check_rows, record
-from rlhf_core.suites.win_rate import length_controlled
+from rlhf_core.suites.results import (
+    HEADLINE,
+    MEASURES,
+    Measured,
+    check_counts,
+    check_rows,
+    instruction_rows,
+    length_controlled,
+    mean_rows,
+    pass_at_k_rows,
+    record,
+    row_of,
+)
 from rlhf_core.types import Generation, GenerationsRef, ReportRef, RewardModelRef, derive_seed
 from stages.config.evaluate_suite import (
     RUBRIC,

@@ -14,7 +14,7 @@ from statistics import fmean, pstdev
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.rewards.external import check_classifier, probe_messages, single_output
+from rlhf_core.rewards.model import check_classifier, probe_messages, single_output
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import hash_files, tree_digest
 from rlhf_core.types import Message, PolicyRef, RewardModelRef

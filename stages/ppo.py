@@ -20,26 +20,24 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
-from rlhf_core.algorithms.kl import AdaptiveKL, FixedKL
+from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.order import rows_at, shuffled
-from rlhf_core.data.rollout_log import RolloutLog
+from rlhf_core.data.mixing import rows_at, shuffled_indices
+from rlhf_core.data.shards import RolloutLog
 from rlhf_core.data.tables import read_demonstrations, read_prompts
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
+from rlhf_core.models.batches import averaged
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import StepSampler, open_environments
 from rlhf_core.rollouts.factory import open_guard, open_rollouts
-from rlhf_core.rollouts.greedy import with_greedy_rewards
-from rlhf_core.rollouts.guard import RunGuard
-from rlhf_core.rollouts.held_out import hold_out
-from rlhf_core.rollouts.pause import await_decision
-from rlhf_core.rollouts.scored_step import rollout_metrics
+from rlhf_core.rollouts.guard import RunGuard, await_decision, hold_out
+from rlhf_core.rollouts.scored_step import rollout_metrics, with_greedy_rewards
 from rlhf_core.sampling.requests import stop_token_ids
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoint
-from rlhf_core.training.batching import averaged
+from rlhf_core.training.adamw import scheduled_rate
 from rlhf_core.training.experience import (
     Experience,
     estimate_advantages,
@@ -51,8 +49,7 @@ from rlhf_core.training.experience import (
 )
 from rlhf_core.training.moving_reference import MovingReference
 from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
-from rlhf_core.training.schedule import scheduled_rate
-from rlhf_core.training.skipped import check_updated
+from rlhf_core.training.trainer import check_updated
 from rlhf_core.types import (
     DemonstrationsRef,
     PolicyRef,
@@ -283,7 +280,7 @@ def update(
     if not policy_rows:
         logger.warning("%s: every answer of step %d was cut off and is masked: no update", context.label, step)
     for epoch in range(config.epochs):
-        order = shuffled(len(policy_rows), derive_seed(context.seed, "minibatches", step, epoch))
+        order = shuffled_indices(len(policy_rows), derive_seed(context.seed, "minibatches", step, epoch))
         parts = min(config.minibatches, len(policy_rows))  # fewer rollouts than that where many were invalid
         for i in range(parts):
             rows = order[i::parts]

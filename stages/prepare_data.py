@@ -17,18 +17,17 @@ from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate
 from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.files import make_tables as from_files
-from rlhf_core.data.limits import limit, parts
-from rlhf_core.data.preview import preview
+from rlhf_core.data.limits import DropReport, Origin, limit, parts
 from rlhf_core.data.tables import (
     Feedback,
     Tables,
+    preview,
     write_demonstrations,
     write_feedback,
     write_preferences,
     write_prompts,
     write_steps,
 )
-from rlhf_core.data.validation import DropReport, Origin
 from rlhf_core.data.worlds.arithmetic import make_tables as arithmetic
 from rlhf_core.data.worlds.instructions import make_tables as instructions
 from rlhf_core.data.worlds.support import make_tables as support

@@ -11,16 +11,15 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.steps import StepSplitter
-from rlhf_core.data.tables import SteppedAnswer, read_steps
+from rlhf_core.data.tables import SteppedAnswer, StepSplitter, read_steps
 from rlhf_core.data.turns import Turns
 from rlhf_core.errors import DataError, explain
-from rlhf_core.evaluation.step_report import step_report
+from rlhf_core.evaluation.reward_report import step_report
 from rlhf_core.interfaces import ModelSpec, Trainer
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
 from rlhf_core.training.fit import fit
-from rlhf_core.training.objectives.steps import StepObjective
+from rlhf_core.training.objectives.base import StepObjective
 from rlhf_core.types import PolicyRef, ProcessRewardModelRef, StepSample, StepsRef, TokenSample
 from stages.config.process_reward_model import ProcessRewardModelConfig
 

@@ -8,8 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from rlhf_core.annotation.comparisons import Comparison, write_comparisons
-from rlhf_core.annotation.proposing import Candidate, candidates, chosen, comparisons, require_components
+from rlhf_core.annotation.proposing import (
+    Candidate,
+    Comparison,
+    candidates,
+    chosen,
+    comparisons,
+    require_components,
+    write_comparisons,
+)
 from rlhf_core.data.shards import read_rollouts
 from rlhf_core.errors import DataError, explain
 from rlhf_core.interfaces import Metrics

@@ -20,7 +20,7 @@ from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import RegistryState
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.layout import MANIFEST
-from rlhf_core.tracking.champion_tags import move_tag
+from rlhf_core.tracking.champions import move_tag
 from rlhf_core.types import CHAMPION, PolicyRef, PublishedRef, ReportRef
 from stages.config.publish import ChallengeConfig, GateNote, PublishConfig, Threshold
 

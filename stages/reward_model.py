@@ -17,9 +17,15 @@ from rlhf_core.data.mixing import place
 from rlhf_core.data.tables import Preference, read_feedback, read_preferences
 from rlhf_core.data.turns import Turns
 from rlhf_core.errors import DataError, explain
-from rlhf_core.evaluation.reward_probes import EDITS, probe_report
-from rlhf_core.evaluation.reward_report import reward_model_report
-from rlhf_core.evaluation.reward_suites import SuiteRow, read_suite, suite_metrics, suite_report
+from rlhf_core.evaluation.reward_report import (
+    EDITS,
+    SuiteRow,
+    probe_report,
+    read_suite,
+    reward_model_report,
+    suite_metrics,
+    suite_report,
+)
 from rlhf_core.interfaces import Metrics, ModelSpec, Trainer
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext

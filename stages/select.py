@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeAlias, TypeVar
 
-from rlhf_core.data.answers import answer_message
-from rlhf_core.data.holdout import held_out
+from rlhf_core.data.chat import answer_message
+from rlhf_core.data.mixing import held_out
 from rlhf_core.data.shards import read_rollouts
 from rlhf_core.data.tables import Demonstration, Preference, write_demonstrations, write_preferences
 from rlhf_core.errors import DataError, explain

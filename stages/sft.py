@@ -14,7 +14,7 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.interfaces import Metrics, ModelSpec
 from rlhf_core.models.architecture import check_longest, read_config
-from rlhf_core.models.shared_rows import check_packing
+from rlhf_core.models.batches import check_packing
 from rlhf_core.stage.context import StageContext
 from rlhf_core.training.fit import fit
 from rlhf_core.training.objectives.base import SftObjective

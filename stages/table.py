@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
 
-from rlhf_core.config.policy import PPOConfig
-from rlhf_core.config.preference import uses_reference
+from rlhf_core.config.policy import PPOConfig, uses_reference
 from rlhf_core.schema.base import Config
 from rlhf_core.stage.key import CodePolicy, StageInput, StageSpec
 from rlhf_core.types import (

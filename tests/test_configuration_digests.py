@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from pipelines.flows.profile import load_profile, profile_names
-from rlhf_core.config import precision
+from rlhf_core.config import engines
 from rlhf_core.schema.base import keyed
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 
@@ -39,6 +39,6 @@ def digits(text: str) -> str:
 
 @pytest.mark.parametrize("profile", profile_names())
 def test_a_profile_is_read_as_before(monkeypatch: pytest.MonkeyPatch, profile: str) -> None:
-    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: False)  # else `auto` depends on the machine
+    monkeypatch.setattr(engines, "multiplies_bfloat16", lambda: False)  # else `auto` depends on the machine
     config = load_profile(profile)
     assert (digits(config.model_dump_json()), digits(canonical_json(keyed(config)))) == PROFILES[profile]

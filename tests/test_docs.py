@@ -23,7 +23,7 @@ from pipelines.flows.profile import load_profile
 from rlhf_core.errors import RlhfError
 from rlhf_core.schema.base import Config, FailureSetting, Operational
 from rlhf_core.stage.key import key_payload
-from rlhf_core.user_code.loading import load_callable
+from rlhf_core.user_code.modules import load_callable
 from stages.table import STAGES
 from tests.support.toy_stage import toy_spec
 

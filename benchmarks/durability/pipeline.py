@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.execution.executor import RunOptions
-from pipelines.execution.listener import Silent
+from pipelines.execution.executor import RunOptions, Silent, Tracker
 from pipelines.execution.opening import open_run, open_tracker
 from pipelines.execution.run import PipelineRun, run_stages
-from pipelines.execution.tracker import Tracker
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import RunStage
 from pipelines.flows.profile import PipelineConfig, load_profile

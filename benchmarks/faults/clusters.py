@@ -23,7 +23,7 @@ from benchmarks.faults.fault import Fault, Outcome
 from benchmarks.faults.made_up_gpu import TrainWorkerOnCpu
 from benchmarks.faults.small import Small
 from benchmarks.processes import kill_family
-from pipelines.execution.listener import Silent
+from pipelines.execution.executor import Silent
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime import liveness, ray_runtime
 from rlhf_core.runtime.cluster import free_port

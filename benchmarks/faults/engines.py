@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.faults.fault import Fault, Outcome
 from benchmarks.faults.small import WORKER_TIMEOUT_S, Small
-from pipelines.execution.listener import Silent
+from pipelines.execution.executor import Silent
 from rlhf_core.errors import WorkerLostError
 from rlhf_core.runtime import liveness
 from rlhf_core.runtime.ray_runtime import SHUTDOWN_TIMEOUT_S, STOP_TIMEOUT_S, RayRuntime

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.faults.fault import Outcome
 from benchmarks.faults.small import Small
-from pipelines.execution.listener import Silent
+from pipelines.execution.executor import Silent
 from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.decision import Decision
 

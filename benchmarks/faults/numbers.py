@@ -8,9 +8,9 @@ from pathlib import Path
 
 from benchmarks.faults.fault import Fault, Outcome
 from benchmarks.faults.small import Small
-from pipelines.execution.listener import Silent
+from pipelines.execution.executor import Silent
 from rlhf_core.errors import TrainingError
-from rlhf_core.training.skipped import MAX_SKIPPED_IN_A_ROW
+from rlhf_core.training.trainer import MAX_SKIPPED_IN_A_ROW
 
 EXPLODING = (
     'runtime={type = "local"}',
@@ -25,7 +25,7 @@ def _never_finite_again(folder: Path) -> Outcome:
     place = folder / "numbers"
     place.mkdir()
     counted = _Counted()
-    logger = logging.getLogger("rlhf_core.training.skipped")
+    logger = logging.getLogger("rlhf_core.training.trainer")
     logger.addHandler(counted)
     began = time.monotonic()
     try:

@@ -25,10 +25,8 @@ import psutil
 from benchmarks.faults.fault import Fault, Outcome
 from benchmarks.processes import family, kill_family
 from pipelines.services import servers
-from pipelines.services.health import healthy, wait_for
 from pipelines.services.home import Home
-from pipelines.services.ports import MLFLOW_PORT, bound_port, port_of
-from pipelines.services.running import running
+from pipelines.services.running import MLFLOW_PORT, bound_port, healthy, port_of, running, wait_for
 from pipelines.services.sign_in import basic
 
 PROFILE = """

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.faults.fault import Outcome
-from pipelines.execution.executor import RunContext, RunOptions
+from pipelines.execution.executor import RunContext, RunOptions, Silent
 from pipelines.execution.lazy_runtime import LazyRuntime
-from pipelines.execution.listener import Silent
 from pipelines.execution.local import LocalExecutor
 from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.full import lifecycle
@@ -140,7 +139,7 @@ class Small:
             self.digests = self.run(Silent())
         self.forget(stage)
         faulty = Faulty(stage, step, cause, pause_s)
-        handler, logger = _Hearing(faulty), logging.getLogger("pipelines.execution.retry")
+        handler, logger = _Hearing(faulty), logging.getLogger("pipelines.execution.executor")
         logger.addHandler(handler)
         try:
             same = self.run(faulty) == self.digests

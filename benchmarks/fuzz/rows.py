@@ -20,6 +20,7 @@ from benchmarks.fuzz.mutations import changed, damaged, odd, written
 from rlhf_core.config.data import Files
 from rlhf_core.data.files import make_tables, read_examples
 from rlhf_core.data.formats import Example
+from rlhf_core.data.limits import DropReport
 from rlhf_core.data.sources import read
 from rlhf_core.data.tables import (
     read_demonstrations,
@@ -29,7 +30,6 @@ from rlhf_core.data.tables import (
     write_preferences,
     write_prompts,
 )
-from rlhf_core.data.validation import DropReport
 from rlhf_core.errors import RlhfError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")

@@ -15,9 +15,9 @@ from rich.console import Console
 from pipelines.cli.common import console, store_folder
 from pipelines.cli.serve_verb import champion_digest
 from pipelines.flows.inputs import find_artifact
-from pipelines.services.health import ServiceError
 from pipelines.services.home import Home
 from pipelines.services.policy_server import serving, token_of
+from pipelines.services.running import ServiceError
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.secrets.redaction import without_secrets

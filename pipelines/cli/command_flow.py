@@ -20,7 +20,7 @@ from pipelines.flows.profile import PipelineConfig
 from pipelines.prefect_flows.tasks import run_in_flow, settle
 from pipelines.prefect_flows.waiting import halted
 from pipelines.services.flow_runs import FLOW_NAME
-from pipelines.services.health import ServiceError
+from pipelines.services.running import ServiceError
 from pipelines.services.servers import PrivateServer
 from rlhf_core.processes.identity import user_name
 from rlhf_core.secrets.redaction import shown

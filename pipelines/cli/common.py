@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from rich.console import Console
@@ -24,3 +26,41 @@ def store_folder(options: argparse.Namespace) -> Path:
     from pipelines.execution.opening import store_of_profile  # 0.9 s, and `rlhf runs` takes 0.3 s without
 
     return store_of_profile(options.profile).root
+
+
+# ---------------------------------------------------------------- Choose the most informative metric of a stage, for one column of a table
+
+KEY_METRICS = (
+    "accuracy",
+    "eval/accuracy",
+    "eval/loss",
+    "eval/token_loss",
+    "reward/mean",
+    "loss",
+    "rollouts",
+    "generations",
+    "pairs",
+    "demonstrations",
+)
+"""Ends of metric names, the most informative first; the first one that a stage has is shown."""
+
+
+def key_metric(metrics: Mapping[str, float]) -> str:
+    """Return `name value` of the most informative metric of a stage, or "".
+
+    While a stage runs, its label precedes the name. Metrics measured `before` training are ignored, as they are no
+    result.
+    """
+    name = min(metrics, key=_rank, default="")
+    rank = _rank(name)
+    return f"{KEY_METRICS[rank]} {metrics[name]:.4g}" if rank < len(KEY_METRICS) else ""
+
+
+@lru_cache(maxsize=4096)  # a list of runs asks about the same names ten thousand times
+def _rank(name: str) -> int:
+    """Return the place in KEY_METRICS of the end of a metric's name; beyond the last if it is none of them."""
+    if "before" not in name.split("/"):
+        for rank, wanted in enumerate(KEY_METRICS):
+            if name == wanted or name.endswith(f"/{wanted}"):
+                return rank
+    return len(KEY_METRICS)

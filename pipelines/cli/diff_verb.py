@@ -22,7 +22,7 @@ from pipelines.execution.diff import (
     stage_differences,
 )
 from pipelines.services.home import Home
-from pipelines.services.registry import tracking_uri
+from pipelines.services.user_servers import tracking_uri
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.store.artifacts import ArtifactStore
 

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.cli.key_metric import key_metric
+from pipelines.cli.common import key_metric
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.stopping import RunHalted
 

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from pipelines.cli.common import console
 from pipelines.services.home import Home, client_environment
-from pipelines.services.ports import MLFLOW_PORT, PREFECT_PORT, is_free
-from pipelines.services.running import running
+from pipelines.services.running import MLFLOW_PORT, PREFECT_PORT, is_free, running
 from pipelines.services.user_servers import prefect_trouble, user_prefect
 from rlhf_core.secrets.redaction import shown
 

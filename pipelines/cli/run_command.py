@@ -17,19 +17,16 @@ from rich.console import Console
 from pipelines.cli.common import console
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_table
 from pipelines.execution.all_cached import is_watched, results_if_all_cached
-from pipelines.execution.executor import RunOptions
+from pipelines.execution.executor import Listener, RunOptions
 from pipelines.execution.lazy_runtime import LazyRuntime
-from pipelines.execution.listener import Listener
 from pipelines.execution.opening import import_tracker, open_run, open_tracker, plan_run, store_of
 from pipelines.execution.plan import PlannedStage
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
-from pipelines.services.health import ServiceError, proven, wait_for
 from pipelines.services.home import Home
-from pipelines.services.registry import tracking_uri
-from pipelines.services.running import running
+from pipelines.services.running import ServiceError, proven, running, wait_for
 from pipelines.services.servers import SERVER_TIMEOUT_S, PrivateServer, private_server
-from pipelines.services.user_servers import connect_user_prefect, user_prefect
+from pipelines.services.user_servers import connect_user_prefect, tracking_uri, user_prefect
 from pipelines.services.waits import may_go_on
 from rlhf_core.errors import RlhfError
 from rlhf_core.secrets.redaction import shown

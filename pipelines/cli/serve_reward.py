@@ -18,14 +18,21 @@ from pipelines.cli.common import console, store_folder
 from pipelines.flows.inputs import find_artifact
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.pieces import encode as encode_text
+from rlhf_core.data.chat import encode as encode_text
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.http.serving import limited
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.model import Contract, verify_contract
-from rlhf_core.rewards.served import as_it_stands, function_score, rendered, reward_model_score
-from rlhf_core.rewards.server import Score, ServerLimits, create_app
+from rlhf_core.rewards.server import (
+    Score,
+    ServerLimits,
+    as_it_stands,
+    create_app,
+    function_score,
+    rendered,
+    reward_model_score,
+)
 from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.runtime.factory import open_runtime
 from rlhf_core.schema.secrets import bearer, refuse_plain

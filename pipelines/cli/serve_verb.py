@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
+import sys
 from contextlib import suppress
 from pathlib import Path
 
-from pipelines.cli.champion_verbs import model_name
 from pipelines.cli.common import console, store_folder
+from pipelines.execution.approving import Meant, answer_gate
 from pipelines.flows.inputs import find_artifact
+from pipelines.services import servers
 from pipelines.services.home import Home
 from pipelines.services.policy_server import (
     ServedModel,
@@ -19,11 +22,125 @@ from pipelines.services.policy_server import (
     token_of,
     wait_for_end,
 )
-from pipelines.services.ports import LAST_PORT
-from pipelines.services.registry import tracking_uri
-from rlhf_core.errors import ConfigError, explain
+from pipelines.services.running import LAST_PORT, Services, running
+from pipelines.services.sign_in import sign_in_link
+from pipelines.services.user_servers import tracking_uri, user_prefect
+from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.secrets.redaction import shown
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.gate_decisions import Answer, GateRequest
 from rlhf_core.types import CHAMPION, PolicyRef
+
+# ---------------------------------------------------------------- services verbs
+
+
+def up(options: argparse.Namespace) -> None:
+    """Start the services and print their addresses."""
+    home = Home.here()
+    console.print(f"starting the services (logs in {home.logs}) ...", style="dim", highlight=False)
+    found = servers.up(home, foreground=options.foreground)
+    console.print(f"Prefect          {_prefect_page(home, found)}", highlight=False, soft_wrap=True)
+    console.print(f"MLflow           {found.mlflow_url}", highlight=False)
+    command = "prefect deployment run rlhf-pipeline/full --watch"
+    if not found.prefect_api:
+        file = shlex.quote(str(_short(home.prefect_auth)))
+        settings = f"PREFECT_API_URL={found.prefect_url}/api PREFECT_API_AUTH_STRING=$(cat {file})"
+        console.print(f"in your shell:   export {settings}", highlight=False, soft_wrap=True)
+    console.print(f"trigger a run:   {command}", highlight=False)
+    console.print("stop:            rlhf down")
+
+
+def down(options: argparse.Namespace) -> None:
+    """Stop the services."""
+    console.print("stopped" if servers.down(Home.here()) else "nothing was running")
+
+
+def status(options: argparse.Namespace) -> int:
+    """Print which services answer; return 1 if one does not."""
+    home = Home.here()
+    found = running(home)
+    if found is None:
+        theirs = user_prefect(home)
+        where = f" (your own Prefect is at {shown(theirs).removesuffix('/api')})" if theirs else ""
+        console.print(f"nothing is running{where}; `rlhf up` starts {'' if theirs else 'Prefect and '}MLflow")
+        return 1
+    well = servers.states(home, found)
+    for name, url in (("Prefect", _prefect_page(home, found)), ("MLflow", found.mlflow_url)):
+        said = "answers" if well[name] else "does not answer"
+        console.print(f"{name:<8} {url}  {said}", highlight=False, soft_wrap=True)
+    return 0 if all(well.values()) else 1
+
+
+def _prefect_page(home: Home, found: Services) -> str:
+    """Return Prefect's address. On a terminal it signs the browser in; elsewhere not, as logs would keep the secret."""
+    if found.prefect_api or not sys.stdout.isatty():
+        return found.prefect_url
+    return sign_in_link(found.prefect_url, home.prefect_auth_string)
+
+
+def _short(path: Path) -> Path:
+    """Return the path relative to the working folder if it lies below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+# ---------------------------------------------------------------- champion verbs
+
+
+def champion(options: argparse.Namespace) -> None:
+    """Print which version is champion, and which ones were, newest first."""
+    from rlhf_core.tracking.champions import read_champions  # with MLflow's parts
+
+    uri = tracking_uri(Home.here())
+    found = read_champions(uri, model_name(uri, options.name))
+    if found is None:
+        raise ConfigError(
+            explain("champion", options.name, "the registry has no such model", _known(uri, options.name))
+        )
+    now = f"version {found.current} ({found.digests[found.current][:12]})" if found.current else "none"
+    _print(f"{found.name}: champion {now}")
+    for move in reversed(found.moves):
+        _print(f"{move.at}  version {move.version} ({move.digest[:12]})  {move.how} by {move.by}: {move.why}")
+    if found.previous:
+        _print(f"`rlhf rollback {found.name} --reason ...` makes version {found.previous} champion")
+
+
+def rollback(options: argparse.Namespace) -> None:
+    """Make the previous champion champion again."""
+    from rlhf_core.tracking.champions import roll_back
+
+    if not options.reason.strip():
+        raise ConfigError(explain("reason", options.reason, "is empty", "say why: it is kept in the registry"))
+    uri = tracking_uri(Home.here())
+    name = model_name(uri, options.name)
+    before, now = roll_back(uri, name, why=options.reason.strip())
+    _print(f"{name}: champion is version {now}, before version {before}: {options.reason.strip()}")
+
+
+def model_name(uri: str, given: str) -> str:
+    """Return the given name, or that of the only model that has a champion."""
+    from rlhf_core.tracking.champions import model_names
+
+    if given:
+        return given
+    names = model_names(uri)
+    if len(names) != 1:
+        rule = f"several models have champions: {', '.join(names)}" if names else "no model has a champion yet"
+        remedy = "name one of them" if names else "publish a policy whose gate holds"
+        raise ConfigError(explain("champion", given, rule, remedy))
+    return names[0]
+
+
+def _known(uri: str, name: str) -> str:
+    from rlhf_core.tracking.champions import model_names
+
+    return nearest(name, model_names(uri))
+
+
+def _print(text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+# ---------------------------------------------------------------- Serve a policy to OpenAI clients (`rlhf serve`)
 
 GPU = Path("/dev/nvidiactl")
 """There where a GPU of NVIDIA can be used; asking torch takes seconds."""
@@ -104,3 +221,34 @@ def _adapter(named: str, policy: PolicyRef, store: ArtifactStore) -> Path:
 
 def _say(text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+# ---------------------------------------------------------------- Answer what a gate has asked (`rlhf approve`, `rlhf reject`)
+
+FLOW_RUN = "prefect.flow_run_id"
+
+
+def approve(options: argparse.Namespace) -> None:
+    """Let what depends on the artifact go on, with the next run of the same command."""
+    _answer(options, "approve")
+
+
+def reject(options: argparse.Namespace) -> None:
+    """Hold back for good what depends on the artifact."""
+    _answer(options, "reject")
+
+
+def _answer(options: argparse.Namespace, answer: Answer) -> None:
+    meant = Meant(options.run, options.gate, artifact=options.artifact, question=options.question)
+    request, said = answer_gate(meant, answer, reason=options.reason, store=options.store)
+    asked = request.question
+    line = f"gate {asked.gate}, {asked.condition['after']} {asked.digest[:12]}: {said}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(next_step(request), highlight=False, soft_wrap=True)
+
+
+def next_step(request: GateRequest) -> str:
+    """Return what makes the run that asked go on."""
+    again = "the run goes on, or ends as blocked, with the same command as before"
+    links = request.askers[-1].links
+    return f"{again}, or with `rlhf resume {links[FLOW_RUN]}`" if FLOW_RUN in links else again

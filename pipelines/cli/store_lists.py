@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from pipelines.cli.common import console, store_folder
-from pipelines.cli.key_metric import key_metric
+from pipelines.cli.common import console, key_metric, store_folder
 from rlhf_core.store import index
 from rlhf_core.store.layout import StoreLayout, check_schema
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from pipelines.execution.listener import Listener
+from pipelines.execution.executor import Listener
 from pipelines.execution.plan import PlannedStage
 from pipelines.services.home import Home
 from pipelines.services.running import running

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from pipelines.execution.measures import Measure, stage_measures
 from pipelines.execution.opening import store_of
 from pipelines.execution.plan import PENDING, PlannedStage, plan
+from pipelines.execution.summary import Measure, stage_measures
 from pipelines.flows.inputs import find_artifact
 from pipelines.flows.profile import PipelineConfig, find_profile, load_profile
 from pipelines.services.home import Home

@@ -2,19 +2,220 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
 
-from pipelines.execution.listener import Listener
 from pipelines.execution.plan import PlannedStage
-from pipelines.execution.tracker import Tracker
 from pipelines.flows.profile import PipelineConfig
+from rlhf_core.errors import WorkerLostError, explain
+from rlhf_core.interfaces import RegistryState, StageTracker
 from rlhf_core.stage.decision import Decision, target_of
 from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.stage.run import find
+from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.types import ArtifactRef
+
+# ---------------------------------------------------------------- tracker
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+class TrackedStage(StageTracker, Protocol):
+    """The tracker of one stage, with the id of its tracking run and a way to end it."""
+
+    @property
+    def run_id(self) -> str: ...
+
+    def finish(self, status: Status) -> None: ...
+
+
+class Tracker(Protocol):
+    """The tracker of one run of a pipeline: `MlflowTracker`, or `MemoryTracker` in tests and jobs without MLflow."""
+
+    def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str: ...
+
+    def stage(
+        self, label: str, *, key: str, params: Mapping[str, Any], tags: Mapping[str, str], fresh: bool
+    ) -> TrackedStage: ...
+
+    @property
+    def parent(self) -> StageTracker: ...
+
+    def tag(self, tags: Mapping[str, str]) -> None: ...
+
+    def cached(self, label: str, *, run_id: str | None, key: str) -> None: ...
+
+    def finish(self, status: Status, *, note: str) -> None: ...
+
+    def url(self, run_id: str) -> str: ...
+
+    @property
+    def token(self) -> str: ...
+
+    def leave(self) -> None: ...
+
+
+# ---------------------------------------------------------------- retry
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PAUSE_S = 5.0
+"""Seconds between tries without progress; the pause grows with each try."""
+
+Reached = tuple[int, int]
+"""Step of the newest checkpoint, -1 without one, and the number of files (shards) beside the checkpoints."""
+
+
+def reached(store: ArtifactStore, key: str) -> Reached:
+    """Return the progress of the attempts at `key`; more progress compares greater."""
+    folder = store.layout.attempt(key)
+    checkpoint = Checkpoints(attempts.checkpoints(folder)).latest()
+    entries = [attempts.latest_work(folder) / name for name in attempts.unfinished_work(folder)]
+    files = sum(1 if entry.is_file() else sum(path.is_file() for path in entry.rglob("*")) for entry in entries)
+    return (-1 if checkpoint is None else checkpoint.step, files)
+
+
+def retry_lost_workers(
+    attempt: Callable[[], T], *, label: str, retries: int, where: Callable[[], Reached], sleep: Callable[[float], None]
+) -> T:
+    """Return the result of `attempt`; after a WorkerLostError call it again, to resume from its last checkpoint.
+
+    A try that makes more progress than those before it resets the count of `retries`. When they are used up, an error
+    of the same class is raised with the number of tries. Any other error is raised at once.
+    """
+    best, failures = where(), 0
+    while True:
+        try:
+            return attempt()
+        except WorkerLostError as error:
+            now = where()
+            if now > best:
+                best, failures = now, 0
+            failures += 1
+            if failures > retries:
+                raise type(error)(_given_up(label, failures, error)) from error
+            what = str(error).partition("; ")[0]  # without the remedy, which is for the user
+            logger.warning("%s: %s; retrying from %s (retry %d of %d)", label, what, _place(now), failures, retries)
+            sleep(PAUSE_S * (failures - 1))
+
+
+def _place(at: Reached) -> str:
+    step, files = at
+    if step >= 0:
+        return f"the checkpoint of step {step}"
+    return f"the {files} finished files" if files else "the beginning"
+
+
+def _given_up(label: str, failures: int, error: WorkerLostError) -> str:
+    if failures == 1:
+        return f"{label}: {error}"
+    remedy = (
+        "fix the cause and run again, it resumes from there; if memory ran out: lower runtime.trainer.micro_batch "
+        "or runtime.sampler.kv_cache_gib"
+    )
+    return explain(label, f"lost its workers {failures} times without making progress", str(error), remedy)
+
+
+# ---------------------------------------------------------------- listener
+
+TABLE_ROWS = 20
+CELL_CHARACTERS = 300
+
+
+class Listener(Protocol):
+    """A receiver of the events of every stage, by label, in order."""
+
+    def planned(self, label: str, decision: Decision) -> None: ...
+
+    def started(self, label: str, decision: Decision) -> None: ...
+
+    def progress(self, label: str, done: int, total: int, message: str) -> None: ...
+
+    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None: ...
+
+    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None: ...
+
+    def failed(self, label: str, error: BaseException) -> None: ...
+
+
+class ShownTracker:
+    """A stage's tracker that also passes metrics to the listener and keeps the newest table for the stage's card."""
+
+    def __init__(self, inner: StageTracker, label: str, listener: Listener) -> None:
+        self._inner = inner
+        self._label = label
+        self._listener = listener
+        self.samples: list[dict[str, str]] = []
+
+    @property
+    def uri(self) -> str:
+        return self._inner.uri
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._inner.metrics(step, values)
+        self._listener.metrics(self._label, step, values)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._inner.table(name, columns, rows)
+        self.samples = [
+            {column: str(cell)[:CELL_CHARACTERS] for column, cell in zip(columns, row, strict=True)}
+            for row in rows[:TABLE_ROWS]
+        ]
+
+    def file(self, path: Path, folder: str) -> None:
+        self._inner.file(path, folder)
+
+    def dataset(self, name: str, digest: str, context: str) -> None:
+        self._inner.dataset(name, digest, context)
+
+    def model(self, name: str, digest: str, uri: str) -> None:
+        self._inner.model(name, digest, uri)
+
+    def input_model(self, digest: str) -> None:
+        self._inner.input_model(digest)
+
+    def set_tags(self, values: Mapping[str, str]) -> None:
+        self._inner.set_tags(values)
+
+    def register(
+        self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str], uri: str = ""
+    ) -> str:
+        return self._inner.register(name, digest, aliases=aliases, tags=tags, uri=uri)
+
+    def champions(self, name: str) -> RegistryState | None:
+        return self._inner.champions(name)
+
+
+class Silent:
+    """A `Listener` that ignores all events, for runs that only Prefect's pages show."""
+
+    def planned(self, label: str, decision: Decision) -> None:
+        return None
+
+    def started(self, label: str, decision: Decision) -> None:
+        return None
+
+    def progress(self, label: str, done: int, total: int, message: str) -> None:
+        return None
+
+    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
+        return None
+
+    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
+        return None
+
+    def failed(self, label: str, error: BaseException) -> None:
+        return None
+
+
+# ---------------------------------------------------------------- executor
 
 Progress = Callable[[int, int, str], None]
 """Called with the number of finished steps, the total number of steps, and a message."""

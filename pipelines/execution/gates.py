@@ -10,21 +10,24 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipelines.flows.inputs import parts
+from pipelines.flows.inputs import Opponents, find_artifact, parts
+from pipelines.flows.profile import PipelineConfig
 from pipelines.flows.run_rules import OPPOSITE, GateConfig
 from pipelines.services.home import Home
+from pipelines.services.user_servers import tracking_uri
 from pipelines.services.waits import answers_awaited
-from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.errors import ArtifactError, ConfigError, explain, nearest
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunBlocked, RunHalted, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
-from rlhf_core.types import ArtifactRef
-from stages.config.publish import GateNote
+from rlhf_core.types import ArtifactRef, PolicyRef
+from stages.config.publish import GateNote, PublishConfig
 from stages.table import STAGES
 
 Outcome = Literal["passed", "warned", "blocked", "waiting", "approved", "rejected"]
@@ -252,3 +255,35 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
             yield from numbers(item, f"{path}/{name}" if path else str(name))
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield path, float(value)
+
+
+# ---------------------------------------------------------------- champion
+
+
+def champion_of(config: PipelineConfig, store: ArtifactStore) -> Opponents | None:
+    """Return the champion that `[publish.challenge]` compares with; None without that section or without a champion.
+
+    Raises ConfigError if the champion's weights are not in this store, TrackingError if the registry does not answer.
+    """
+    return None if config.publish is None else champion_for(config.publish, store)
+
+
+def champion_for(publish: PublishConfig, store: ArtifactStore) -> Opponents | None:
+    """Return the champion that the challenge of this section compares with, as `champion_of`."""
+    if publish.challenge is None:
+        return None
+    from rlhf_core.tracking.champions import champion_digests  # MLflow's parts, which most plans do without
+
+    name = publish.name
+    digest, previous = champion_digests(tracking_uri(Home.here()), name)
+    if not digest:
+        return None
+    try:
+        current = find_artifact(store, PolicyRef, digest)
+    except ArtifactError:
+        rule = f"the champion of {name} ({digest[:12]}) is not in the store {store.root}"
+        remedy = "use the store that it was made in, or remove [publish.challenge] for this run"
+        raise ConfigError(explain("publish.challenge", name, rule, remedy)) from None
+    with suppress(ArtifactError):  # needed only when the champion is made again; then it has no opponent
+        return Opponents(current, find_artifact(store, PolicyRef, previous) if previous else None)
+    return Opponents(current)

@@ -13,14 +13,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from pipelines.execution.executor import RunContext, RunOptions
-from pipelines.execution.job_report import SPEC, JobOutcome, Reporter, failure, write_outcome
-from pipelines.execution.job_spec import JobSpec, read_spec
+from pipelines.execution.executor import RunContext, RunOptions, Tracker
 from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.local import LocalExecutor
 from pipelines.execution.opening import open_tracker
+from pipelines.execution.ray_job import SPEC, JobOutcome, JobSpec, Reporter, failure, read_spec, write_outcome
 from pipelines.execution.run import PipelineRun
-from pipelines.execution.tracker import Tracker
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.processes.large_imports import skip_last_collections

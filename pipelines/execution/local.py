@@ -8,12 +8,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipelines.execution.executor import Progress, RunContext, StageOutcome, find_result
+from pipelines.execution.executor import (
+    Progress,
+    RunContext,
+    ShownTracker,
+    StageOutcome,
+    Status,
+    find_result,
+    reached,
+    retry_lost_workers,
+)
 from pipelines.execution.lazy_runtime import LazyRuntime
-from pipelines.execution.listener import ShownTracker
 from pipelines.execution.plan import PlannedStage, engines_needed
-from pipelines.execution.retry import reached, retry_lost_workers
-from pipelines.execution.tracker import Status
 from rlhf_core.config.annotators import People
 from rlhf_core.interfaces import StageTracker
 from rlhf_core.runtime.cluster import check_address, named_address

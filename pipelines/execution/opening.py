@@ -7,18 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.execution.executor import RunContext, RunOptions
-from pipelines.execution.forcing import still_forced
+from pipelines.execution.executor import Listener, RunContext, RunOptions, Tracker
 from pipelines.execution.lazy_runtime import LazyRuntime
-from pipelines.execution.listener import Listener
 from pipelines.execution.local import LocalExecutor
 from pipelines.execution.plan import Pipeline, PlannedStage, plan
 from pipelines.execution.ray_job import RayJobExecutor
-from pipelines.execution.run import PipelineRun
-from pipelines.execution.tracker import Tracker
+from pipelines.execution.run import PipelineRun, still_forced
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
-from pipelines.services.registry import tracking_place, tracking_uri
+from pipelines.services.user_servers import tracking_place, tracking_uri
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.mlflow import MlflowTracker
 from rlhf_core.tracking.mlflow_client import open_client

@@ -2,42 +2,329 @@
 
 The job holds the lease and commits, so the store decides whether the stage is done, not Ray: a restarted cluster has
 forgotten its jobs. If a flow is killed, its job keeps running, and the next run attaches to it.
+
+Report a job's progress and outcome to the flow that waits for it, through files in a shared folder.
+
+Each file is replaced as a whole, so a reader sees the old or the new one. The files outlive the job, the flow and the
+cluster.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
 import shlex
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 from pipelines.execution.budget import SPENT
-from pipelines.execution.executor import Progress, RunContext, StageOutcome
-from pipelines.execution.job_report import SPEC, JobOutcome, Watcher, error_of, read_outcome
-from pipelines.execution.job_spec import JobSpec, write_spec
+from pipelines.execution.executor import Listener, Progress, RunContext, StageOutcome, reached, retry_lost_workers
 from pipelines.execution.plan import PlannedStage
-from pipelines.execution.retry import reached, retry_lost_workers
 from pipelines.flows.profile import PipelineConfig
 from pipelines.flows.run_rules import BudgetConfig
-from pipelines.services.home import Home, quiet_environment
-from pipelines.services.registry import REGISTRY, tracking_uri
-from pipelines.services.user_settings import OWN
-from rlhf_core.errors import ArtifactError, ConfigError, TrainingError, WorkerLostError, explain
+from pipelines.services.home import OWN, Home, quiet_environment
+from pipelines.services.user_servers import REGISTRY, tracking_uri
+from rlhf_core.errors import ArtifactError, ConfigError, RlhfError, TrainingError, WorkerLostError, explain
 from rlhf_core.runtime.cluster import threads_per_worker, worker_environment
 from rlhf_core.runtime.jobs import Job, Jobs, JobServerError, open_jobs
+from rlhf_core.schema.base import Config
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import Decision, decide_work, target_of, unfit
-from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.key import StageInput, StageSpec, Strictness
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.layout import read_json, write_json
+from rlhf_core.store.records import restore_handle, stored_handle
+from rlhf_core.types import ArtifactRef
+
+# ---------------------------------------------------------------- job report
 
 logger = logging.getLogger(__name__)
+
+SPEC = "spec.json"
+PROGRESS = "progress.json"
+OUTCOME = "outcome.json"
+WRITE_EVERY_S = 0.5
+WARNINGS_KEPT = 50
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """The end of a job. `samples` belong to a `done` stage, the error's class and text to a `failed` one.
+
+    A stage that is `waiting` for people says in `error` for what, and in `condition` for other processes.
+    """
+
+    status: Literal["done", "failed", "waiting", "stopped"]
+    decision: Decision | None = None
+    samples: list[dict[str, str]] = field(default_factory=list)
+    error_class: str = ""
+    error: str = ""
+    condition: dict[str, Any] = field(default_factory=dict)
+
+
+def write_outcome(folder: Path, outcome: JobOutcome) -> None:
+    """Write the outcome of the job, as its last action."""
+    write_json(folder / OUTCOME, asdict(outcome))
+
+
+def read_outcome(folder: Path) -> JobOutcome | None:
+    """Return the outcome of the job; None if it still runs, or was killed before it could write one."""
+    table = read_json(folder / OUTCOME)
+    if table is None:
+        return None
+    decision = table["decision"]
+    return JobOutcome(**(table | {"decision": None if decision is None else Decision(**decision)}))
+
+
+class Reporter(logging.Handler):
+    """The `Listener` of a job, which writes events to `progress.json`. As a log handler, it adds warnings to them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(logging.WARNING)
+        self._path = folder / PROGRESS
+        self._report = _empty_report()
+        self._changing = threading.Lock()
+        self._due: threading.Timer | None = None
+
+    def planned(self, label: str, decision: Decision) -> None:
+        return None
+
+    def started(self, label: str, decision: Decision) -> None:
+        with self._changing:
+            self._report["decisions"].append(asdict(decision))
+        self._write()
+
+    def progress(self, label: str, done: int, total: int, message: str) -> None:
+        with self._changing:
+            self._report["progress"] = [done, total, message]
+            self._write_soon()
+
+    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
+        with self._changing:
+            self._report["metrics"].update(values)
+            self._report["step"] = step
+            self._write_soon()
+
+    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
+        self._write()
+
+    def failed(self, label: str, error: BaseException) -> None:
+        self._write()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != __name__ and len(self._report["warnings"]) < WARNINGS_KEPT:
+            self._report["warnings"].append(record.getMessage())
+
+    def _write_soon(self) -> None:
+        """Write the report within `WRITE_EVERY_S`, even if no event follows: the next step may take minutes."""
+        if self._due is None:
+            self._due = threading.Timer(WRITE_EVERY_S, self._write)
+            self._due.daemon = True
+            self._due.start()
+
+    def _write(self) -> None:
+        try:
+            with self._changing:
+                self._due = None
+                write_json(self._path, self._report, durable=False)
+        except OSError as error:  # a full disk must not fail the stage
+            logger.warning("%s: %s; progress is not shown", self._path, error)
+
+
+class Watcher:
+    """A reader of a job's report that passes on what is new in it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        label: str,
+        listener: Listener,
+        show_progress: Callable[[int, int, str], None],
+        *,
+        decision: Decision,
+    ) -> None:
+        self.decision = decision
+        """The latest reported decision: the newest of the job, or our own to ATTACH."""
+        self._folder = folder
+        self._label = label
+        self._listener = listener
+        self._show_progress = show_progress
+        self._seen = _empty_report()
+
+    def poll(self) -> JobOutcome | None:
+        """Pass on what the job has reported since the last call; return its outcome, None while it runs."""
+        outcome = read_outcome(self._folder)  # first, so that nothing reported before the end is lost
+        report = read_json(self._folder / PROGRESS)
+        if report is not None and report != self._seen:
+            self._pass_on(report)
+            self._seen = report
+        return outcome
+
+    def _pass_on(self, report: dict[str, Any]) -> None:
+        seen = self._seen
+        for table in report["decisions"][len(seen["decisions"]) :]:
+            self._decided(Decision(**table))
+        for text in report["warnings"][len(seen["warnings"]) :]:
+            logger.warning("%s: %s", self._label, text)
+        if report["metrics"] != seen["metrics"]:
+            self._listener.metrics(self._label, report["step"], report["metrics"])
+        if report["progress"] not in (None, seen["progress"]):
+            done, total, message = report["progress"]
+            self._listener.progress(self._label, done, total, message)
+            self._show_progress(done, total, message)
+
+    def _decided(self, decision: Decision) -> None:
+        if self.decision.action != "ATTACH" and decision != self.decision:
+            self.decision = decision
+            self._listener.started(self._label, decision)
+
+
+def failure(error: Exception) -> JobOutcome:
+    """Return the outcome of a job that ended with `error`."""
+    return JobOutcome("failed", error_class=type(error).__name__, error=without_secrets(str(error)))
+
+
+def error_of(outcome: JobOutcome, *, label: str, log: str) -> RlhfError:
+    """Return the error of a failed job: an RlhfError keeps its class and text, any other error is named in the text.
+
+    `log` says where the job's log is.
+    """
+    kinds = {kind.__name__: kind for kind in _family(RlhfError)}
+    if outcome.error_class in kinds:
+        return kinds[outcome.error_class](outcome.error)
+    return RlhfError(f"{label}: {outcome.error_class}: {outcome.error}; for the traceback see {log}")
+
+
+def _empty_report() -> dict[str, Any]:
+    return {"decisions": [], "progress": None, "metrics": {}, "step": 0, "warnings": []}
+
+
+def _family(kind: type[RlhfError]) -> list[type[RlhfError]]:
+    return [kind, *(one for child in kind.__subclasses__() for one in _family(child))]
+
+
+# ---------------------------------------------------------------- job spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A stage and its surroundings. `job_id` is the name of the job on the cluster.
+
+    `key` is the submitter's: a job that computes another key sees other code or other files. `tracking` is the token of
+    the pipeline run to which the stage's tracking run belongs, "" for a tracker that no other process can join.
+    """
+
+    job_id: str
+    key: str
+    stage: StageSpec
+    config: PipelineConfig
+    store: Path
+    force: bool
+    strict: Strictness
+    tracking: str
+
+
+def write_spec(path: Path, job: JobSpec) -> None:
+    """Write the job to a file, durably."""
+    table = {
+        "job_id": job.job_id,
+        "key": job.key,
+        "stage": stored_stage(job.stage),
+        "config": job.config.model_dump(mode="json", exclude_none=True),
+        "store": str(job.store),
+        "force": job.force,
+        "strict_code": job.strict.code,
+        "strict_env": job.strict.env,
+        "tracking": job.tracking,
+    }
+    write_json(path, table)
+
+
+def read_spec(path: Path) -> JobSpec:
+    """Return the job that `write_spec` wrote; raise ArtifactError if there is no such file."""
+    table = read_json(path)
+    if table is None:
+        rule, remedy = (
+            "cannot be read here",
+            "make the store available to the flow and to the cluster under the same path",
+        )
+        raise ArtifactError(explain("job", str(path), rule, remedy))
+    return JobSpec(
+        job_id=table["job_id"],
+        key=table["key"],
+        stage=restore_stage(table["stage"]),
+        config=PipelineConfig.model_validate(table["config"]),
+        store=Path(table["store"]),
+        force=table["force"],
+        strict=Strictness(code=table["strict_code"], env=table.get("strict_env", False)),
+        tracking=table["tracking"],
+    )
+
+
+def stored_stage(spec: StageSpec) -> dict[str, Any]:
+    """Return a stage as a JSON table, from which `restore_stage` rebuilds it."""
+    kind = type(spec.config)
+    return {
+        "name": spec.name,
+        "module": spec.module,
+        "version": spec.version,
+        "code": spec.code,
+        "config": {"type": f"{kind.__module__}:{kind.__qualname__}", "fields": spec.config.model_dump(mode="json")},
+        "inputs": {name: _stored_input(value) for name, value in spec.inputs.items()},
+        "seed": spec.seed,
+        "label": spec.label,
+        "engines": spec.engines,
+        "callables": list(spec.callables),
+    }
+
+
+def restore_stage(stored: Mapping[str, Any]) -> StageSpec:
+    """Return the stage that `stored_stage` stored, with its original types, so that its key is the same."""
+    module, _, name = stored["config"]["type"].partition(":")
+    kind = getattr(importlib.import_module(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Config)):
+        rule, remedy = "is not a configuration class", "use the version of this program that wrote it"
+        raise ArtifactError(explain("stage.config.type", stored["config"]["type"], rule, remedy))
+    return StageSpec(
+        name=stored["name"],
+        module=stored["module"],
+        version=stored["version"],
+        code=stored["code"],
+        config=kind.model_validate(stored["config"]["fields"]),
+        inputs={name: _restore_input(value) for name, value in stored["inputs"].items()},
+        seed=stored["seed"],
+        label=stored["label"],
+        engines=stored["engines"],
+        callables=tuple(stored["callables"]),
+    )
+
+
+def _stored_input(value: StageInput) -> Any:
+    if isinstance(value, ArtifactRef):
+        return stored_handle(value)
+    if isinstance(value, tuple):
+        return [stored_handle(ref) for ref in value]
+    return {"table": {label: stored_handle(ref) for label, ref in value.items()}}
+
+
+def _restore_input(stored: Any) -> StageInput:
+    if isinstance(stored, list):
+        return tuple(restore_handle(item) for item in stored)
+    if "table" in stored:
+        return {label: restore_handle(item) for label, item in stored["table"].items()}
+    return restore_handle(stored)
+
+
+# ---------------------------------------------------------------- ray job
 
 JOBS = ".jobs"
 """Folder within the folder of a key's attempts, for the spec, the progress and the outcome of each job."""

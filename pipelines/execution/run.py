@@ -1,35 +1,137 @@
-"""Run a pipeline once: each stage, in order, is taken from the store or passed to the executor. No Prefect."""
+"""Run a pipeline once: each stage, in order, is taken from the store or passed to the executor. No Prefect.
+
+Remember which stages a run has forced before it waits: when it goes on, they are not forced again.
+
+The note belongs to the last run of a configuration. It is written when that run waits for people or for a higher budget, and
+removed when it has finished, or is blocked.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+import urllib.request
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeVar
 
 from pipelines.execution.budget import Budget, gpus_of
-from pipelines.execution.champion import champion_of
-from pipelines.execution.executor import Progress, RunContext, StageExecutor, StageOutcome, find_result
-from pipelines.execution.forcing import note_forced
-from pipelines.execution.gates import Gatekeeper, StageHeld, commands
-from pipelines.execution.notify import notify
+from pipelines.execution.executor import (
+    Progress,
+    RunContext,
+    RunOptions,
+    StageExecutor,
+    StageOutcome,
+    Status,
+    find_result,
+)
+from pipelines.execution.gates import Gatekeeper, StageHeld, champion_of, commands
 from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, placeholder
 from pipelines.execution.summary import description, headline_metrics, run_name
-from pipelines.execution.tracker import Status
 from pipelines.flows.graph import RunGroup, RunStage, Stages, ungrouped
-from pipelines.flows.profile import profile_digest
+from pipelines.flows.profile import PipelineConfig, profile_digest
+from pipelines.flows.run_rules import Event, NotifyConfig
 from pipelines.services.waits import answers_awaited
 from rlhf_core.errors import RlhfError
-from rlhf_core.secrets.redaction import hide_in
+from rlhf_core.schema.base import keyed
+from rlhf_core.schema.secrets import with_secrets
+from rlhf_core.secrets.redaction import hidden, hide_in, without_secrets
 from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec
-from rlhf_core.stage.stopping import StageWaiting
-from rlhf_core.store.gate_decisions import GateDecisions, Question
-from rlhf_core.store.roots import forget_wait, note_wait
+from rlhf_core.stage.stopping import RunBlocked, RunHalted, RunOverBudget, StageWaiting
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.fingerprint import sha256_text
+from rlhf_core.store.gate_decisions import GateDecisions, Question, now
+from rlhf_core.store.layout import write_json
+from rlhf_core.store.maintenance import forget_wait, note_wait
+from rlhf_core.store.typed_json import Stored, read_stored
 from rlhf_core.types import ArtifactRef
 
+# ---------------------------------------------------------------- forcing
+
 logger = logging.getLogger(__name__)
+
+
+class ForcedStages(Stored):
+    """The stages that a run which waits has forced and finished."""
+
+    run: str
+    labels: list[str]
+
+
+def still_forced(options: RunOptions, config: PipelineConfig, store: ArtifactStore, *, say: bool = False) -> RunOptions:
+    """Return the options without the stages that this run has forced before it waited; `say` logs which they are."""
+    note = read_stored(_path(config, store), ForcedStages)
+    done = () if note is None else tuple(label for label in options.force if label in note.labels)
+    left = tuple(label for label in options.force if label not in done)
+    for label in done if say else ():
+        logger.info("%s: forced before it waited; not forced again", label)
+    return replace(options, force=left, forced=tuple(dict.fromkeys((*options.forced, *done))))
+
+
+def note_forced(
+    options: RunOptions,
+    config: PipelineConfig,
+    store: ArtifactStore,
+    *,
+    finished: Collection[str],
+    ended: BaseException | None,
+) -> None:
+    """Write down which stages need not be forced again if the run waits; forget them if it has come to its end.
+
+    After a failure or an interruption they stay as they were: what was forced before the last wait is done.
+    """
+    done = [*options.forced, *(label for label in options.force if label in finished)]
+    waits = isinstance(ended, (StageWaiting, RunOverBudget))
+    if waits and done:
+        write_json(_path(config, store), ForcedStages(run=config.name, labels=done).model_dump())
+    elif waits or ended is None or isinstance(ended, RunBlocked):
+        _path(config, store).unlink(missing_ok=True)
+
+
+def _path(config: PipelineConfig, store: ArtifactStore) -> Path:
+    # A higher budget, another gate or more workers do not make it another run.
+    identity = json.dumps(keyed(config), sort_keys=True, default=str)
+    return store.root / "roots" / "forced" / f"{sha256_text(identity)}.json"
+
+
+# ---------------------------------------------------------------- notify
+
+EVENTS: Mapping[str, Event] = {"Waiting": "waiting", "Blocked": "blocked", "OverBudget": "over_budget"}
+"""State of a halted run -> event."""
+LONGEST_MESSAGE = 2000
+
+
+def event_of(error: BaseException | None) -> Event | None:
+    """Return the event that an end of a run is; None for a run that was interrupted, which whoever did it knows."""
+    if error is None:
+        return "finished"
+    if isinstance(error, RunHalted):
+        return EVENTS[error.state]
+    return "failed" if isinstance(error, Exception) else None
+
+
+def notify(config: NotifyConfig | None, error: BaseException | None, *, run: str, links: Mapping[str, str]) -> None:
+    """Send one POST about the end of a run, if the profile asks for it; problems are logged."""
+    event = event_of(error)
+    if config is None or event is None or event not in config.events:
+        return
+    message = "" if error is None else without_secrets(str(error))[:LONGEST_MESSAGE]
+    content = {"event": event, "run": run, "message": message, "time": now(), "links": hidden("links", dict(links))}
+    try:
+        address = with_secrets(config, "notify").webhook
+        request = urllib.request.Request(
+            address, data=json.dumps(content).encode(), headers={"Content-Type": "application/json"}, method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=config.timeout_s):
+            logger.info("notify: the webhook was told that the run is %s", event)
+    except Exception as failure:  # the receiver, its network or its address: never a reason to fail the run
+        logger.warning("notify.webhook: could not be told that the run is %s: %s", event, type(failure).__name__)
+
+
+# ---------------------------------------------------------------- run
 
 R = TypeVar("R", bound=ArtifactRef)
 

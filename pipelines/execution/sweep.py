@@ -2,22 +2,30 @@
 
 Every point is an ordinary run with overrides, so stages that points share are computed once, and a sweep that was killed
 goes on with the same command: what is done is in the store.
+
+The points of a sweep chosen one after the other by Optuna, each after the results of those before.
+
+Akiba et al., "Optuna: A Next-generation Hyperparameter Optimization Framework" (arXiv 1907.10902); its sampler is the
+tree-structured Parzen estimator (Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS 2011).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
+from pipelines.execution.executor import Listener, Silent
 from pipelines.execution.gates import Gatekeeper, Outcome, Verdict, condition
-from pipelines.execution.listener import Listener, Silent
-from pipelines.execution.measures import Measure, stage_measures
-from pipelines.execution.sweep_points import Point, named
+from pipelines.execution.summary import Measure, shown_overrides, stage_measures
 from pipelines.flows.run_rules import GateConfig
-from rlhf_core.config.measured import is_named, remedy_of
+from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.stage.decision import Decision
@@ -27,6 +35,146 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.types import ArtifactRef
 from stages.config.measured import measured
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
+
+
+# ---------------------------------------------------------------- The points of a sweep: the product of values, or draws from ranges
+
+Point: TypeAlias = tuple[str, ...]
+"""The overrides of one run, such as `("ppo.kl_coef=0.05",)`."""
+_RANGE = re.compile(r"(?P<log>log:)?(?P<low>[^.:].*?)\.\.(?P<high>.+)")
+
+
+def keys_of(points: Sequence[Point]) -> list[str]:
+    """Return the keys that the points set, in their order."""
+    return list(dict.fromkeys(part.partition("=")[0].strip() for point in points for part in point))
+
+
+def named(point: Point) -> str:
+    """Return a point as people read it, without secrets."""
+    return " ".join(shown_overrides(point)) or "the profile as it is"
+
+
+def grid_points(grids: Sequence[str]) -> list[Point]:
+    """Return the product of the values in `key=value,value`, the last key the fastest.
+
+    >>> grid_points(["ppo.kl_coef=0.05,0.1", "seed=1,2"])[1]
+    ('ppo.kl_coef=0.05', 'seed=2')
+    """
+    choices = [choices_of(grid) for grid in grids]
+    check_keys([key for key, _ in choices])
+    return list(itertools.product(*([f"{key}={value}" for value in values] for key, values in choices)))
+
+
+def random_points(count: int, ranges: Sequence[str], grids: Sequence[str], *, seed: int) -> list[Point]:
+    """Return `count` points drawn from ranges and from the values of grids; the same `seed` draws the same points.
+
+    >>> random_points(1, ["ppo.kl_coef=log:0.01..0.1"], ["seed=1,2"], seed=0)
+    [('ppo.kl_coef=0.06989', 'seed=2')]
+    """
+    if count < 1:
+        raise ConfigError(explain("--random", count, "must be >= 1", "say how many points to draw"))
+    spans, choices = [span_of(text) for text in ranges], [choices_of(grid) for grid in grids]
+    check_keys([span.key for span in spans] + [key for key, _ in choices])
+    chance = random.Random(seed)
+    drawn: list[Point] = []
+    for _ in range(count):
+        values = [f"{span.key}={span.draw(chance)}" for span in spans]
+        drawn.append((*values, *(f"{key}={chance.choice(options)}" for key, options in choices)))
+    return list(dict.fromkeys(drawn))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of values from `low` to `high`, evenly or on a logarithmic scale, whole numbers if `whole`."""
+
+    key: str
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+    def draw(self, chance: random.Random) -> str:
+        if self.whole and not self.log:
+            return str(chance.randint(int(self.low), int(self.high)))
+        # Rounding would draw the two ends half as often as they are due: whole numbers are cut off below high + 1.
+        high = self.high + 1 if self.whole else self.high
+        found = (
+            math.exp(chance.uniform(math.log(self.low), math.log(high))) if self.log else chance.uniform(self.low, high)
+        )
+        return self.written(found)
+
+    def written(self, value: float) -> str:
+        """Return a value of this range as it is written in an override: with four digits, more where the range is narrow."""
+        value = min(max(value, self.low), self.high)
+        if self.whole:
+            return str(int(value))
+        digits = 4 + max(0, math.floor(math.log10(max(abs(self.low), abs(self.high)) / (self.high - self.low))))
+        text = f"{value:.{digits}g}"
+        return text if self.low <= float(text) <= self.high else repr(value)
+
+
+def span_of(text: str) -> Span:
+    key, _, written = text.partition("=")
+    matched = _RANGE.fullmatch(written.strip())
+    remedy = "write KEY=LOW..HIGH or KEY=log:LOW..HIGH, such as ppo.kl_coef=log:0.01..0.2"
+    if not key.strip() or matched is None:
+        raise ConfigError(explain("--range", text, "must read KEY=LOW..HIGH", remedy))
+    ends = (matched["low"].strip(), matched["high"].strip())
+    try:
+        low, high = (float(end) for end in ends)
+    except ValueError:
+        raise ConfigError(explain("--range", text, "its ends must be numbers", remedy)) from None
+    log = matched["log"] is not None
+    if not low < high or not math.isfinite(high - low) or (log and low <= 0):
+        rule = "must begin above 0" if log and low <= 0 else "must have its lower end first"
+        raise ConfigError(explain("--range", text, rule, remedy))
+    whole = all(re.fullmatch(r"[+-]?\d+", end) for end in ends)
+    return Span(key.strip(), low, high, log, whole)
+
+
+def choices_of(grid: str) -> tuple[str, list[str]]:
+    key, _, written = grid.partition("=")
+    values = _split(grid, written)
+    if not key.strip() or not all(values):
+        remedy = "for example --grid ppo.kl_coef=0.02,0.05,0.1"
+        raise ConfigError(explain("--grid", grid, "must read KEY=VALUE,VALUE,...", remedy))
+    if len(set(values)) < len(values):
+        raise ConfigError(explain("--grid", grid, "names a value twice", "remove one of them"))
+    return key.strip(), values
+
+
+def _split(grid: str, text: str) -> list[str]:
+    """Return the values of a list; commas inside brackets, braces and quotes separate nothing."""
+    parts, depth, quote, escaped = [""], 0, "", False
+    for letter in text:
+        if escaped or (quote == '"' and letter == "\\"):  # \" does not end a text
+            escaped = not escaped
+        elif quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[{(") - (letter in "]})")
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if quote or depth:
+        rule = f"has {quote or 'a bracket'} without its partner, so that its commas separate nothing"
+        raise ConfigError(explain("--grid", grid, rule, "close it, or put the value in quotes"))
+    return [part.strip() for part in parts]
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(explain("--grid", key, "is swept twice", "name each key once"))
+
+
+# ---------------------------------------------------------------- Run one profile with several values of its options, and choose the best
 
 logger = logging.getLogger(__name__)
 
@@ -290,3 +438,105 @@ def check_approved(
     outcome: Outcome = "waiting" if answer is None else "approved" if answer.answer == "approve" else "rejected"
     verdict = Verdict(gate, goal.label, question, outcome, answer)
     Gatekeeper([gate], store, run, verdicts=[verdict]).check()
+
+
+# ---------------------------------------------------------------- sweep search
+
+ASKS = 4
+"""How often Optuna is asked for each point that is wanted; in a small space it may choose a point again."""
+
+
+@dataclass
+class Search:
+    """A search for the best of `count` points in ranges and lists of values.
+
+    The same seed and the same results give the same points, so a search that was killed finds its own again.
+    """
+
+    count: int
+    ranges: Sequence[str]
+    grids: Sequence[str]
+    direction: Direction = "max"
+    seed: int = 0
+    known = False
+    _study: Any = field(init=False)
+    _spans: list[Span] = field(init=False)
+    _choices: list[tuple[str, list[str]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ConfigError(explain("--optuna", self.count, "must be >= 1", "say how many points to try"))
+        self._spans = [span_of(text) for text in self.ranges]
+        self._choices = [choices_of(grid) for grid in self.grids]
+        check_keys([span.key for span in self._spans] + [key for key, _ in self._choices])
+        if not self._spans and not self._choices:
+            rule, remedy = "has nothing to search", "add --range KEY=LOW..HIGH or --grid KEY=VALUE,VALUE"
+            raise ConfigError(explain("--optuna", self.count, rule, remedy))
+        self._study = self._new_study()
+
+    def _new_study(self) -> Any:
+        import optuna  # a second, which other commands need not wait
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        # Optuna's own default of 10 random points before it learns is more than most sweeps here have.
+        sampler = optuna.samplers.TPESampler(seed=self.seed, n_startup_trials=max(2, min(10, self.count // 3)))
+        return optuna.create_study(direction="maximize" if self.direction == "max" else "minimize", sampler=sampler)
+
+    def to_check(self) -> list[Point]:
+        """Return points with both ends of every range and all values of every list, to be checked before the first run."""
+        values = [[span.written(span.low), span.written(span.high)] for span in self._spans]
+        values += [listed for _, listed in self._choices]
+        keys = [span.key for span in self._spans] + [key for key, _ in self._choices]
+        most = max(len(listed) for listed in values)
+        return [
+            tuple(f"{key}={listed[min(number, len(listed) - 1)]}" for key, listed in zip(keys, values, strict=True))
+            for number in range(most)
+        ]
+
+    def identity(self, metric: str) -> list[object]:
+        """Return what distinguishes this search from others; other results, of another metric, lead to other points."""
+        ends: list[object] = [list(point) for point in self.to_check()]
+        return [*ends, *self.ranges, *self.grids, self.count, self.direction, self.seed, metric]
+
+    def params(self) -> dict[str, object]:
+        """Return what a tracker shows: how many points are looked for, and where."""
+        return {"search": {"points": self.count, "in": shown_overrides((*self.ranges, *self.grids))}}
+
+    def run(self, run_point: RunPoint, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
+        """Return the results of `count` different points; of fewer, where Optuna keeps choosing the same ones.
+
+        `goal_in` returns the number that decides, as soon as a result has one. A point without it counts as worse than all that have it.
+        """
+        results: dict[Point, PointResult] = {}
+        goal: Goal | None = None
+        for _ in range(ASKS * self.count):
+            if len(results) == self.count:
+                break
+            trial = self._study.ask()
+            point = self._point(trial)
+            if point not in results:
+                results[point] = run_points([point], run_point, store)[0]
+            goal = goal or goal_in(list(results.values()))
+            if goal is not None and not any(goal.of(result) for result in results.values()):
+                check_metric(list(results.values()), goal)  # a search without its number would go on blindly
+            found = goal.finite(results[point]) if goal is not None else None
+            self._tell(trial, None if found is None else found.mean)
+        return list(results.values())
+
+    def _point(self, trial: Trial) -> Point:
+        drawn = []
+        for span in self._spans:
+            if span.whole:
+                value: float = trial.suggest_int(span.key, int(span.low), int(span.high), log=span.log)
+            else:
+                value = trial.suggest_float(span.key, span.low, span.high, log=span.log)
+            drawn.append(f"{span.key}={span.written(value)}")
+        return (*drawn, *(f"{key}={trial.suggest_categorical(key, listed)}" for key, listed in self._choices))
+
+    def _tell(self, trial: Trial, value: float | None) -> None:
+        from optuna.trial import TrialState
+
+        if value is None:
+            self._study.tell(trial, state=TrialState.PRUNED)  # the sampler ignores FAIL, and would come back
+        else:
+            self._study.tell(trial, value)

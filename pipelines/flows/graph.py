@@ -14,13 +14,13 @@ from pydantic import BaseModel
 
 from pipelines.flows.inputs import Opponents
 from pipelines.services.home import Home
-from pipelines.services.registry import registry
+from pipelines.services.user_servers import registry
 from rlhf_core.config.agents import AgentConfig, EpisodeLimits
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.rewards.model_inputs import check_reward_models
+from rlhf_core.rewards.model import check_reward_models
 from rlhf_core.schema.base import Config, keyed
 from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.store.fingerprint import hash_file

@@ -30,7 +30,7 @@ from prefect.runner import _scheduled_run_poller as poller
 from pydantic import BaseModel
 
 from pipelines.flows.profile import PipelineConfig, load_profile
-from pipelines.prefect_flows import approval_flow, pipeline_flows, stage_flows
+from pipelines.prefect_flows import pipeline_flows, stage_flows, waiting
 from pipelines.prefect_flows.waiting import keep_resuming
 from pipelines.services.flow_runs import home_tag, interrupt, reconcile
 from pipelines.services.home import Home
@@ -70,7 +70,7 @@ def deployments() -> list[Any]:
         _deploy(pipeline_flows.full, "full", {"config": _plain(profile)}),
         _deploy(pipeline_flows.rlvr, "rlvr", {"config": _plain(load_profile("tiny/rlvr"))}),
         _deploy(pipeline_flows.online, "online", {"config": _plain(load_profile("tiny/online"))}),
-        _deploy(approval_flow.approve, "approve", {}),
+        _deploy(waiting.approve, "approve", {}),
         *(_deploy(flow, name, parameters) for name, (flow, parameters) in forms.items()),
     ]
 

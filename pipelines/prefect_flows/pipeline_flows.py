@@ -8,8 +8,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 
-from pipelines.execution.executor import RunOptions
-from pipelines.execution.listener import Silent
+from pipelines.execution.executor import RunOptions, Silent
 from pipelines.execution.opening import open_run, open_tracker
 from pipelines.execution.plan import Pipeline
 from pipelines.flows.full import lifecycle

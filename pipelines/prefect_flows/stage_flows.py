@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from prefect import Flow, flow
 from pydantic import Field
 
-from pipelines.execution.champion import champion_for
 from pipelines.execution.executor import RunOptions
+from pipelines.execution.gates import champion_for
 from pipelines.execution.opening import store_of
 from pipelines.flows.full import condition_and_imitate, sample_and_imitate
 from pipelines.flows.graph import GivenInput, Stages

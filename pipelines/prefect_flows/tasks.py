@@ -28,7 +28,7 @@ from pipelines.flows.inputs import parts
 from pipelines.prefect_flows.cards import ProgressCard, show_plan, show_stage
 from pipelines.prefect_flows.waiting import halted
 from pipelines.services.flow_runs import own, reconcile
-from pipelines.services.health import wait_for
+from pipelines.services.running import wait_for
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunHalted, on_signals, time_limit

@@ -24,7 +24,7 @@ from prefect.states import Cancelled, Completed, Crashed
 from pipelines.services.home import Home
 from pipelines.services.user_servers import shares_prefect
 from rlhf_core.store.leases import is_gone
-from rlhf_core.tracking import owner
+from rlhf_core.tracking import mlflow_client
 
 FLOW_NAME = "rlhf-pipeline"
 HOME_LABEL = "rlhf.home"
@@ -59,7 +59,7 @@ def own(flow_run_id: UUID) -> None:
     with get_client(sync_client=True) as client:
         count = client.read_flow_run(flow_run_id).run_count
         labels = {RUN_COUNT: str(count), HOME_LABEL: Home.here().identity}
-        client.update_flow_run_labels(flow_run_id, owner.tags() | labels)
+        client.update_flow_run_labels(flow_run_id, mlflow_client.tags() | labels)
 
 
 def home_tag(home: Home) -> str:
@@ -135,7 +135,7 @@ def _why_gone(flow_run: FlowRun) -> str:
         late = flow_run.deployment_id is not None and _age(flow_run.state) > STARTED_AFTER
         return "the process that was supposed to start it has ended" if late else ""
     labels = {name: str(value) for name, value in flow_run.labels.items()}
-    process = owner.from_tags(labels)
+    process = mlflow_client.from_tags(labels)
     if process is None or not is_gone(process):
         return ""
     of_this_start = RUN_COUNT not in labels or labels[RUN_COUNT] == str(flow_run.run_count)

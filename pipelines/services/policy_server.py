@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipelines.services.health import await_health
 from pipelines.services.home import LOOPBACK, Home
-from pipelines.services.ports import bound_port, port_of
-from pipelines.services.watchdog import start_guarded
+from pipelines.services.running import await_health, bound_port, port_of
+from pipelines.services.servers import start_guarded
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.processes.identity import process_stat, process_state
 from rlhf_core.sampling.vllm_front import TOKEN

@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.services import user_settings
-from pipelines.services.health import ServiceError, proven
-from pipelines.services.home import Home
-from pipelines.services.registry import tracking_uri
-from pipelines.services.running import running
+from pipelines.services.home import Home, has_prefect_database
+from pipelines.services.running import ServiceError, proven, running
 from pipelines.services.servers import private_server
-from pipelines.services.user_servers import connect_user_prefect, user_prefect
+from pipelines.services.user_servers import connect_user_prefect, tracking_uri, user_prefect
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import sweep_temporaries
@@ -60,7 +57,7 @@ def was_used(home: Home) -> bool:
     """Return whether Prefect may know runs of this state folder. Nothing is started or queried to find out."""
     if not home.root.exists():
         return False
-    theirs = user_prefect(home) or user_settings.has_prefect_database()
+    theirs = user_prefect(home) or has_prefect_database()
     return bool(theirs) or running(home) is not None or (home.prefect / "prefect.db").exists()
 
 

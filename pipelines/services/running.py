@@ -2,16 +2,101 @@
 
 from __future__ import annotations
 
+import hmac
+import http.client
 import json
-from collections.abc import Mapping
+import secrets
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from urllib.parse import urlsplit
 
-from pipelines.services import user_settings
-from pipelines.services.health import proven
-from pipelines.services.home import LOOPBACK, Home, client_environment
+from pipelines.services.home import LOOPBACK, Home, client_environment, has_prefect_database
+from rlhf_core.errors import RlhfError
+from rlhf_core.http.door import NONCE, PROOF, proof
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.store.leases import is_gone
-from rlhf_core.tracking.owner import from_tags
+from rlhf_core.tracking.mlflow_client import from_tags
+
+# ---------------------------------------------------------------- Check whether servers answer, and whether they are ours, and wait until they do
+
+ANSWER_TIMEOUT_S = 5.0
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opener without proxies: our services are on this machine, which a network proxy cannot reach."""
+
+
+class ServiceError(RlhfError, RuntimeError):
+    """A service could not be started or does not answer; the message names its log."""
+
+
+def healthy(url: str) -> bool:
+    """Return whether `url` answers with status 200 within a few seconds, whoever's server it is."""
+    return answered(url, "")[0] == HTTPStatus.OK
+
+
+def proven(url: str, key: str) -> bool:
+    """Return whether `url` answers with status 200 within a few seconds, from a server of ours that knows `key`.
+
+    Anybody may listen at a port, so this comes before any secret is sent there: the server proves that it knows the key
+    with an HMAC of a random number and its port.
+    """
+    nonce = secrets.token_hex(16)
+    status, given = answered(url, nonce)
+    right = proof(key, nonce, urlsplit(url).port or 80)
+    return status == HTTPStatus.OK and hmac.compare_digest(given.encode(), right.encode())
+
+
+def answered(url: str, nonce: str) -> tuple[int, str]:
+    """Return the status of a server's answer, 0 without one, and its proof, which only servers of ours give."""
+    try:
+        with _DIRECT.open(urllib.request.Request(url, headers={NONCE: nonce}), timeout=ANSWER_TIMEOUT_S) as response:
+            return response.status, response.headers.get(PROOF, "")
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers.get(PROOF, "")
+    except (urllib.error.URLError, http.client.HTTPException, OSError):
+        return 0, ""
+
+
+def answers(url: str) -> bool:
+    """Return whether a remote server answers at all, even with an error such as a missing password. Uses proxies."""
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
+        return False
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Return whether `condition` became true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def await_health(url: str, key: str, process: subprocess.Popen[bytes], timeout_s: float, log: Path) -> None:
+    """Return when our server at `url` answers and proves itself; raise ServiceError if the process ends first or the time is up."""
+    deadline = time.monotonic() + timeout_s
+    while not proven(url, key):
+        if process.poll() is not None:
+            raise ServiceError(f"{url}: its process ended with status {process.returncode}; read {log}")
+        if time.monotonic() > deadline:
+            raise ServiceError(f"{url}: no answer after {timeout_s:.0f} s; read {log}")
+        time.sleep(0.1)
+
+
+# ---------------------------------------------------------------- running
 
 
 @dataclass(frozen=True)
@@ -27,7 +112,7 @@ class Services:
     """Address of the API of the user's own Prefect server, used instead of ours. It must not be printed as it is."""
     mlflow_uri: str = ""
     """Address of the user's own MLflow server, used instead of ours. It must not be printed as it is."""
-    shared_database: bool = field(default_factory=user_settings.has_prefect_database)
+    shared_database: bool = field(default_factory=has_prefect_database)
     """Whether our Prefect server uses a database that the user set, in which others may have runs too."""
 
     @property
@@ -90,6 +175,53 @@ def read_note(home: Home) -> Services | None:
 
 
 def alive(owner: Mapping[str, str]) -> bool:
-    """Return whether the process that `rlhf_core.tracking.owner.tags` described still exists."""
+    """Return whether the process that `rlhf_core.tracking.mlflow_client.tags` described still exists."""
     process = from_tags(owner)
     return process is not None and not is_gone(process)
+
+
+# ---------------------------------------------------------------- Bind ports of 127.0.0.1 for servers that do not listen yet
+
+PREFECT_PORT = 4200
+MLFLOW_PORT = 5000
+PORTS_TRIED = 200
+LAST_PORT = 65535
+
+
+def bound_port(wanted: int) -> socket.socket:
+    """Return a socket that listens at `wanted` or the next free port; close it when its server has ended for good.
+
+    A server needs seconds before it listens, and may be restarted. Its starter binds the port and hands the socket over,
+    so nobody else has the port meanwhile, whatever their state folder, TMPDIR or user.
+    """
+    if not 0 <= wanted <= LAST_PORT:
+        raise ServiceError(f"port = {wanted}: must be from 0 to {LAST_PORT}; 0 is any free port")
+    for port in range(wanted, min(wanted + PORTS_TRIED, LAST_PORT + 1)):
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of its last server may linger
+        try:
+            listener.bind((LOOPBACK, port))
+            listener.listen()
+        except OSError:
+            listener.close()
+            continue
+        return listener
+    raise ServiceError(
+        f"port = {wanted}: this port and the {PORTS_TRIED} after it are in use; stop the programs that listen there"
+    )
+
+
+def port_of(listener: socket.socket) -> int:
+    """Return the port at which a socket listens."""
+    return int(listener.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Return whether no process listens on a port of 127.0.0.1."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        return True

@@ -5,24 +5,188 @@ A Prefect or MLflow server that the user set is used instead of ours, which is t
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
 
-from pipelines.services import user_settings
-from pipelines.services.health import ServiceError, answers, await_health, proven, wait_for
-from pipelines.services.home import LOOPBACK, PROOF_KEY, Home, client_environment, quiet_environment
-from pipelines.services.ports import PREFECT_PORT, bound_port, port_of
-from pipelines.services.running import Services, alive, running
+import psutil
+
+from pipelines.services.home import (
+    AUTH,
+    LOOPBACK,
+    PROOF_KEY,
+    Home,
+    check_databases,
+    client_environment,
+    quiet_environment,
+    remote_tracking_uri,
+    tracking_store,
+)
+from pipelines.services.running import (
+    PREFECT_PORT,
+    ServiceError,
+    Services,
+    alive,
+    answers,
+    await_health,
+    bound_port,
+    port_of,
+    proven,
+    running,
+    wait_for,
+)
 from pipelines.services.user_servers import connect_user_prefect, prefect_trouble, user_prefect
-from pipelines.services.watchdog import START_TIMEOUT_S, Child, keep_alive
 from rlhf_core.secrets.redaction import shown
+
+# ---------------------------------------------------------------- watchdog
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 2.0
+"""Seconds between checks for a death."""
+ASK_EVERY_S = 10.0
+MISSED_ANSWERS = 4
+"""Number of unanswered checks in a row after which a service counts as hung: 40 to 60 s after its last answer."""
+START_TIMEOUT_S = 180.0
+LONGEST_PAUSE_S = 60.0
+STOP_PATIENCE_S = 8.0
+KILL_AFTER_S = 4.0
+"""Seconds after the end of its patience until the guard of a service is killed itself."""
+
+
+@dataclass
+class Child:
+    """A service: its command, its health check, its log file and its process."""
+
+    name: str
+    command: list[str]
+    environment: Mapping[str, str]
+    well: Callable[[], bool]
+    log: Path
+    patience_s: float = STOP_PATIENCE_S
+    """Seconds that it may take to end when asked to."""
+    listener: socket.socket | None = None
+    """The socket at which it listens, which stays open while it is restarted."""
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = start_guarded(
+                self.command, self.environment, log, patience_s=self.patience_s, listener=self.listener
+            )
+
+    def dead(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def stop(self) -> None:
+        if self.process is not None:
+            stop_process(self.process, patience_s=self.patience_s + KILL_AFTER_S)
+        if self.listener is not None:
+            self.listener.close()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            kill_family(self.process.pid)
+            stop_process(self.process, patience_s=KILL_AFTER_S)
+
+
+def keep_alive(child: Child, stop: threading.Event) -> None:
+    """Restart `child` whenever it ends or hangs, until `stop` is set. It must have been started and answered before.
+
+    The pauses grow if it ends before it has answered again.
+    """
+    pause_s, answered = LOOK_EVERY_S, True
+    while (ailment := _ailment(child, stop, answered=answered)) is not None:
+        answered, trouble = ailment
+        pause_s = LOOK_EVERY_S if answered else min(2 * pause_s, LONGEST_PAUSE_S)
+        logger.warning("%s %s; restarted", child.name, trouble)
+        child.kill()
+        if not answered and stop.wait(pause_s):
+            return
+        child.start()
+        answered = False
+
+
+def _ailment(child: Child, stop: threading.Event, *, answered: bool) -> tuple[bool, str] | None:
+    """Return whether the child has answered since its start, and what is wrong with it now; None when `stop` is set."""
+    missed = 0
+    began = last_check = time.monotonic()
+    while not stop.wait(LOOK_EVERY_S):
+        if child.dead():
+            assert child.process is not None
+            return answered, f"ended with status {child.process.returncode}"
+        if answered and time.monotonic() - last_check < ASK_EVERY_S:
+            continue
+        last_check = time.monotonic()
+        if child.well():
+            answered, missed = True, 0
+        elif answered or last_check - began > START_TIMEOUT_S:
+            missed += 1
+        if missed >= MISSED_ANSWERS:
+            return answered, f"did not answer {missed} times in a row"
+    return None
+
+
+# ---------------------------------------------------------------- processes
+
+
+def start_guarded(
+    command: list[str],
+    environment: Mapping[str, str],
+    log: BinaryIO,
+    *,
+    patience_s: float,
+    listener: socket.socket | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a command that ends with this process. Ctrl-C reaches only this process, which then stops the command.
+
+    The command has the descriptor of `listener`, under its number here.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "pipelines.services.parent_death_guard", str(patience_s), *command],
+        env=dict(environment),
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        pass_fds=() if listener is None else (listener.fileno(),),
+        start_new_session=True,
+    )
+
+
+def stop_process(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
+    """Stop a child with SIGTERM; if it has not ended after `patience_s`, kill it and all its descendants."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            kill_family(process.pid)
+            process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def kill_family(pid: int) -> None:
+    """Kill a process and all its descendants, stopped ones included."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        for process in [*parent.children(recursive=True), parent]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+# ---------------------------------------------------------------- servers
 
 FIRST_SIGN_S = 60.0
 UP_TIMEOUT_S = 240.0
@@ -68,8 +232,8 @@ def up(home: Home, *, foreground: bool) -> Services:
 
 
 def _check_user_servers(home: Home) -> None:
-    user_settings.check_databases()
-    api, tracking = user_prefect(home), user_settings.remote_tracking_uri()
+    check_databases()
+    api, tracking = user_prefect(home), remote_tracking_uri()
     if api:
         connect_user_prefect(home, api)
         from pipelines.services.flow_runs import served_elsewhere  # imports Prefect, whose settings were just made
@@ -138,7 +302,7 @@ class PrivateServer:
     def wait(self) -> None:
         """Return when the server answers; raise ServiceError if it ends or takes too long."""
         assert self.child.process is not None
-        auth = self.environment[user_settings.AUTH]
+        auth = self.environment[AUTH]
         await_health(f"{self.url}/api/health", auth, self.child.process, SERVER_TIMEOUT_S, self.child.log)
         threading.Thread(target=keep_alive, args=(self.child, self.stopped), daemon=True, name="keep-prefect").start()
 
@@ -150,13 +314,13 @@ class PrivateServer:
 @contextmanager
 def private_server(home: Home) -> Iterator[PrivateServer]:
     """Start a Prefect server without waiting for it; it stops when the block, or this process, ends."""
-    user_settings.check_databases()
+    check_databases()
     home.make()
     listener = bound_port(PREFECT_PORT)
     log = home.logs / "prefect_run.log"
     log.unlink(missing_ok=True)
     environment = client_environment(home, prefect_port=port_of(listener))
-    url, auth = f"http://{LOOPBACK}:{port_of(listener)}", environment[user_settings.AUTH]
+    url, auth = f"http://{LOOPBACK}:{port_of(listener)}", environment[AUTH]
     child = Child(
         "the Prefect server of this run",
         prefect_command(listener),
@@ -197,7 +361,7 @@ def mlflow_command(home: Home, listener: socket.socket) -> list[str]:
 
     The user's database is not in the command, since any user of the machine could read it: see `mlflow_environment`.
     """
-    store = () if user_settings.tracking_store() else ("--backend-store-uri", home.mlflow_uri)
+    store = () if tracking_store() else ("--backend-store-uri", home.mlflow_uri)
     return [
         *(
             sys.executable,
@@ -219,7 +383,7 @@ def mlflow_command(home: Home, listener: socket.socket) -> list[str]:
 
 def mlflow_environment() -> dict[str, str]:
     """Return the variables that point our MLflow server to the user's own database; {} without one."""
-    store = user_settings.tracking_store()
+    store = tracking_store()
     return {MLFLOW_STORE: store} if store else {}
 
 

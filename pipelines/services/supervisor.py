@@ -1,7 +1,7 @@
 """Keep the services of `rlhf up` alive: `python -m pipelines.services.supervisor STATE_FOLDER`.
 
 A service that dies is restarted within seconds, one that hangs within about a minute (see
-`pipelines.services.watchdog`). If the supervisor itself is killed, its services end with it, and the next `rlhf up`
+`pipelines.services.servers`). If the supervisor itself is killed, its services end with it, and the next `rlhf up`
 starts new ones.
 """
 
@@ -18,23 +18,33 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from pipelines.services import user_settings
-from pipelines.services.health import await_health, proven, wait_for
-from pipelines.services.home import Home
-from pipelines.services.ports import MLFLOW_PORT, PREFECT_PORT, bound_port, is_free, port_of
-from pipelines.services.running import Services, read_note, running
+from pipelines.services.home import Home, remote_tracking_uri
+from pipelines.services.running import (
+    MLFLOW_PORT,
+    PREFECT_PORT,
+    Services,
+    await_health,
+    bound_port,
+    is_free,
+    port_of,
+    proven,
+    read_note,
+    running,
+    wait_for,
+)
 from pipelines.services.servers import (
     SAFE_PATH,
     SERVER_TIMEOUT_S,
+    Child,
     forget,
+    keep_alive,
     mlflow_command,
     prefect_command,
     proof_environment,
 )
 from pipelines.services.user_servers import user_prefect
-from pipelines.services.watchdog import Child, keep_alive
 from rlhf_core.stage.stopping import terminations
-from rlhf_core.tracking import owner
+from rlhf_core.tracking import mlflow_client
 
 logger = logging.getLogger("rlhf.supervisor")
 
@@ -92,11 +102,11 @@ def await_end_of_last(home: Home) -> None:
 
 def _planned(home: Home) -> tuple[Services, dict[str, socket.socket]]:
     """Return the services to start, and the sockets of ours; the user's own servers need none."""
-    prefect_api, mlflow_uri = user_prefect(home), user_settings.remote_tracking_uri()
+    prefect_api, mlflow_uri = user_prefect(home), remote_tracking_uri()
     listeners = {} if prefect_api else {"prefect": bound_port(PREFECT_PORT)}
     listeners |= {} if mlflow_uri else {"mlflow": bound_port(MLFLOW_PORT)}
     services = Services(
-        owner.tags(),
+        mlflow_client.tags(),
         0 if prefect_api else port_of(listeners["prefect"]),
         0 if mlflow_uri else port_of(listeners["mlflow"]),
         ready=False,

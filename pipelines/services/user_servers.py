@@ -1,19 +1,17 @@
 """Find the user's own Prefect server, check that it answers, and connect to it.
 
-Servers that the user set are used instead of ours; `pipelines.services.user_settings` reads the settings.
+Servers that the user set are used instead of ours; `pipelines.services.home` reads the settings.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from pipelines.services import user_settings
-from pipelines.services.health import ServiceError, answered
-from pipelines.services.home import LOOPBACK, Home, client_environment
-from pipelines.services.ports import is_free
-from pipelines.services.running import running
+from pipelines.services.home import API_URL, LOOPBACK, Home, client_environment, has_prefect_database, prefect_api
+from pipelines.services.running import ServiceError, answered, is_free, running
 from rlhf_core.secrets.redaction import shown, without_secrets
 
 
@@ -23,7 +21,7 @@ def user_prefect(home: Home) -> str:
     `rlhf up` prints an address to export: the address of our own server does not count as the user's, even after it
     ended.
     """
-    api = user_settings.prefect_api()
+    api = prefect_api()
     services = running(home)
     if services is not None and not services.prefect_api and _plain(api) == f"{services.prefect_url}/api":
         return ""
@@ -41,7 +39,7 @@ def shares_prefect(home: Home) -> bool:
     services = running(home)
     if services is not None and (services.prefect_api or services.shared_database):
         return True
-    return bool(user_prefect(home)) or user_settings.has_prefect_database()
+    return bool(user_prefect(home)) or has_prefect_database()
 
 
 def prefect_trouble(environment: Mapping[str, str]) -> str:
@@ -60,7 +58,7 @@ def prefect_trouble(environment: Mapping[str, str]) -> str:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
             client.read_flows(limit=1)
     except Exception as error:  # any error is reported to the user
-        url = environment[user_settings.API_URL]
+        url = environment[API_URL]
         said = str(error).splitlines()[:1] or [""]
         return f"{type(error).__name__}: {without_secrets(said[0].replace(url, shown(url)))}"
     return ""
@@ -81,3 +79,33 @@ def _is_of_rlhf(api: str) -> bool:
 
 def _plain(api: str) -> str:
     return api.replace("//localhost:", f"//{LOOPBACK}:")
+
+
+# ---------------------------------------------------------------- Find where runs are tracked and models registered
+
+REGISTRY = "MLFLOW_REGISTRY_URI"
+OWN = "of the state folder"
+
+
+def tracking_uri(home: Home) -> str:
+    """Return the address of the user's own MLflow server, of that of `rlhf up`, or of the database itself."""
+    if os.environ.get("MLFLOW_TRACKING_URI"):
+        return os.environ["MLFLOW_TRACKING_URI"]
+    services = running(home)
+    return services.tracking_uri if services is not None and services.ready else home.mlflow_uri
+
+
+def tracking_place(home: Home) -> str:
+    """Return one address for the place behind `tracking_uri`: our own server and its database count as one."""
+    uri, services = tracking_uri(home), running(home)
+    ours = services is not None and not services.mlflow_uri and uri == services.mlflow_url
+    return home.mlflow_uri if ours else uri
+
+
+def registry(home: Home) -> str:
+    """Return the registry of a model, for the key of `publish`: without user, password and query."""
+    place = os.environ[REGISTRY] if os.environ.get(REGISTRY) else tracking_place(home)
+    if place == home.mlflow_uri:
+        return OWN  # independent of the state folder's path: the folder is moved and copied with its database
+    # Up to the last @, even if a password is badly escaped: better to lose a part of the address than to keep a secret.
+    return re.sub(r"://.*@", "://", place).partition("?")[0].rstrip("/")

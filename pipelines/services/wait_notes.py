@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.services.home import Home
-from pipelines.services.registry import tracking_uri
+from pipelines.services.user_servers import tracking_uri
 from pipelines.services.waits import may_go_on
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.layout import read_json, write_json

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlhf_core.agents.conversation import EpisodeResult, Transcript, turn_seed
 from rlhf_core.agents.environment import StepResult
 from rlhf_core.agents.programs import Answer, Ask, ProgramResult
-from rlhf_core.agents.transcript import EpisodeResult, Transcript, turn_seed
 from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate

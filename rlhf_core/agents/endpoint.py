@@ -26,11 +26,9 @@ from starlette.routing import Route
 
 from rlhf_core.agents.conversation import Conversation, PolicyTurn, RequestRefused
 from rlhf_core.agents.programs import EpisodeCut, ProgramEngine
-from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.pieces import token_text
-from rlhf_core.http.body import BodyLimits, BodyRefused, read_body
+from rlhf_core.data.chat import ChatTemplate, token_text
 from rlhf_core.http.door import Door
-from rlhf_core.http.serving import limited
+from rlhf_core.http.serving import BodyLimits, BodyRefused, limited, read_body
 
 MODEL = "policy"
 """The name under which `/models` lists the policy; any name is answered."""

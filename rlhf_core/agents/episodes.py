@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rlhf_core.agents.conversation import EpisodeResult
 from rlhf_core.agents.drivers import (
     EnvironmentDriver,
     EpisodeDriver,
@@ -20,7 +21,6 @@ from rlhf_core.agents.drivers import (
     prompt_columns,
 )
 from rlhf_core.agents.process import Environments, Event
-from rlhf_core.agents.transcript import EpisodeResult
 from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate

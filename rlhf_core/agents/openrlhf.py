@@ -25,11 +25,10 @@ from typing import Any, TypeAlias
 from rlhf_core.agents.drivers import rewarded
 from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult
 from rlhf_core.config.agents import OpenRLHFAgent
-from rlhf_core.data.chat import load_tokenizer
-from rlhf_core.data.pieces import encode, following
+from rlhf_core.data.chat import encode, following, load_tokenizer
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.types import plain_text
-from rlhf_core.user_code.loading import NO_DIGESTS, UserFile
+from rlhf_core.user_code.modules import NO_DIGESTS, UserFile
 
 MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent", "openrlhf.utils.logging_utils")
 

@@ -18,7 +18,7 @@ from rlhf_core.agents.programs import Program, ProgramEngine, ProgramResult
 from rlhf_core.config.agents import ProgramAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import explain
-from rlhf_core.processes.guarded import guarded_process
+from rlhf_core.processes.child import guarded_process
 from rlhf_core.secrets.redaction import without_secrets
 
 PROMPT_FIELDS = ("id", "messages", "source")

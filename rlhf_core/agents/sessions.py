@@ -27,7 +27,7 @@ from rlhf_core.config.agents import (
     VerifiersAgent,
 )
 from rlhf_core.types import plain_text
-from rlhf_core.user_code.loading import NO_DIGESTS, load_callable
+from rlhf_core.user_code.modules import NO_DIGESTS, load_callable
 
 
 @dataclass(frozen=True, slots=True)

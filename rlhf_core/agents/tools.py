@@ -17,7 +17,7 @@ from rlhf_core.agents.environment import StepResult
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import encodable
-from rlhf_core.user_code.loading import NO_DIGESTS, load_callables
+from rlhf_core.user_code.modules import NO_DIGESTS, load_callables
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 

@@ -29,8 +29,7 @@ from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.processes import parent_death_guard
-from rlhf_core.processes.child import kill_group
-from rlhf_core.processes.guarded import OUR_OWN
+from rlhf_core.processes.child import OUR_OWN, kill_group
 
 START_TIMEOUT_S = 100.0
 """For the interpreter, the imports of `verifiers` and what the environment loads."""

@@ -1,10 +1,29 @@
-"""What stands under every loss: sums and counts of masked tokens, and log-ratios that cannot overflow."""
+"""What stands under every loss: sums and counts of masked tokens, and log-ratios that cannot overflow.
 
-# Shape legend: B rows of a batch, L positions.
+Estimators of the KL divergence to a reference, and the controllers of its coefficient.
+
+With d = log pi - log pi_ref on tokens sampled from pi (Schulman, "Approximating KL Divergence", 2020). k1 in the
+*reward* gives the right reverse-KL gradient; as a *loss* use the gradient of k2 (that of k1 is zero in expectation, that
+of k3 is biased) whatever the value shown is; k3 is a monitor (arXiv 2510.01555, 2512.21852).
+
+The correction for a sampler whose probabilities differ from the trainer's (other kernels, older weights).
+
+mu = the sampler's log-probs, pi_old = the trainer's for the same tokens before the update, q = pi_old / mu.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Literal, Self, TypeAlias, assert_never
+
+from pydantic import Field, model_validator
+
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
+from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.schema.base import Config, added_option
+
+# Shape legend: B rows of a batch, L positions.
+
 
 LOG_RATIO_LIMIT = 20.0
 """exp(20) is 4.9e8: far outside every clip range, and its square still fits fp32."""
@@ -49,3 +68,470 @@ def schulman_k3(log_ratio: Tensor) -> Tensor:
     """
     d = bounded(log_ratio)
     return torch.expm1(-d) + d
+
+
+# ---------------------------------------------------------------- kl
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return d, elementwise: unbiased for KL(pi || pi_ref), high variance, may be negative."""
+    return bounded(logprobs - ref_logprobs)
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return d^2 / 2, elementwise: biased as a value, right as a loss."""
+    return bounded(logprobs - ref_logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return exp(-d) - 1 + d, elementwise: unbiased, never negative, low variance."""
+    return schulman_k3(logprobs - ref_logprobs)
+
+
+KLInLoss: TypeAlias = Literal["k2", "k1", "k3", "k3_direct"]
+"""An estimator of the KL in the loss; `k1` and `k3` are values with the gradient of k2, `k3_direct` has its own."""
+
+
+def kl_in_loss(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLInLoss) -> Tensor:
+    """Return the elementwise term of a KL penalty in the loss.
+
+    With k = k1 or k3 the term is stopgrad(k) + k2 - stopgrad(k2): its value is unbiased for the KL, and its gradient,
+    d grad log pi, is that of the reverse KL on samples of pi (straight-through, arXiv 2510.01555). `k3_direct` is k3
+    with its own gradient, (1 - exp(-d)) grad log pi: GRPO, arXiv 2402.03300 eq. 4. It is that of the forward KL.
+    """
+    match estimator:
+        case "k2":
+            return k2(logprobs, ref_logprobs)
+        case "k3_direct":
+            return k3(logprobs, ref_logprobs)
+        case "k1" | "k3":
+            value = (k1 if estimator == "k1" else k3)(logprobs, ref_logprobs).detach()
+            follows = k2(logprobs, ref_logprobs)
+            return value + (follows - follows.detach())
+        case _:
+            assert_never(estimator)
+
+
+@dataclass(frozen=True)
+class FixedKL:
+    """A KL coefficient that never moves.
+
+    >>> FixedKL(coef=0.05).updated(kl=7.0, samples=64).coef
+    0.05
+    """
+
+    coef: float
+
+    def updated(self, kl: float, samples: int) -> Self:
+        """Return itself; the observation does not matter."""
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A KL coefficient steered to `target` nats per sequence: arXiv 1909.08593.
+
+    c *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples / horizon.
+
+    >>> AdaptiveKL(coef=0.1, target=6.0, horizon=1000).updated(kl=12.0, samples=100).coef
+    0.10200000000000001
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("target", self.target), ("horizon", self.horizon)):
+            if value <= 0:
+                raise ConfigError(explain(f"kl.{name}", value, "must be > 0", "use a fixed coefficient to disable it"))
+
+    def updated(self, kl: float, samples: int) -> Self:
+        """Return the controller after observing a mean `kl` over `samples` sequences."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return replace(self, coef=self.coef * (1 + error * samples / self.horizon))
+
+
+KLController: TypeAlias = FixedKL | AdaptiveKL
+
+# ---------------------------------------------------------------- correction
+
+# Shape legend: B rows of a batch, L positions, N masked tokens.
+
+
+Level: TypeAlias = Literal["off", "token", "sequence", "geometric"]
+Mode: TypeAlias = Literal["truncate", "mask"]
+
+
+class CorrectionConfig(Config):
+    """What is done about a sampler whose probabilities mu differ from the trainer's; q = pi_old / mu."""
+
+    level: Level = "token"
+    """What q is taken over: a token, the product over its sequence, or the geometric mean."""
+    mode: Mode = "truncate"
+    """`truncate` bounds q by `cap`; `mask` drops tokens whose q is outside [low, cap] (IcePop: 0.5 to 5)."""
+    cap: float = Field(2.0, gt=0)
+    low: float = Field(0.5, ge=0)
+    """Lower edge of the window of `mask`."""
+    token_cap: float = added_option(0.0, ge=0)
+    """Above 0, with `mask` at the level of a sequence: the tokens of a sequence that is kept weigh min(q of the token,
+    this) instead of the q of the sequence, so that the mask chooses sequences and the weight corrects tokens."""
+    pi_old: Literal["trainer", "sampler"] = "trainer"
+    """`trainer` computes pi_old anew (decoupled); `sampler` takes mu for it (bypass), so that nothing is left to correct."""
+
+    @model_validator(mode="after")
+    def _a_bypass_leaves_nothing_to_correct(self) -> CorrectionConfig:
+        if self.pi_old == "sampler" and self.level != "off":
+            raise ValueError(
+                f"level = {self.level!r}: with pi_old = 'sampler' the ratio q is 1 everywhere; set level = \"off\""
+            )
+        if self.token_cap and (self.mode != "mask" or self.level not in ("sequence", "geometric")):
+            raise ValueError(
+                f"token_cap = {self.token_cap}: applies to mode = 'mask' with level = 'sequence' or 'geometric', and these "
+                f"are {self.mode!r} and {self.level!r}; change them, or set it to 0"
+            )
+        return self
+
+
+def importance_weights(
+    old_logprobs_BL: Tensor,
+    rollout_logprobs_BL: Tensor,
+    loss_mask_BL: Tensor,
+    *,
+    level: Level,
+    mode: Mode,
+    cap: float,
+    low: float,
+    token_cap: float = 0.0,
+) -> Tensor:
+    """Return detached weights [B, L] for the policy loss; 0 outside the loss mask, 1 on it when `level` is `off`.
+
+    `truncate` is truncated importance sampling, min(q, cap) (Ionides 2008; for RL with a separate sampler: Yao et al.,
+    "Your efficient RL framework secretly brings you off-policy RL training", 2025), `low` unused. `mask` keeps q inside
+    [low, cap] and drops the rest (IcePop, window 0.5-5.0). `level` is what q is taken over: one token, the product over
+    the sequence, or its geometric mean (GSPO's ratio, arXiv 2507.18071 eq. 7). `token_cap` > 0 gives the tokens of the
+    sequences that a mask keeps the weight min(q_t, token_cap) of their own.
+    """
+    if level == "off":
+        return masked(torch.ones_like(old_logprobs_BL), loss_mask_BL)
+    ratio_BL = _ratio(old_logprobs_BL, rollout_logprobs_BL, loss_mask_BL, level=level)
+    match mode:
+        case "truncate":
+            weights_BL = ratio_BL.clamp(max=cap)
+        case "mask":
+            kept_BL = (ratio_BL >= low) & (ratio_BL <= cap)
+            if token_cap:
+                ratio_BL = _ratio(old_logprobs_BL, rollout_logprobs_BL, loss_mask_BL, level="token").clamp(
+                    max=token_cap
+                )
+            weights_BL = torch.where(kept_BL, ratio_BL, torch.zeros_like(ratio_BL))
+        case _:
+            assert_never(mode)
+    return masked(weights_BL, loss_mask_BL)
+
+
+def fraction_corrected(
+    old_logprobs_BL: Tensor,
+    rollout_logprobs_BL: Tensor,
+    loss_mask_BL: Tensor,
+    *,
+    level: Level,
+    mode: Mode,
+    cap: float,
+    low: float,
+    token_cap: float = 0.0,
+) -> float:
+    """Return the fraction of masked tokens whose ratio q was truncated (or, with mode `mask`, dropped).
+
+    A weight that `token_cap` bounds is not counted.
+    """
+    _require_tokens(loss_mask_BL)
+    if level == "off":
+        return 0.0
+    ratio_BL = _ratio(old_logprobs_BL, rollout_logprobs_BL, loss_mask_BL, level=level)
+    outside_BL = ratio_BL > cap
+    if mode == "mask":
+        outside_BL = outside_BL | (ratio_BL < low)
+    return float(outside_BL[loss_mask_BL != 0].double().mean())
+
+
+def mismatch_metrics(old_logprobs_BL: Tensor, rollout_logprobs_BL: Tensor, loss_mask_BL: Tensor) -> dict[str, float]:
+    """Return how far trainer and sampler disagree over the masked tokens; compute it over the whole batch, not parts.
+
+    `log_q_mean`, `log_q_max`: of |log q|; `exp_abs_log_q`: E[exp |log q|], alarm above 1.05; `k3`: KL(mu || pi_old);
+    `ess`: (sum q)^2 / (N sum q^2), in (0, 1]; `correlation`: Pearson's, of the two probabilities (1.0 when they are
+    equal, 0.0 when one is constant). Raises DataError on an empty mask.
+    """
+    _require_tokens(loss_mask_BL)
+    selected_BL = loss_mask_BL != 0
+    old_N, rollout_N = old_logprobs_BL[selected_BL].double(), rollout_logprobs_BL[selected_BL].double()
+    log_q_N = bounded(old_N - rollout_N)
+    q_N = log_q_N.exp()
+    return {
+        "log_q_mean": log_q_N.abs().mean().item(),
+        "log_q_max": log_q_N.abs().max().item(),
+        "exp_abs_log_q": log_q_N.abs().exp().mean().item(),
+        "k3": schulman_k3(-log_q_N).mean().item(),
+        "ess": (q_N.sum().square() / (len(q_N) * q_N.square().sum())).item(),
+        "correlation": _correlation(old_N.exp(), rollout_N.exp()),
+    }
+
+
+def _ratio(
+    old_logprobs_BL: Tensor,
+    rollout_logprobs_BL: Tensor,
+    loss_mask_BL: Tensor,
+    *,
+    level: Literal["token", "sequence", "geometric"],
+) -> Tensor:
+    log_q_BL = masked(old_logprobs_BL.detach() - rollout_logprobs_BL.detach(), loss_mask_BL)
+    match level:
+        case "token":
+            pass
+        case "sequence":
+            log_q_BL = log_q_BL.sum(dim=-1, keepdim=True).expand_as(log_q_BL)
+        case "geometric":
+            length_B1 = (loss_mask_BL != 0).sum(dim=-1, keepdim=True).clamp(min=1)
+            log_q_BL = (log_q_BL.sum(dim=-1, keepdim=True) / length_B1).expand_as(log_q_BL)
+        case _:
+            assert_never(level)
+    # Bounded after the sum: a clamp per token would bend the sequence ratio.
+    return bounded(log_q_BL).exp()
+
+
+def _correlation(x_N: Tensor, y_N: Tensor) -> float:
+    if torch.equal(x_N, y_N):
+        return 1.0
+    x_N, y_N = x_N - x_N.mean(), y_N - y_N.mean()
+    scale = x_N.norm() * y_N.norm()
+    return 0.0 if scale == 0 else ((x_N * y_N).sum() / scale).item()
+
+
+def _require_tokens(loss_mask_BL: Tensor) -> None:
+    if not bool((loss_mask_BL != 0).any()):
+        raise DataError(
+            f"loss_mask of shape {tuple(loss_mask_BL.shape)} selects no token; drop empty completions first"
+        )
+
+
+# ---------------------------------------------------------------- What every loss returns
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A micro-batch's share of the loss and of the metrics of one optimizer step.
+
+    Every loss takes the denominators of the whole optimizer step (all micro-batches, all ranks) and returns partial
+    sums that are already divided by them: adding the outputs of all micro-batches gives the step's loss and metrics,
+    so neither depends on how the step was cut. A metric whose name ends in `_max` is combined by max instead.
+
+    `metrics` are detached scalars.
+
+    >>> import torch
+    >>> LossOutput(loss=torch.tensor(0.5), metrics={"nll": torch.tensor(0.5)}).metrics["nll"].item()
+    0.5
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def check_terms(returned: object, shape: torch.Size, what: str) -> None:
+    """Raise ConfigError unless `returned` are terms of this shape through which a gradient flows."""
+    if not isinstance(returned, torch.Tensor) or returned.shape != shape:
+        found = f"shape {tuple(returned.shape)}" if isinstance(returned, torch.Tensor) else type(returned).__name__
+        rule = f"must be a tensor of shape {tuple(shape)}"
+        raise ConfigError(explain("loss.function returned", found, rule, f"return {what}, without a mean or a sum"))
+    if torch.is_grad_enabled() and not returned.requires_grad:
+        rule = "has no gradient"
+        raise ConfigError(explain("loss.function returned", "a tensor", rule, "compute it from the policy's log-probs"))
+
+
+# ---------------------------------------------------------------- The value (critic) loss of PPO, and how well the values explain the returns
+
+# Shape legend: B rows of a batch, L positions, N masked tokens.
+
+
+def clipped_value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    loss_mask: Tensor,
+    *,
+    clip: float | None,
+    num_tokens: float | None = None,
+) -> LossOutput:
+    """Return 0.5 sum of max((V_clip - R)^2, (V - R)^2) over `num_tokens`, the masked tokens of the whole step.
+
+    Tensors [B, L]. V_clip = V_old + clamp(V - V_old, +-clip): arXiv 1707.06347's reference code, and
+    lm-human-preferences. `clip` None is the plain squared error; `num_tokens` None says that this call is the step.
+    Metrics: `value_loss`, `value_clip_fraction`, `value_mean`.
+    """
+    # Masked first: a NaN outside the mask would come back through the square as a NaN gradient.
+    values_BL = masked(values, loss_mask)
+    error_BL = (values_BL - returns).square()
+    was_clipped_BL = torch.zeros_like(error_BL, dtype=torch.bool)
+    worse_BL = error_BL
+    if clip is not None:
+        clipped_BL = old_values + (values_BL - old_values).clamp(-clip, clip)
+        clipped_error_BL = (clipped_BL - returns).square()
+        was_clipped_BL = clipped_error_BL > error_BL
+        worse_BL = torch.maximum(error_BL, clipped_error_BL)
+    tokens = masked_count(loss_mask) if num_tokens is None else num_tokens
+    loss = 0.5 * masked_sum(worse_BL, loss_mask) / tokens
+    metrics = {
+        "value_loss": loss,
+        "value_clip_fraction": masked_sum(was_clipped_BL, loss_mask) / tokens,
+        "value_mean": masked_sum(values_BL, loss_mask) / tokens,
+    }
+    return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
+
+
+def explained_variance(values_BL: Tensor, returns_BL: Tensor, loss_mask_BL: Tensor) -> float:
+    """Return 1 - Var(R - V) / Var(R) over the masked tokens: 1 is perfect, 0 is no better than a constant.
+
+    0.0 when the returns do not vary: there is nothing to explain.
+    """
+    selected_BL = loss_mask_BL != 0
+    returns_N = returns_BL[selected_BL].double()
+    residual_N = returns_N - values_BL[selected_BL].double()
+    if len(returns_N) == 0:
+        return 0.0
+    variance = returns_N.var(correction=0).item()
+    return 0.0 if variance == 0 else 1 - residual_N.var(correction=0).item() / variance
+
+
+# ---------------------------------------------------------------- Supervised fine-tuning: imitate the masked tokens
+
+# Shape legend: B rows of a batch, L positions.
+
+
+def sft_loss(
+    logprobs_BL: Tensor, loss_mask_BL: Tensor, *, tokens: float | None = None, dft: bool = False
+) -> LossOutput:
+    """Return -sum of log pi(y_t) over masked tokens, divided by `tokens`, the masked tokens of the whole step.
+
+    The token mean of InstructGPT's supervised step (arXiv 2203.02155, section 3.5), in nats per token. `tokens` None
+    says that this call is the whole step. With `dft` each token is weighted by its own probability, detached: dynamic
+    fine-tuning, arXiv 2508.05629. The metric `nll` is the unweighted mean in both cases.
+    """
+    logprobs_BL = masked(logprobs_BL, loss_mask_BL)
+    count = masked_count(loss_mask_BL) if tokens is None else tokens
+    nll = -logprobs_BL.sum() / count
+    loss = -(logprobs_BL.detach().exp() * logprobs_BL).sum() / count if dft else nll
+    return LossOutput(loss, {"nll": nll.detach()})
+
+
+# ---------------------------------------------------------------- reward
+
+# Shape legend: B pairs or rows of a batch, M models of an ensemble. Tensors are [B] unless said.
+
+
+EnsembleReduction: TypeAlias = Literal["mean", "min", "mean_minus_std"]
+
+
+def bradley_terry_loss(
+    chosen_scores: Tensor,
+    rejected_scores: Tensor,
+    *,
+    margin: Tensor | float = 0.0,
+    center_coef: float = 0.0,
+    pairs: float | None = None,
+) -> LossOutput:
+    """Return sum of -log sigmoid(r_c - r_r - margin) + c (r_c + r_r)^2, over `pairs`, the pairs of the whole step.
+
+    Bradley-Terry likelihood: arXiv 2203.02155 eq. 1; margin: Llama 2, arXiv 2307.09288 eq. 2; centering (scores are
+    otherwise defined only up to a constant): arXiv 2312.09244, c = 0.01 suggested, 0 switches it off. `pairs` None says
+    that this call is the whole step. `accuracy` counts r_c > r_r strictly: a model that scores everything alike has
+    accuracy 0, not 1.
+    """
+    chosen_B, rejected_B = at_least_fp32(chosen_scores), at_least_fp32(rejected_scores)
+    count = float(len(chosen_B)) if pairs is None else pairs
+    difference_B = chosen_B - rejected_B
+    ranking_B = -torch.nn.functional.logsigmoid(difference_B - margin)
+    centering_B = (chosen_B + rejected_B).square()
+    loss = (ranking_B + center_coef * centering_B).sum() / count
+    metrics = {
+        "loss": loss,
+        "accuracy": (difference_B > 0).float().sum() / count,
+        "margin": difference_B.sum() / count,
+    }
+    return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
+
+
+def ensemble_score(scores_MB: Tensor, *, reduce: EnsembleReduction, k: float = 1.0) -> Tensor:
+    """Return one score [B] per row from those of M reward models [M, B].
+
+    `min` is worst-case optimization and `mean_minus_std`, mean - `k` std, a form of uncertainty-weighted optimization
+    (arXiv 2310.02743, which subtracts the variance). The standard deviation is the population's: 0 for one
+    model.
+    """
+    scores_MB = at_least_fp32(scores_MB)
+    match reduce:
+        case "mean":
+            return scores_MB.mean(dim=0)
+        case "min":
+            return scores_MB.amin(dim=0)
+        case "mean_minus_std":
+            return scores_MB.mean(dim=0) - k * scores_MB.std(dim=0, correction=0)
+        case _:
+            assert_never(reduce)
+
+
+# ---------------------------------------------------------------- process reward
+
+# Shape legend: S steps of a batch, or of one answer.
+
+
+StepReduction: TypeAlias = Literal["min", "mean", "last", "product"]
+
+
+def step_loss(logits_S: Tensor, labels_S: Tensor, *, steps: float | None = None) -> LossOutput:
+    """Return the sum of -y log sigmoid(x) - (1-y) log sigmoid(-x) over `steps`, the steps of the whole optimizer step.
+
+    `logits_S` are the model's outputs at the step-end tokens of all answers, `labels_S` hard (PRM800K, arXiv
+    2305.20050) or soft in [0, 1] (the share of rollouts that end right: Math-Shepherd, arXiv 2312.08935).
+    `steps` None says that this call is the whole step. Metrics: `loss`, `accuracy` (a logit of 0 is never right),
+    `positive_fraction` of the labels, both with the label rounded at 0.5. Raises DataError for a label outside [0, 1].
+    """
+    logits_S, labels_S = at_least_fp32(logits_S), at_least_fp32(labels_S)
+    if bool(((labels_S < 0) | (labels_S > 1) | labels_S.isnan()).any()):
+        rule = "a label is the probability that the step is right"
+        raise DataError(explain("labels", labels_S.tolist()[:8], rule, "scale them to [0, 1]"))
+    count = max(float(len(logits_S)), 1.0) if steps is None else steps
+    loss = (
+        -(
+            labels_S * torch.nn.functional.logsigmoid(logits_S)
+            + (1 - labels_S) * torch.nn.functional.logsigmoid(-logits_S)
+        ).sum()
+        / count
+    )
+    positive_S = labels_S > 0.5
+    right_S = (positive_S & (logits_S > 0)) | (~positive_S & (logits_S < 0))
+    metrics = {
+        "loss": loss,
+        "accuracy": right_S.float().sum() / count,
+        "positive_fraction": positive_S.float().sum() / count,
+    }
+    return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
+
+
+def reduce_steps(probs: Tensor, *, how: StepReduction) -> Tensor:
+    """Return one score from the step probabilities [S] of an answer (or [..., S], over the last dimension).
+
+    `min` and `product`: arXiv 2305.20050 section 2.6 and arXiv 2312.08935; `last` reads the model as an outcome reward
+    model. Raises DataError for an answer without steps.
+    """
+    if probs.shape[-1] == 0:
+        raise DataError(explain("steps", 0, "an answer without steps has no step scores", "check the step separator"))
+    match how:
+        case "min":
+            return probs.amin(dim=-1)
+        case "mean":
+            return probs.mean(dim=-1)
+        case "last":
+            return probs[..., -1]
+        case "product":
+            return probs.prod(dim=-1)
+        case _:
+            assert_never(how)

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from rlhf_core.annotation.comparisons import OTHER_SIDE, Comparison, Judgment
+from rlhf_core.annotation.proposing import OTHER_SIDE, Comparison, Judgment
 from rlhf_core.evaluation.intervals import SHARE, mean_interval
 
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.annotation.comparisons import CHOICES, Choice, Comparison, Judgment
+from rlhf_core.annotation.proposing import CHOICES, Choice, Comparison, Judgment
 from rlhf_core.config.annotators import FileAnnotator, ProgramAnnotator
-from rlhf_core.data.parquet import replace_file
+from rlhf_core.data.shards import replace_file
 from rlhf_core.errors import DataError, explain
+from rlhf_core.rewards.batches import checked
 from rlhf_core.rewards.isolation import IsolatedReward
-from rlhf_core.rewards.outcomes import checked
 from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.types import Completion, Generation, Prompt, derive_seed
 

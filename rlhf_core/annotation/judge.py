@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from rlhf_core.annotation.agreement import share
-from rlhf_core.annotation.comparisons import OTHER_SIDE, Choice, Comparison, Judgment
+from rlhf_core.annotation.proposing import OTHER_SIDE, Choice, Comparison, Judgment
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.rewards import JsonVerdict, PatternVerdict
 from rlhf_core.errors import RewardError, explain
-from rlhf_core.rewards.chat import ChatEndpoint, ChatFailed, find_verdict
-from rlhf_core.rewards.outcomes import shortened
+from rlhf_core.rewards.batches import shortened
+from rlhf_core.rewards.judge import ChatEndpoint, ChatFailed, find_verdict
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.types import Message
 

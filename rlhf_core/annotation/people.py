@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rlhf_core.annotation.annotators import NotJudgedYet, ask_file
-from rlhf_core.annotation.comparisons import Choice, Comparison, Judgment, read_comparisons
+from rlhf_core.annotation.proposing import Choice, Comparison, Judgment, read_comparisons
 from rlhf_core.config.annotators import FileAnnotator, People, ReviewAnnotator
 from rlhf_core.errors import DataError, explain
 from rlhf_core.tracking.review_queues import Answer, Question, QueueState, ReviewItem, review_queue

@@ -1,28 +1,72 @@
 """Configure PPO and related methods: `[ppo]`, with `[ppo.advantage] type`, `[ppo.loss] type` and so on in a profile.
 
 A bare name selects a method with its defaults: `advantage = "grpo"`.
+
+Configure the loss on preference pairs: `[dpo.loss] type = "..."`, or `loss = "ipo"` for its defaults.
+
+Each loss is a file of `rlhf_core.algorithms.preference` with its options, formula and reference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from rlhf_core.algorithms import advantage, policy
+from rlhf_core.algorithms import advantage, policy, preference
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, TokenAdvantage
 from rlhf_core.algorithms.advantage.gae import GAEAdvantage
-from rlhf_core.algorithms.correction import CorrectionConfig
-from rlhf_core.algorithms.kl import KLInLoss
 from rlhf_core.algorithms.methods import one_of
 from rlhf_core.algorithms.policy.base import PolicyMethod
 from rlhf_core.algorithms.policy.clip import ClipLoss
+from rlhf_core.algorithms.preference.base import PreferenceMethod, ReferenceFreeMethod
+from rlhf_core.algorithms.token_math import CorrectionConfig, KLInLoss
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
-from rlhf_core.config.policy_parts import DynamicSampling, PtxConfig, ReferenceSync
 from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig, what_compares_answers, what_moves_rewards
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
+
+# ---------------------------------------------------------------- policy parts
+
+
+class DynamicSampling(Config):
+    """Resampling of whole groups whose answers all get the same reward: DAPO, arXiv 2503.14476, section 3.2.
+
+    A prompt is judged by the shaped rewards of its answers or, as in OpenRLHF, by the `scores` that an agent, a reward
+    function or a server returns besides rewards, if it is the only term with a weight. With several terms the reward
+    decides. If only some answers to a prompt have a score, the stage ends with an error.
+    """
+
+    low: float | None = None
+    """Lower bound: a prompt is kept only if the mean of its scores, or rewards, is above it."""
+    high: float | None = None
+    """Upper bound: a prompt is kept only if the mean of its scores, or rewards, is below it. Without either bound a prompt is
+    kept if its scores, or rewards, differ."""
+    max_rounds: int = Field(3, ge=2)
+    """Maximum number of sampling rounds in a step; after that missing groups are replaced by rejected ones."""
+
+
+class PtxConfig(Config):
+    """Demonstrations mixed into every update to preserve what SFT taught: PPO-ptx, arXiv 2203.02155 eq. 2."""
+
+    coef: float = Field(0.1, gt=0)
+    batch_size: int = Field(16, ge=1)
+    """Number of demonstrations per optimizer step."""
+    max_length: int = Field(256, ge=8)
+
+
+class ReferenceSync(Config):
+    """A reference that follows the policy: TR-DPO, arXiv 2404.09656."""
+
+    every: int = Field(ge=1)
+    """Number of steps after which the reference takes over weights of the policy."""
+    mix: float = Field(1.0, gt=0, le=1)
+    """Part of the policy in the new reference: 1 takes its weights as they are, less the weighted mean."""
+
+
+# ---------------------------------------------------------------- policy
 
 # ---------------------------------------------------------------- the methods, by their type
 
@@ -383,3 +427,49 @@ def _what_compares_groups(rewards: RewardsConfig) -> list[str]:
     gdpo = ['rewards.composition.type = "gdpo"'] * isinstance(rewards.composition, Gdpo)
     terms = [f'rewards.terms.{name}.normalise = "group"' for name, t in rewards.terms.items() if t.normalise == "group"]
     return gdpo + terms
+
+
+# ---------------------------------------------------------------- preference
+
+REFERENCE_FREE = tuple(kind for kind in preference.METHODS if issubclass(kind, ReferenceFreeMethod))
+if TYPE_CHECKING:
+    PreferenceLoss: TypeAlias = PreferenceMethod
+else:
+    PreferenceLoss = one_of(preference.METHODS)
+
+
+def uses_reference(loss: PreferenceLoss) -> bool:
+    """Return whether the loss needs a reference policy."""
+    return loss.uses_reference
+
+
+# ---------------------------------------------------------------- loop
+
+
+class LoopConfig(Config):
+    """The number of passes over the data, and the intervals of evaluation, checkpoints and logging."""
+
+    batch_size: int = Field(32, ge=1)
+    """Samples per optimizer step, over all ranks and micro-batches."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the training data."""
+    max_steps: int = Field(0, ge=0)
+    """Maximum number of optimizer steps; 0 runs all `epochs`."""
+    eval_every: int = Field(50, ge=1)
+    """Optimizer steps between evaluations; there is always one at the end."""
+    keep_best: int = Field(0, ge=0)
+    """Number of checkpoints with the lowest evaluation loss to keep; the best one is the result. 0 uses the last."""
+    checkpoint_every: Annotated[int, Field(ge=1), OPERATIONAL] = 50
+    """Optimizer steps between checkpoints."""
+    log_every: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    """Optimizer steps between points of the training curves."""
+
+
+def check_best(holds_out: str, fraction: float, loops: Mapping[str, LoopConfig]) -> None:
+    """Raise ValueError for a loop that keeps the best checkpoint by rows of which `holds_out` holds none out."""
+    for key, loop in loops.items():
+        if loop.keep_best and not fraction:
+            raise ValueError(
+                f"{key}.keep_best = {loop.keep_best}: the best checkpoint is chosen on held-out rows, and there are none; "
+                f"raise {holds_out} = {fraction}, or set keep_best to 0"
+            )

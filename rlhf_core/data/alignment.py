@@ -65,7 +65,7 @@ class AlignedSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherOutcomes:
-    """What a teacher with another tokenizer says at the G groups of a sample (`rlhf_core.algorithms.uld`)."""
+    """What a teacher with another tokenizer says at the G groups of a sample (`rlhf_core.algorithms.distillation`)."""
 
     spans: tuple[tuple[int, int], ...]
     """The student's masked tokens [start, end) of each group."""

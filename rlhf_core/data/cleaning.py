@@ -1,14 +1,27 @@
-"""Remove duplicates, and training rows that overlap with the evaluation prompts."""
+"""Remove duplicates, and training rows that overlap with the evaluation prompts.
+
+Find and mask personal data in text: emails, phone numbers, credit cards, IP addresses, keys and tokens.
+
+Patterns find candidates, and rules confirm them: the checksum of cards (Luhn), `ipaddress`, and `phonenumbers` (Google's
+libphonenumber). What has no form, as names and addresses, is not found.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+from rlhf_core.config.data import Filters
 from rlhf_core.data.formats import Example, Turns
-from rlhf_core.data.validation import DropReport
+from rlhf_core.data.limits import DropReport, Origin
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.types import Message
 
 _WORD = re.compile(r"[^\W\d_]+")
 _NOT_WORD = re.compile(r"[^\w]+")
@@ -128,3 +141,341 @@ def _unrepeated(example: Example) -> Example:
 
     chosen, rejected = (rest(answer) if answer else answer for answer in (example.chosen, example.rejected))
     return replace(example, chosen=chosen, rejected=rejected)
+
+
+# ---------------------------------------------------------------- near duplicates
+
+PERMUTATIONS = 128
+SHINGLE = 3
+"""Number of words in a shingle; a shorter text is one shingle."""
+
+
+def shingles(text: str) -> set[bytes]:
+    """Return the word trigrams of a normalized text.
+
+    >>> sorted(shingles("a b c d"))
+    [b'a b c', b'b c d']
+    """
+    words = text.split()
+    starts = range(max(1, len(words) - SHINGLE + 1))
+    return {" ".join(words[start : start + SHINGLE]).encode() for start in starts}
+
+
+class NearDuplicates:
+    """The distinct rows of one table so far; rows from the same line of a file (pairs of a ranking) never count."""
+
+    def __init__(self, threshold: float) -> None:
+        """Start with no rows; rows whose estimated similarity is `threshold` or more are near-duplicates."""
+        from datasketch import MinHashLSH  # three seconds: it imports scipy, which few runs need
+
+        self._threshold = threshold
+        self._index: Any = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS)
+        self._rows: list[tuple[Any, Origin]] = []
+
+    def distinct(self, examples: Sequence[Example], report: DropReport) -> list[Example]:
+        """Return the examples that are not near-duplicates of earlier ones, and add the others to `report`."""
+        kept = []
+        for example in examples:
+            found = self._similar(example)
+            if found is None:
+                kept.append(example)
+            else:
+                similarity, origin = found
+                reason = f"near-duplicate: {similarity:.2f} similar to {origin.file}:{origin.line}"
+                report.add(example.source, example.origin, reason)
+        return kept
+
+    def _similar(self, example: Example) -> tuple[float, Origin] | None:
+        """Return the similarity and the origin of the most similar earlier row, or None after adding `example`."""
+        from datasketch import MinHash
+
+        sketch = MinHash(num_perm=PERMUTATIONS, seed=1)
+        sketch.update_batch(sorted(shingles(normalize(_compared(example)))))
+        # The index finds candidates with some error on both sides of the threshold, so each is compared.
+        close = [
+            (similarity, origin)
+            for other, origin in (self._rows[place] for place in self._index.query(sketch))
+            if origin != example.origin and (similarity := float(sketch.jaccard(other))) >= self._threshold
+        ]
+        if close:
+            return max(close, key=lambda found: (found[0], found[1].file, -found[1].line))
+        self._index.insert(len(self._rows), sketch)
+        self._rows.append((sketch, example.origin))
+        return None
+
+
+def _compared(example: Example) -> Turns:
+    """Return the turns of a row with their tool calls as words, without what whole sources share.
+
+    That is system turns and the schemas of tools; a long one would make every two rows similar.
+    """
+    turns = (*example.prompt, *example.chosen, *example.rejected)
+    own = tuple(message for message in turns if message.role != "system") or turns
+    return tuple(Message(message.role, f"{message.content} {_calls(message)}") for message in own)
+
+
+def _calls(message: Message) -> str:
+    """Return the JSON of a turn's tool calls, or of the name of the tool whose result it is."""
+    fields = json.loads(message.tool_fields) if message.tool_fields else {}
+    return json.dumps({name: value for name, value in fields.items() if name != "tools"}, ensure_ascii=False)
+
+
+# ---------------------------------------------------------------- pii
+
+_KEY = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
+    r"|\bgh[pousr]_[A-Za-z0-9]{36,}|\bgithub_pat_[A-Za-z0-9_]{40,}|\bglpat-[A-Za-z0-9_-]{20,}"
+    r"|\bsk-[A-Za-z0-9_-]{20,}|\bhf_[A-Za-z0-9]{30,}|\bAIza[A-Za-z0-9_-]{35}|\bxox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}",
+    re.DOTALL,
+)
+_EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b")
+_CARD = re.compile(r"(?<![\d.-])[2-6]\d{3}(?:[ -]?\d){9,15}(?![\d-])")
+_IP4 = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?!\.?\d)")
+_IP6 = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{0,4}(?![\w:])")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Personal data at `start` to `end` (exclusive) of a text. `kind` is key, email, card, ip or phone."""
+
+    kind: str
+    start: int
+    end: int
+
+
+def find(text: str, *, phone_region: str) -> list[Found]:
+    """Return the personal data in `text` in order, without overlaps.
+
+    >>> find("Write to jo@example.com.", phone_region="")
+    [Found(kind='email', start=9, end=23)]
+    """
+    found: list[Found] = []
+    for one in _candidates(text, phone_region):
+        if all(one.end <= other.start or one.start >= other.end for other in found):
+            found.append(one)
+    return sorted(found, key=lambda one: one.start)
+
+
+def mask(text: str, *, phone_region: str) -> tuple[str, Counter[str]]:
+    """Return `text` with `[EMAIL]` and the like in place of personal data, and how many pieces of each kind.
+
+    >>> mask("Write to jo@example.com.", phone_region="")[0]
+    'Write to [EMAIL].'
+    """
+    found = find(text, phone_region=phone_region)
+    for one in reversed(found):
+        text = f"{text[: one.start]}[{one.kind.upper()}]{text[one.end :]}"
+    return text, Counter(one.kind for one in found)
+
+
+def mask_json(value: Any, *, phone_region: str, counts: Counter[str]) -> Any:
+    """Return a JSON value with its keys, texts and numbers masked; `counts` is increased.
+
+    Keys that masks would make equal are numbered, so that no value is lost.
+    """
+    if isinstance(value, dict):
+        masked: dict[str, Any] = {}
+        for number, (key, item) in enumerate(value.items(), start=1):
+            name = mask_json(key, phone_region=phone_region, counts=counts)
+            name = f"{name} {number}" if name in masked else name
+            masked[name] = mask_json(item, phone_region=phone_region, counts=counts)
+        return masked
+    if isinstance(value, list):
+        return [mask_json(item, phone_region=phone_region, counts=counts) for item in value]
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        return value
+    text, found = mask(str(value), phone_region=phone_region)
+    counts.update(found)
+    return text if found else value
+
+
+def luhn(digits: str) -> bool:
+    """Return whether the checksum of a card number is right (ISO/IEC 7812-1).
+
+    >>> luhn("4111111111111111"), luhn("4111111111111112")
+    (True, False)
+    """
+    doubled = [int(digit) * 2 if place % 2 else int(digit) for place, digit in enumerate(reversed(digits))]
+    return sum(value - 9 if value > 9 else value for value in doubled) % 10 == 0
+
+
+# ---------------------------------------------------------------- private
+
+
+def _candidates(text: str, phone_region: str) -> Iterator[Found]:
+    """Yield what is found, the kinds that are told most surely first."""
+    yield from _matches("key", _KEY, text, lambda _: True)
+    yield from _matches("email", _EMAIL, text, lambda _: True)
+    yield from _matches("card", _CARD, text, lambda number: luhn(re.sub(r"\D", "", number)))
+    yield from _matches("ip", _IP4, text, _is_address)
+    yield from _matches("ip", _IP6, text, _is_address)
+    if sum(map(str.isdigit, text)) >= 6:  # the shortest that libphonenumber finds
+        import phonenumbers
+
+        for match in phonenumbers.PhoneNumberMatcher(text, phone_region or None):
+            yield Found("phone", match.start, match.end)
+
+
+def _matches(kind: str, pattern: re.Pattern[str], text: str, confirmed: Callable[[str], bool]) -> Iterator[Found]:
+    return (Found(kind, match.start(), match.end()) for match in pattern.finditer(text) if confirmed(match.group()))
+
+
+def _is_address(text: str) -> bool:
+    """Return whether `text` is an IP address of some machine, and not `::` or this machine's own."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    # Names in C++ (`a::b`) are addresses too.
+    named = address.version == 6 and sum(map(bool, text.split(":"))) < 3
+    return not (address.is_loopback or address.is_unspecified or named)
+
+
+# ---------------------------------------------------------------- filters
+
+SHORTEST = 20
+"""Fewest letters in a row by which its language is told; shorter rows are kept."""
+
+
+class RowFilter:
+    """The filters of a configuration; the language model is loaded once, before rows are read."""
+
+    def __init__(self, config: Filters) -> None:
+        """Load what the filters need. Raises ConfigError if a package is missing or a language unknown."""
+        self._config = config
+        self._language = _identifier(config.languages) if config.languages else None
+
+    def kept(self, examples: Iterable[Example], report: DropReport) -> list[Example]:
+        """Return the examples that pass, masked if so configured, and add the others to `report`."""
+        if self._config == Filters():
+            return list(examples)
+        kept = []
+        for example in examples:
+            reason, found = self._reason(example), example
+            counts: Counter[str] = Counter()
+            if not reason and self._config.pii == "mask":
+                try:
+                    found = self._masked(example, counts)
+                except RecursionError:
+                    reason = "malformed: brackets too deep to look for personal data"
+                if example.chosen and example.rejected and found.chosen == found.rejected:
+                    reason = "no preference left: chosen and rejected differ in personal data alone"
+            if reason:
+                report.add(example.source, example.origin, reason)
+            else:
+                report.masked.update(counts)
+                kept.append(found)
+        return kept
+
+    def _reason(self, example: Example) -> str:
+        """Return why a row is left out, or the empty text."""
+        config = self._config
+        for answer in (example.chosen, example.rejected):
+            if answer and (problem := _poor(answer, config)):
+                return problem
+        if self._language and (problem := self._foreign(example)):
+            return problem
+        if config.pii == "drop":
+            found = {one.kind for text in _texts(example) for one in find(text, phone_region=config.phone_region)}
+            if found:
+                return f"personal data: {', '.join(sorted(found))}"
+        return ""
+
+    def _foreign(self, example: Example) -> str:
+        text = "\n".join(message.content for message in (*example.prompt, *example.chosen, *example.rejected))
+        if self._language is None or sum(map(str.isalpha, text)) < SHORTEST:
+            return ""
+        language, probability = self._language(text)
+        if language not in self._config.languages:
+            return f"language: {language} ({probability:.2f})"
+        if probability < self._config.min_language_probability:
+            return f"language unsure: {language} ({probability:.2f})"
+        return ""
+
+    def _masked(self, example: Example, counts: Counter[str]) -> Example:
+        """Return an example without personal data in its turns, steps and label; `counts` is increased."""
+        region = self._config.phone_region
+
+        def text(value: str) -> str:
+            masked, found = mask(value, phone_region=region)
+            counts.update(found)
+            return masked
+
+        def fields(value: str) -> str:
+            found: Counter[str] = Counter()
+            masked = mask_json(json.loads(value), phone_region=region, counts=found)
+            counts.update(found)
+            return json.dumps(masked, ensure_ascii=False) if found else value
+
+        def turns(messages: Turns) -> Turns:
+            return tuple(
+                Message(one.role, text(one.content), fields(one.tool_fields) if one.tool_fields else "")
+                for one in messages
+            )
+
+        return replace(
+            example,
+            prompt=turns(example.prompt),
+            chosen=turns(example.chosen),
+            rejected=turns(example.rejected),
+            label=fields(example.label) if _is_json(example.label) else text(example.label),
+            steps=tuple(text(step) for step in example.steps),
+        )
+
+
+# ---------------------------------------------------------------- private
+
+
+def _is_json(label: str) -> bool:
+    """Return whether a label is a JSON object or list, which a reward reads as such."""
+    try:
+        return label.lstrip()[:1] in ("{", "[") and isinstance(json.loads(label), (dict, list))
+    except ValueError:
+        return False
+
+
+def _poor(answer: Turns, config: Filters) -> str:
+    """Return why an answer is of too low quality or of a wrong length, or the empty text."""
+    said = [message.content for message in answer if message.role == "assistant"]
+    words = " ".join(said).split()
+    if len(words) < config.min_answer_words:
+        return f"answer has too few words: {len(words)}, at least {config.min_answer_words}"
+    if config.max_answer_words and len(words) > config.max_answer_words:
+        return f"answer has too many words: {len(words)}, at most {config.max_answer_words}"
+    if (share := _repeated(answer)) > config.max_repetition:
+        return f"answer repeats itself: {share:.2f} of its trigrams, at most {config.max_repetition}"
+    alphabetic = sum(any(map(str.isalpha, word)) for word in words) / len(words) if words else 1.0
+    if alphabetic < config.min_alphabetic:
+        return f"answer has few letters: {alphabetic:.2f} of its words, at least {config.min_alphabetic}"
+    return ""
+
+
+def _repeated(answer: Turns) -> float:
+    """Return the share of an answer's word trigrams that occurred before in it."""
+    words = normalize(answer).split()
+    trigrams = [tuple(words[start : start + 3]) for start in range(len(words) - 2)]
+    return 1 - len(set(trigrams)) / len(trigrams) if trigrams else 0.0
+
+
+def _texts(example: Example) -> Iterable[str]:
+    for message in (*example.prompt, *example.chosen, *example.rejected):
+        yield from (message.content, message.tool_fields)
+    yield from (example.label, *example.steps)
+
+
+def _identifier(languages: tuple[str, ...]) -> Callable[[str], tuple[str, float]]:
+    """Return a function from a text to its language and the probability of it."""
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ModuleNotFoundError:
+        rule, remedy = "needs the package py3langid", "install it: pip install 'rlhf-lifecycle[language]'"
+        raise ConfigError(explain("data.filters.languages", list(languages), rule, remedy)) from None
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    unknown = sorted(set(languages) - set(identifier.labels))
+    if unknown:
+        rule = f"{unknown[0]!r} is not a language that can be told"
+        known = f"use codes of ISO 639-1: {', '.join(sorted(identifier.labels))}"
+        raise ConfigError(explain("data.filters.languages", list(languages), rule, known))
+    return identifier.classify  # type: ignore[no-any-return]

@@ -1,17 +1,33 @@
-"""Account for the columns of a row: which name means what, which were read, and which would be left out."""
+"""Account for the columns of a row: which name means what, which were read, and which would be left out.
+
+Decide over a whole source whether its labels are verdicts on the answers, or the answers that are expected.
+
+A verdict that is read as an expected answer makes a bad answer one to imitate, so the first row alone does not decide,
+and labels that can be read both ways are refused.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, get_args
 
-from rlhf_core.config.data import Columns
-from rlhf_core.data.comparisons import asked
-from rlhf_core.data.turns import Turns, turns_of, unread_keys
-from rlhf_core.data.values import string
-from rlhf_core.errors import DataError
+from rlhf_core.config.data import Columns, RowFormat, Source
+from rlhf_core.data.comparisons import TRANSCRIPT_TURN, asked, is_ranking, is_rated, refuse_hidden_answers, responses
+from rlhf_core.data.turns import (
+    TRUTHS,
+    WORTHS,
+    Row,
+    Turns,
+    begins_conversation,
+    spelling,
+    string,
+    turns_of,
+    unread_keys,
+)
+from rlhf_core.errors import DataError, explain
 from rlhf_core.types import Message
 
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input", "messages", "conversations")
@@ -180,3 +196,143 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
         return row[name]
     column, dot, rest = name.partition(".") if "." in name else (name, "", "")
     return _value(row[column], rest) if dot and isinstance(row.get(column), Mapping) else _ABSENT
+
+
+# ---------------------------------------------------------------- Tell the format of a row by its columns
+
+FORMATS = sorted(set(get_args(RowFormat)) - {"auto"})
+
+
+MORE_THAN_ONE_ANSWER = ("chosen", "rejected", "preference", "answers", "completions", "ratings", "reward")
+"""Columns of formats in which an answer is worth more than another; those of one answer have none of them."""
+
+
+def detect(row: Mapping[str, Any]) -> str:
+    """Return the format of `row` by its columns. Raises DataError for columns that are unknown or would be left out.
+
+    >>> detect({"prompt": "2+2?", "chosen": "4", "rejected": "5"})
+    'preference'
+    """
+    has = {name for name, value in row.items() if value is not None}
+    if export := exported(row):
+        return export
+    if {"chosen", "rejected"} <= has:
+        return _pair_format(row)
+    if {"prompt", "preference"} <= has and responses(row):
+        return "comparison"
+    if "prompt" in has and is_ranking(row):
+        return "ranking"
+    if is_rated(row):
+        return "ratings"
+    if {"prompt", "completion", "reward"} <= has and "label" not in has:
+        return "scored"
+    for name, needed in (
+        ("stepwise", {"prompt", "completions", "labels"}),
+        ("scored", {"input", "output", "reward"}),
+        ("unpaired_preference", {"prompt", "completion", "thumbs"}),
+        ("alpaca", {"instruction", "output"}),
+        ("messages", {"messages"}),
+        ("messages", {"conversations"}),
+        ("question_answer", {"question", "answer"}),
+        ("prompt", {"prompt"}),
+        ("text", {"text"}),
+    ):
+        if needed <= has:
+            if name == "prompt" and "completion" not in has:
+                refuse_hidden_answers(row)
+            if name != "prompt" or "completion" not in has:
+                return name
+            return "prompt_completion"
+    raise DataError(
+        f"unknown columns: {sorted(row)}; known formats are {FORMATS}; set `columns` to the names in the row"
+    )
+
+
+def exported(row: Mapping[str, Any]) -> str:
+    """Return the format of a record of an annotation tool's export, or the empty text for any other row."""
+    if {"data", "annotations"} <= set(row):
+        return "label_studio"
+    return "argilla" if {"fields", "responses"} <= set(row) else ""
+
+
+# ---------------------------------------------------------------- private
+
+
+def _pair_format(row: Mapping[str, Any]) -> str:
+    """Return the format of a pair. Raises DataError if the prompt would have to be guessed from common words."""
+    sides = row["chosen"], row["rejected"]
+    if prompt_name(row) == "prompt" or not all(map(begins_conversation, sides)):
+        if not prompt_name(row):
+            raise DataError(
+                f"no prompt: chosen and rejected are answers alone, and none of the columns {sorted(row)} is known as "
+                "their prompt; set columns = {prompt = ...}, or format = 'implicit_preference' where both begin with it"
+            )
+        return "preference"
+    return "hh" if isinstance(sides[0], str) and TRANSCRIPT_TURN.match(sides[0]) else "implicit_preference"
+
+
+# ---------------------------------------------------------------- labels
+
+LabelReading = Literal["verdict", "answer"]
+
+JUDGED_FORMATS = ("messages", "text", "alpaca", "prompt_completion", "question_answer", "unpaired_preference")
+"""Formats of one answer, on which a label may be a verdict."""
+
+_NUMBERS = ("0", "0.0", "1", "1.0", "-1", "-1.0")
+_TELLING_ROWS = 8
+"""Number of rows from which labels look like verdicts that are two in all, or mostly words such as `good`."""
+
+
+def verdict_of(row: Row) -> Any:
+    """Return the label of a row, or None if it has none; LLaMA-Factory calls it `kto_tag`."""
+    return next((row[name] for name in ("label", "kto_tag") if not is_empty(row.get(name))), None)
+
+
+def label_reading(source: Source, format_name: str, rows: Iterable[Row]) -> LabelReading:
+    """Return how to read the labels of `source`, whose rows are in the format `format_name`.
+
+    Raises DataError if they can be read in two ways.
+    """
+    if format_name not in JUDGED_FORMATS or source.format == "prompt_completion":
+        return "answer"
+    if source.format == "unpaired_preference":
+        return "verdict"
+    if source.label_coding != "auto":
+        return source.label_coding
+    found = list(rows)
+    if any("thumbs" in row for row in found):
+        return "verdict"
+    said = Counter(spelling(label) for row in found if (label := verdict_of(row)) is not None)
+    words = sum(count for label, count in said.items() if label in TRUTHS)
+    others = sum(count for label, count in said.items() if label not in TRUTHS and label not in _NUMBERS)
+    tables = {name for name in type(source.use).model_fields if getattr(source.use, name)}
+    asks = tables <= {"prompts", "eval_prompts"}
+    if words:
+        if not (asks and said.keys() <= {"true", "false"} and any(isinstance(verdict_of(row), str) for row in found)):
+            return "verdict" if words >= others else "answer"
+    elif not said or asks or not _may_be_verdicts(said):
+        return "answer"
+    elif tables == {"preferences"} and said.keys() <= {"0", "1", "0.0", "1.0"}:
+        return "verdict"
+    raise DataError(
+        explain(
+            f"data.sources[{source.name}].label_coding",
+            "auto",
+            f"the labels are {', '.join(sorted(said))}: verdicts on the answers, or the answers that are expected",
+            "set it to 'verdict' (bad answers are not imitated) or to 'answer'",
+        )
+    )
+
+
+def refuse_verdict(row: Row, source: Source) -> None:
+    """Raise DataError for a row with a verdict in a source whose labels, by their majority, are expected answers."""
+    label = verdict_of(row)
+    if source.label_coding == "auto" and source.format != "prompt_completion" and spelling(label) in TRUTHS:
+        rule = "a verdict, where most labels are expected answers"
+        raise DataError(f"mixed labels: {label!r} is {rule}; set label_coding = 'answer' or 'verdict'")
+
+
+def _may_be_verdicts(said: Counter[str]) -> bool:
+    words = sum(count for label, count in said.items() if label in WORTHS and label not in _NUMBERS)
+    many = said.total() >= _TELLING_ROWS
+    return said.keys() <= set(_NUMBERS) or (many and (len(said) == 2 or 2 * words >= said.total()))

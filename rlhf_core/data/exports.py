@@ -15,8 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_core.config.data import RankingPairs, Source
-from rlhf_core.data.comparisons import Row, Unrated, asked, ordered_pairs, responses, verdict
-from rlhf_core.data.ratings import rating
+from rlhf_core.data.comparisons import Row, Unrated, asked, ordered_pairs, rating, responses, verdict
 from rlhf_core.errors import DataError
 
 EXPORTS = ("label_studio", "argilla")

@@ -7,19 +7,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rlhf_core.config.data import Files, PreferenceCoding, Source
-from rlhf_core.data.cleaning import decontaminate, deduplicate, exact, without_repeated_prompts
-from rlhf_core.data.columns import Reading, refuse_left_out, unread_fields
+from rlhf_core.data.cleaning import (
+    NearDuplicates,
+    RowFilter,
+    decontaminate,
+    deduplicate,
+    exact,
+    without_repeated_prompts,
+)
+from rlhf_core.data.columns import (
+    JUDGED_FORMATS,
+    MORE_THAN_ONE_ANSWER,
+    LabelReading,
+    Reading,
+    detect,
+    exported,
+    label_reading,
+    refuse_left_out,
+    refuse_verdict,
+    unread_fields,
+)
 from rlhf_core.data.comparisons import NoPreference, asked, refuse_hidden_answers, verdict_coding
-from rlhf_core.data.detection import MORE_THAN_ONE_ANSWER, detect, exported
 from rlhf_core.data.exports import EXPORTS, preference_rows, read_record
-from rlhf_core.data.filters import RowFilter
 from rlhf_core.data.formats import Content, Example, Row, contents_of, convert_all
-from rlhf_core.data.labels import JUDGED_FORMATS, LabelReading, label_reading, refuse_verdict
+from rlhf_core.data.limits import Drop, DropReport, Origin
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of
-from rlhf_core.data.near_duplicates import NearDuplicates
 from rlhf_core.data.sources import read
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id, pseudonym
-from rlhf_core.data.validation import Drop, DropReport, Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Prompt, derive_seed
 

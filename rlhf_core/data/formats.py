@@ -11,28 +11,36 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_core.config.data import PreferenceCoding, RankingPairs
-from rlhf_core.data import values
-from rlhf_core.data.columns import Reading, alpaca_turns, prompt_name, prompt_turns
+from rlhf_core.data.columns import LabelReading, Reading, alpaca_turns, prompt_name, prompt_turns, verdict_of
 from rlhf_core.data.comparisons import (
     TRANSCRIPT_TURN,
     Tie,
     Unrated,
     compared,
+    overall,
     ranked,
+    rated,
+    score_margin,
 )
-from rlhf_core.data.labels import LabelReading, verdict_of
-from rlhf_core.data.ratings import overall, rated, score_margin
+from rlhf_core.data.limits import Origin
 from rlhf_core.data.turns import (
+    annotator,
     calls_tools,
+    finite,
     holds_turns,
     is_text_of_turns,
+    label,
+    margin,
+    probability,
     refuse_calls,
+    string,
+    thumbs_up,
     tools_of,
     transcript,
+    truth,
     turns_of,
     with_tools,
 )
-from rlhf_core.data.validation import Origin
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
@@ -138,7 +146,7 @@ def contents_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -
     contents = [
         replace(
             _with_tools(_with_system(convert(one, format_name), row), row),
-            annotator=values.annotator(one) or values.annotator(row),
+            annotator=annotator(one) or annotator(row),
             conversational=format_name == "messages" or holds_turns(_prompt_cell(row, format_name)),
         )
         for one in rows
@@ -163,8 +171,8 @@ def _messages(row: Row) -> Content:
     """Return a conversation as prompt and answer, or as a prompt alone if its last turn is not the assistant's."""
     turns = turns_of(row["messages"] if "messages" in row else row["conversations"], role="")
     if turns[-1].role == "assistant":
-        return Content(turns[:-1], turns[-1:], label=values.label(row))
-    return Content(turns, label=values.label(row))
+        return Content(turns[:-1], turns[-1:], label=label(row))
+    return Content(turns, label=label(row))
 
 
 def _text(row: Row) -> Content:
@@ -173,18 +181,18 @@ def _text(row: Row) -> Content:
 
 
 def _prompt(row: Row) -> Content:
-    return Content(prompt_turns(row), label=values.label(row))
+    return Content(prompt_turns(row), label=label(row))
 
 
 def _prompt_completion(row: Row) -> Content:
     prompt = prompt_turns(row)
-    return Content(prompt, _answer(row["completion"], prompt), label=values.label(row))
+    return Content(prompt, _answer(row["completion"], prompt), label=label(row))
 
 
 def _alpaca(row: Row) -> Content:
     """Return the instruction with its input, the turns of `history` before it, and its output."""
     answer = turns_of(row["completion"] if "completion" in row else row["output"], role="assistant")
-    return Content(alpaca_turns(row), answer, label=values.label(row))
+    return Content(alpaca_turns(row), answer, label=label(row))
 
 
 def _preference(row: Row) -> Content:
@@ -217,10 +225,10 @@ def _stepwise(row: Row) -> Content:
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, (list, tuple)) or not isinstance(labels, (list, tuple)) or len(steps) != len(labels):
         raise DataError("completions and labels: must be lists of one length")
-    texts = tuple(values.string(step, "completions") for step in steps)
+    texts = tuple(string(step, "completions") for step in steps)
     answer = turns_of("\n".join(texts), role="assistant")
     prompt = turns_of(row["prompt"], role="user")
-    judged = tuple(values.probability(label) for label in labels)
+    judged = tuple(probability(label) for label in labels)
     if all(label > 0.5 for label in judged):
         return Content(prompt, chosen=answer, steps=texts, step_labels=judged, judged=True)
     return Content(prompt, rejected=answer, steps=texts, step_labels=judged, judged=True)
@@ -228,7 +236,7 @@ def _stepwise(row: Row) -> Content:
 
 def _scored(row: Row) -> Content:
     """Return an answer with its reward. The other answers to the prompt decide whether it is good."""
-    reward = values.finite(row["reward"], "reward")
+    reward = finite(row["reward"], "reward")
     if "instruction" in row and "output" in row:
         return replace(_alpaca(row), label="", reward=reward)
     prompt, answer = ("input", "output") if "input" in row else ("prompt", "completion")
@@ -237,7 +245,7 @@ def _scored(row: Row) -> Content:
 
 def _question_answer(row: Row) -> Content:
     """Return a question with its answer. The label is the text after `####` (GSM8K), or else the whole answer."""
-    answer = values.string(row["answer"], "answer")
+    answer = string(row["answer"], "answer")
     _, mark, final = answer.rpartition("####")
     label = final.strip().replace(",", "") if mark else answer.strip()
     return Content(turns_of(row["question"], role="user"), turns_of(answer, role="assistant"), label=label)
@@ -265,7 +273,7 @@ ADAPTERS: dict[str, Callable[[Row], Content]] = {
 def _with_system(content: Content, row: Row) -> Content:
     """Return `content` with the row's `system` as system message. Raises DataError if the turns have another one."""
     name = next((name for name in SYSTEM if row.get(name) is not None), "")
-    if not name or not values.string(row[name], name).strip():
+    if not name or not string(row[name], name).strip():
         return content
     said = Message("system", row[name])
     first = content.prompt[:1]
@@ -290,7 +298,7 @@ def _judged(content: Content, row: Row) -> Content:
     """Return the content of a row with one answer as one that was judged good or bad, by its thumbs or its label."""
     if content.judged or content.rejected or not content.chosen or content.reward is not None:
         return content
-    good = values.thumbs_up(row["thumbs"]) if "thumbs" in row else values.truth(verdict_of(row))
+    good = thumbs_up(row["thumbs"]) if "thumbs" in row else truth(verdict_of(row))
     if good:
         return replace(content, label="", judged=True)
     if not content.prompt:
@@ -322,7 +330,7 @@ def _split_pair(chosen: Turns, rejected: Turns, row: Row) -> Content:
 def _pair(prompt: Turns, chosen: Turns, rejected: Turns, row: Row) -> Content:
     if not chosen or not rejected:
         raise DataError("no answer: chosen and rejected each need one after the prompt")
-    return Content(prompt, chosen, rejected, margin=values.margin(row))
+    return Content(prompt, chosen, rejected, margin=margin(row))
 
 
 def _answer(value: Any, prompt: Turns) -> Turns:

@@ -1,15 +1,23 @@
-"""Assign rows to tables and choose how many rows of each source a mixture takes."""
+"""Assign rows to tables and choose how many rows of each source a mixture takes.
+
+Order the data by epochs, each shuffled differently, as a pure function of the seed and the step.
+
+The step alone determines the position in the data, so a resumed run needs no cursor.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 from rlhf_core.config.data import Use
 from rlhf_core.data.cleaning import exact
 from rlhf_core.data.formats import Example, Turns
+from rlhf_core.types import derive_seed
 
 Table = Literal["demonstrations", "preferences", "prompts", "eval_prompts", "steps"]
 TABLES: tuple[Table, ...] = ("demonstrations", "preferences", "prompts", "eval_prompts", "steps")
@@ -85,3 +93,42 @@ def mix(rows: Mapping[str, Sequence[T]], weights: Mapping[str, float], *, seed: 
 def shuffled(rows: Sequence[T], *, seed: int) -> list[T]:
     """Return the rows in a random order determined by `seed`."""
     return random.Random(seed).sample(rows, k=len(rows))
+
+
+# ---------------------------------------------------------------- order
+
+
+def rows_at(step: int, rows: Sequence[T], *, count: int, seed: int) -> list[T]:
+    """Return `count` rows for `step`. An epoch may span several steps."""
+    return rows_from(step * count, rows, count=count, seed=seed)
+
+
+def rows_from(first: int, rows: Sequence[T], *, count: int, seed: int) -> list[T]:
+    """Return `count` rows (at least one) from position `first` of the endless sequence of epochs."""
+    size = len(rows)
+    positions = range(first, first + count)
+    epochs = range(positions[0] // size, positions[-1] // size + 1)
+    orders = {epoch: shuffled_indices(size, derive_seed(seed, "prompts", epoch)) for epoch in epochs}
+    return [rows[orders[position // size][position % size]] for position in positions]
+
+
+@lru_cache(maxsize=8)  # every step of an epoch asks for its order, and an order of a million rows takes half a second
+def shuffled_indices(count: int, seed: int) -> Sequence[int]:
+    """Return the integers 0 ... count - 1 in a random order determined by `seed`."""
+    order = array("q", range(count))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+# ---------------------------------------------------------------- holdout
+
+
+def held_out(prompt_ids: Iterable[str], *, fraction: float, seed: int) -> set[str]:
+    """Return the prompts to hold out: `fraction` of them and at least one, or none for one prompt or a fraction of 0.
+
+    >>> len(held_out(["a", "b", "c"], fraction=0.05, seed=17))
+    1
+    """
+    prompts = sorted(set(prompt_ids), key=lambda prompt: (derive_seed(seed, "eval", prompt), prompt))
+    count = max(1, round(fraction * len(prompts))) if fraction and len(prompts) > 1 else 0
+    return set(prompts[:count])

@@ -1,31 +1,105 @@
 """Read and write generations and rollouts as Parquet shards with an index.
 
 Every write is atomic, so an existing shard is complete and a killed stage can continue after the last one.
+
+Read and write single Parquet files of the store.
+
+Every write is atomic and flushed to disk before the file gets its name, so an existing file is always complete.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from rlhf_core.data.parquet import (
-    CONVERSATIONAL,
-    MESSAGES,
-    plain_messages,
-    read_table,
-    replace_file,
-    to_messages,
-    with_conversational,
-    write_table,
-)
 from rlhf_core.errors import DataError, explain
-from rlhf_core.types import ActionSpan, Completion, Generation, Prompt, Rollout
+from rlhf_core.store.layout import fsync_path, remove_tree
+from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt, Rollout
+
+# ---------------------------------------------------------------- Read and write single Parquet files of the store
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+"""The column type of a conversation."""
+
+
+MESSAGES_WITH_TOOLS = pa.list_(pa.struct([*MESSAGES.value_type, ("tool_fields", pa.string())]))
+"""The column type of a conversation with tool calls."""
+CONVERSATIONAL = pa.field("conversational", pa.bool_())
+"""Column of prompts, and of answers to them, that is written only if a prompt was a list of turns in the data."""
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Return messages as values of a `MESSAGES` column. Raises DataError for tool calls, which it cannot hold."""
+    if any(message.tool_fields for message in messages):
+        rule = "this table holds no tool calls"
+        raise DataError(explain("messages", [message.role for message in messages], rule, "use them in demonstrations"))
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def tool_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Return messages as values of a `MESSAGES_WITH_TOOLS` column."""
+    return [{"role": one.role, "content": one.content, "tool_fields": one.tool_fields} for one in messages]
+
+
+def to_messages(rows: list[dict[str, str]]) -> tuple[Message, ...]:
+    """Return values of a `MESSAGES` or `MESSAGES_WITH_TOOLS` column as messages."""
+    return tuple(Message(**row) for row in rows)
+
+
+def with_conversational(schema: pa.Schema, prompts: Iterable[Prompt]) -> pa.Schema:
+    """Return `schema`, with the column `conversational` if it is true for one of `prompts`."""
+    return schema.append(CONVERSATIONAL) if any(prompt.conversational for prompt in prompts) else schema
+
+
+def write_table(path: Path, schema: pa.Schema, rows: list[dict[str, Any]]) -> None:
+    """Write `rows` to `path` atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)
+    _put(temporary, path)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write `content` to `path` atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    _put(temporary, path)
+
+
+def _put(temporary: Path, path: Path) -> None:
+    """Flush a written file to disk and then rename it, so that an existing file is complete even after a power cut."""
+    fsync_path(temporary)
+    temporary.replace(path)
+    fsync_path(path.parent)
+
+
+def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the rows of `path`. Raises DataError if the file or a column of `schema` is missing.
+
+    Columns named in `since` were added after the first files were written; if missing, their values are None.
+    """
+    if not path.is_file():
+        raise DataError(explain("table", str(path), "must exist", "prepare the data again"))
+    there = set(pq.read_schema(path).names)
+    missing = sorted(set(schema.names) - there - set(since))
+    if missing:
+        raise DataError(explain("table", str(path), f"lacks the columns {missing}", "prepare the data again"))
+    columns = [name for name in schema.names if name in there]
+    rows: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
+    absent = dict.fromkeys(name for name in schema.names if name not in there)
+    return [row | absent for row in rows] if absent else rows
+
+
+# ---------------------------------------------------------------- Read and write generations and rollouts as Parquet shards with an index
 
 INDEX_FILE = "index.json"
 
@@ -216,3 +290,112 @@ def _generation(row: dict[str, Any]) -> Generation:
             row["episode_score"],
         ),
     )
+
+
+# ---------------------------------------------------------------- rollout log
+
+POOL = "pool"
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The partial rollouts of groups that were started but not used for a step yet, by group, oldest group first.
+
+    `begun` is the number of all groups that were ever started.
+    """
+
+    begun: int = 0
+    samples: tuple[Generation, ...] = ()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The unscored generations that the policy with this digest sampled for a step, and the pool after it."""
+
+    policy: str
+    generations: list[Generation]
+    pool: Pool = Pool()
+
+
+@dataclass(frozen=True)
+class ScoredStep:
+    """The rollouts of one step, the scorer's state (running statistics) after it, and the pool after its sampling."""
+
+    rollouts: list[Rollout]
+    scorer: dict[str, Any]
+    pool: Pool = Pool()
+
+
+class RolloutLog:
+    """A log with one folder per step below `folder`. A step is valid only for the policy digest that made it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self, step: int, *, policy: str) -> ScoredStep | None:
+        """Return what the policy with this digest made for `step`, or None if there is nothing."""
+        folder = self._of(step)
+        if not folder.is_dir():
+            return None
+        index = read_index(folder)
+        if index["policy"] != policy:
+            return None
+        return ScoredStep(read_rollouts(folder), index["scorer"], read_pool(folder / POOL))
+
+    def write(
+        self, step: int, rollouts: Sequence[Rollout], scorer: dict[str, Any], *, policy: str, pool: Pool = Pool()
+    ) -> None:
+        """Write a step atomically."""
+        final = self._of(step)
+        temporary = final.with_name(f".{final.name}")
+        for stale in (temporary, final):
+            remove_tree(stale)
+        write_rollouts(temporary, 0, rollouts)
+        write_pool(temporary / POOL, pool)
+        write_index(temporary, {"policy": policy, "scorer": scorer})
+        temporary.rename(final)
+
+    def forget(self, *, before: int) -> None:
+        """Remove the steps below `before`."""
+        for folder in self._folder.glob("step-*"):
+            if _step(folder) < before:
+                remove_tree(folder)
+
+    def _of(self, step: int) -> Path:
+        return _folder_of(self._folder, step)
+
+
+def write_drawn(folder: Path, drawn: dict[int, Drawn]) -> None:
+    """Write the generations sampled for several steps to `folder`, as a part of a checkpoint."""
+    for step, one in drawn.items():
+        write_generations(_folder_of(folder, step), 0, one.generations)
+        write_pool(_folder_of(folder, step) / POOL, one.pool)
+        write_index(_folder_of(folder, step), {"policy": one.policy})
+
+
+def read_drawn(folder: Path) -> dict[int, Drawn]:
+    """Return what `write_drawn` wrote, by step, in ascending order."""
+    return {
+        _step(one): Drawn(read_index(one)["policy"], read_generations(one), read_pool(one / POOL))
+        for one in sorted(folder.glob("step-*"))
+    }
+
+
+def write_pool(folder: Path, pool: Pool) -> None:
+    """Write a pool. A pool in which no group was ever started writes no folder."""
+    if pool.begun:
+        write_generations(folder, 0, pool.samples)
+        write_index(folder, {"begun": pool.begun})
+
+
+def read_pool(folder: Path) -> Pool:
+    """Return what `write_pool` wrote."""
+    return Pool(read_index(folder)["begun"], tuple(read_generations(folder))) if folder.is_dir() else Pool()
+
+
+def _folder_of(root: Path, step: int) -> Path:
+    return root / f"step-{step:06d}"
+
+
+def _step(folder: Path) -> int:
+    return int(re.sub(r"\D", "", folder.name))

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from rlhf_core.config.data import Source
 from rlhf_core.data.file_types import PACKED, file_type, refuse_other_type, source_files
-from rlhf_core.data.validation import Origin
-from rlhf_core.data.values import RepeatedKey, from_json
+from rlhf_core.data.limits import Origin
+from rlhf_core.data.turns import RepeatedKey, from_json
 from rlhf_core.errors import DataError, explain
 
 csv.field_size_limit(1 << 30)

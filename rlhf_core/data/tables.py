@@ -14,7 +14,8 @@ from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from rlhf_core.data.parquet import (
+from rlhf_core.data.chat import ChatTemplate, encode, token_text
+from rlhf_core.data.shards import (
     CONVERSATIONAL,
     MESSAGES,
     MESSAGES_WITH_TOOLS,
@@ -25,7 +26,8 @@ from rlhf_core.data.parquet import (
     with_conversational,
     write_table,
 )
-from rlhf_core.types import Message, Prompt
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.types import Message, Prompt, TokenSample
 
 PROMPTS_FILE = "prompts.parquet"
 
@@ -317,3 +319,117 @@ def read_prompts(folder: Path) -> list[Prompt]:
         Prompt(row["id"], to_messages(row["messages"]), row["label"], row["source"], bool(row["conversational"]))
         for row in read_table(folder / PROMPTS_FILE, PROMPTS_SCHEMA.append(CONVERSATIONAL), since=[CONVERSATIONAL.name])
     ]
+
+
+# ---------------------------------------------------------------- steps
+
+
+class StepSplitter:
+    """A splitter of answers at `separator`, which is searched in the concatenated texts of their tokens.
+
+    Raises ConfigError if the token texts do not spell the separator, as when a tokenizer splits one of its characters.
+
+    >>> StepSplitter(chat, "\\n").ends(chat.tokenizer("1+2=3\\n3+4=7")["input_ids"])    # doctest: +SKIP
+    (5, 10)
+    """
+
+    def __init__(self, chat: ChatTemplate, separator: str) -> None:
+        self._separator = separator
+        self._tokenizer: Any = chat.tokenizer
+        self._shown = chat.decode.shown
+        self._texts: dict[int, str] = {}
+        probe = encode(self._tokenizer, f"a{separator}b")
+        if not separator or len(self.ends(probe)) != 2:
+            rule = f"the tokens of {self._tokenizer.name_or_path} cannot spell it"
+            raise ConfigError(explain("separator", separator, rule, "use another one, such as a newline"))
+
+    def ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the position of each step's last token: the token that completes its separator, or the answer's last.
+
+        A piece without text (a blank line, the end token) belongs to the step before it. An answer without the
+        separator is one step, and an answer without tokens has no step.
+        """
+        ends: list[int] = []
+        written = False  # whether the latest step has text
+        for position, has_text in self._pieces(token_ids):
+            if ends and (not (written and has_text) or position == ends[-1]):
+                ends[-1] = position
+            else:
+                ends.append(position)
+            written = written or has_text
+        last = len(token_ids) - 1
+        return (*ends[:-1], last) if token_ids else ()
+
+    def _pieces(self, token_ids: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        """Yield each piece's last token position and whether it has text. Pieces end with a separator or the answer."""
+        texts = [self._text(token) for token in token_ids]
+        text = "".join(texts)
+        start = position = 0
+        reached = len(texts[0]) if texts else 0
+        while start < len(text):
+            found = text.find(self._separator, start)
+            stop = len(text) if found < 0 else found + len(self._separator)
+            while reached < stop:
+                position += 1
+                reached += len(texts[position])
+            yield position, bool(text[start:stop].strip())
+            start = stop
+
+    def _text(self, token: int) -> str:
+        if token not in self._texts:
+            hidden = token not in self._shown
+            self._texts[token] = token_text(self._tokenizer, token, skip_special_tokens=hidden)
+        return self._texts[token]
+
+
+# ---------------------------------------------------------------- preview
+
+_UNLIMITED = 1 << 40
+
+
+def preview(tables: Tables, chat: ChatTemplate, *, rows: int) -> str:
+    """Return Markdown with the first `rows` rows of each table, with the trained tokens inside 【 】."""
+    demonstrations = [
+        sample for row in tables.demonstrations[:rows] for sample in chat.examples(row.messages, max_length=_UNLIMITED)
+    ]
+    chosen, rejected = (
+        [
+            chat.continuation(row.prompt, getattr(row, answer), max_length=_UNLIMITED)
+            for row in tables.preferences[:rows]
+        ]
+        for answer in ("chosen", "rejected")
+    )
+    judged = [
+        _shown([chat.continuation(row.prompt, row.answer("\n"), max_length=_UNLIMITED)], chat)
+        + _block(f"labels: {', '.join(f'{label:g}' for label in row.labels)}")
+        for row in tables.steps[:rows]
+    ]
+    feedback = [
+        _shown([chat.continuation(row.prompt, row.answer, max_length=_UNLIMITED)], chat)
+        + _block(f"desirable: {str(row.desirable).lower()}")
+        for row in tables.feedback[:rows]
+    ]
+    pairs = [sample for pair in zip(chosen, rejected, strict=True) for sample in pair]
+    sections = [
+        ("Demonstrations", _shown(demonstrations, chat)),
+        ("Preferences (chosen, then rejected)", _shown(pairs, chat)),
+        ("Feedback (answers judged on their own)", "".join(feedback)),
+        ("Steps (one a line, then the label of each)", "".join(judged)),
+        ("Prompts", _decoded([chat.prompt_ids(row.messages) for row in tables.prompts[:rows]], chat)),
+        ("Evaluation prompts", _decoded([chat.prompt_ids(row.messages) for row in tables.eval_prompts[:rows]], chat)),
+    ]
+    body = "\n".join(f"## {title}\n\n{text}" for title, text in sections if text)
+    return f"# What the model sees\n\nTrained tokens are inside 【 】.\n\n{body}"
+
+
+def _shown(samples: Sequence[TokenSample | None], chat: ChatTemplate) -> str:
+    return "".join(_block(chat.preview(sample)) for sample in samples if sample is not None)
+
+
+def _decoded(prompts: Sequence[tuple[int, ...]], chat: ChatTemplate) -> str:
+    return "".join(_block(chat.preview(TokenSample(ids, (0,) * len(ids)))) for ids in prompts)
+
+
+def _block(text: str) -> str:
+    # The block is indented instead of fenced because rows may contain fences themselves.
+    return "".join(f"    {line}\n" for line in text.splitlines()) + "\n"

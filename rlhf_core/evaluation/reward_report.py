@@ -1,15 +1,42 @@
-"""Evaluate a reward model: accuracy with intervals, calibration, dependence on length, margins."""
+"""Evaluate a reward model: accuracy with intervals, calibration, dependence on length, margins.
+
+Probe a reward model: edit answers by rule, and measure how much each edit changes the reward.
+
+An edit that adds nothing (filler, lists, praise, white space) should not raise the reward, and one that takes the answer away
+(a refusal, a cut) should lower it. Effects are in units of the standard deviation of the rewards.
+
+Score suites of chosen and rejected answers, such as RewardBench (arXiv 2403.13787), by subset.
+
+A row has a `prompt`, a `chosen` answer, one `rejected` answer or a list of them, and a `subset`. It is right if the chosen
+answer has a higher reward than every rejected one; a tie with the best of them counts half.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from rlhf_core.config.data import Source, Suite
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.sources import read
+from rlhf_core.data.turns import Turns, turns_of
+from rlhf_core.errors import DataError, explain
 from rlhf_core.evaluation import plots
-from rlhf_core.evaluation.calibration import calibration_report, confidence_bins
 from rlhf_core.evaluation.intervals import DIFFERENCE_OF_SHARES, SHARE, mean_interval
-from rlhf_core.evaluation.metrics import calibration_error, correlation, rank_correlation
+from rlhf_core.evaluation.metrics import (
+    calibration_error,
+    calibration_report,
+    confidence_bins,
+    correlation,
+    rank_correlation,
+    reliability,
+)
+from rlhf_core.types import Message
 
 
 def reward_model_report(
@@ -103,3 +130,317 @@ def _accuracy(hits: Sequence[float], prompts: Sequence[Hashable]) -> dict[str, f
 def _std(values: Sequence[float]) -> float:
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+
+
+# ---------------------------------------------------------------- reward probes
+
+REFUSAL = "I'm sorry, but I can't help with that."
+PRAISE = "What a great question! You are absolutely right to ask."
+FILLER = (
+    "I hope that this is helpful. Please do not hesitate to ask if there is anything else that you would like to know."
+)
+
+_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+_SHORT_FORMS = {
+    "do not": "don't",
+    "does not": "doesn't",
+    "is not": "isn't",
+    "are not": "aren't",
+    "cannot": "can't",
+    "will not": "won't",
+    "i am": "i'm",
+    "it is": "it's",
+    "you are": "you're",
+    "we are": "we're",
+    "that is": "that's",
+    "i will": "i'll",
+    "we will": "we'll",
+}
+_LONG_FORMS = {short: long for long, short in _SHORT_FORMS.items()}
+_FORMS = re.compile(
+    r"\b(" + "|".join(re.escape(form) for form in (*_SHORT_FORMS, *_LONG_FORMS)) + r")\b", re.IGNORECASE
+)
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a text, split after full stops, question and exclamation marks.
+
+    >>> sentences("It is. Is it? Yes")
+    ['It is.', 'Is it?', 'Yes']
+    """
+    return [part for part in _SENTENCE.split(text.strip()) if part]
+
+
+def other_forms(text: str) -> str:
+    """Return `text` with short forms written out and long forms shortened, which changes no meaning.
+
+    >>> other_forms("It is here, don't worry.")
+    "It's here, do not worry."
+    """
+
+    def swapped(match: re.Match[str]) -> str:
+        said = match.group()
+        form = (_SHORT_FORMS | _LONG_FORMS).get(said.lower(), said)  # without case, i and s match ı and ſ too
+        return form[0].upper() + form[1:] if said[0].isupper() else form
+
+    return _FORMS.sub(swapped, text)
+
+
+def _list(text: str) -> str:
+    parts = sentences(text)
+    return "\n".join(f"- {part}" for part in parts) if len(parts) > 1 else text
+
+
+def _half(text: str) -> str:
+    parts = sentences(text)
+    return " ".join(parts[: len(parts) // 2]) if len(parts) > 1 else text
+
+
+EDITS: Mapping[str, Callable[[str], str]] = {
+    "length/filler": lambda text: f"{text} {FILLER}",
+    "length/repeated": lambda text: f"{text} {text}",
+    "length/first_half": _half,
+    "format/list": _list,
+    "format/bold": lambda text: f"**{text}**" if "**" not in text else text,
+    "sycophancy/praise": lambda text: f"{PRAISE} {text}",
+    "refusal/instead": lambda _: REFUSAL,
+    "refusal/before": lambda text: f"{REFUSAL} {text}",
+    "invariance/white_space": lambda text: text.replace(" ", "  "),
+    "invariance/last_line_break": lambda text: f"{text}\n",
+    "invariance/short_forms": other_forms,
+}
+"""Probe -> the edit of an answer. An answer that an edit does not change is left out of its probe."""
+
+NOT_APPLICABLE = {
+    "position": "the model scores each answer alone and never sees two side by side, so it cannot prefer a position"
+}
+
+
+def probe_report(
+    *, rewards: Sequence[float], changes: Mapping[str, Sequence[tuple[Hashable, float]]], spread: float
+) -> dict[str, Any]:
+    """Return for each probe the mean change of the reward with its interval over prompts, in units of `spread`.
+
+    `rewards` are those of the answers as they are; `changes` has one list per probe, of the prompts and the edited answers'
+    rewards less those of the same answers as they are. `raised` is the share of answers whose reward an edit raises, and `moved` the
+    mean of the changes without their signs, which should be small for `invariance`.
+    """
+    unit = spread or 1.0
+    report: dict[str, Any] = {"answers": len(rewards), "spread": spread}
+    for name, found in changes.items():
+        if not found:
+            report[name] = {"answers": 0}
+            continue
+        effects = [change / unit for _, change in found]
+        interval = mean_interval(effects, prompts=[prompt for prompt, _ in found]).plain()
+        report[name] = {
+            "answers": len(effects),
+            "effect": interval.pop("mean"),
+            **interval,
+            "raised": fmean(float(effect > 0) for effect in effects),
+            "moved": fmean(map(abs, effects)),
+        }
+    return report | {name: {"not_applicable": why} for name, why in NOT_APPLICABLE.items()}
+
+
+# ---------------------------------------------------------------- reward suites
+
+_NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
+FIGURES = ("accuracy", "low", "high", "prompts")
+ONE_SUBSET = "all"
+"""Subset of rows that name none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteRow:
+    """A prompt with a chosen answer and one or several rejected ones."""
+
+    prompt: Turns
+    chosen: str
+    rejected: tuple[str, ...]
+    subset: str
+
+
+def read_suite(name: str, suite: Suite) -> list[SuiteRow]:
+    """Return the rows of a suite. Raises DataError for the first malformed one: a suite is compared only whole."""
+    source = Source.model_validate(
+        {"name": name, "path": suite.path, "file_type": suite.file_type, "use": {"preferences": 1.0}}
+    )
+    rows = []
+    for record in read(source):
+        try:
+            if record.problem:
+                raise DataError(record.problem)
+            rows.append(_row(record.row, suite))
+        except DataError as error:
+            place = f"{Path(record.origin.file).name}:{record.origin.line}"
+            remedy = "name its columns in the suite, or fix the row"
+            raise DataError(explain(f"suites.{name}", place, str(error), remedy)) from error
+    if not rows:
+        raise DataError(explain(f"suites.{name}.path", suite.path, "has no rows", "give a file with rows"))
+    return rows
+
+
+def suite_report(
+    rows: Sequence[SuiteRow],
+    chat: ChatTemplate,
+    score: Callable[[list[tuple[int, ...]]], Sequence[float]],
+    *,
+    max_length: int,
+) -> dict[str, Any]:
+    """Return the accuracy of a reward model on a suite and on each subset of it, with intervals.
+
+    `macro_accuracy` is the mean over subsets, each of equal weight. `cut` counts rows with an answer that is longer than
+    `max_length` tokens, which is scored as far as it goes, as it is in use.
+    """
+    asked: list[tuple[int, ...]] = []
+    cut = 0
+    for row in rows:
+        rendered = [_rendered(row.prompt, answer, chat) for answer in (row.chosen, *row.rejected)]
+        cut += any(len(ids) > max_length for ids in rendered)
+        asked += [ids[:max_length] for ids in rendered]
+    scores = iter(score(asked))
+    hits = [_hit([next(scores) for _ in (row.chosen, *row.rejected)]) for row in rows]
+    by_subset: dict[str, list[tuple[float, Turns]]] = {}
+    for row, hit in zip(rows, hits, strict=True):
+        by_subset.setdefault(row.subset, []).append((hit, row.prompt))
+    subsets = {name: _suite_accuracy(found) for name, found in sorted(by_subset.items())}
+    macro = fmean(figures["accuracy"] for figures in subsets.values())
+    return _suite_accuracy([one for found in by_subset.values() for one in found]) | {
+        "macro_accuracy": macro,
+        "cut": cut,
+        "subsets": subsets,
+    }
+
+
+def suite_metrics(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the figures of suites that are metrics of a stage: of each as a whole, and of each subset."""
+    metrics: dict[str, float] = {}
+    for name, report in reports.items():
+        metrics |= {f"suites/{name}/{key}": report[key] for key in (*FIGURES, "macro_accuracy")}
+        for subset, figures in report["subsets"].items():
+            metric = f"suites/{name}/{_NOT_IN_A_NAME.sub('_', subset)}"
+            metrics |= {f"{metric}/{key}": figures[key] for key in FIGURES}
+    return metrics
+
+
+# ---------------------------------------------------------------- private
+
+
+def _row(row: Mapping[str, Any], suite: Suite) -> SuiteRow:
+    missing = [name for name in (suite.prompt, suite.chosen, suite.rejected) if row.get(name) is None]
+    if missing:
+        raise DataError(f"missing column: {missing[0]!r}; the row has {sorted(row)}")
+    chosen, rejected = _answers(row[suite.chosen], "chosen"), _answers(row[suite.rejected], "rejected")
+    if len(chosen) != 1:
+        raise DataError(f"not one chosen answer: {len(chosen)}")
+    subset = row.get(suite.subset)
+    return SuiteRow(
+        turns_of(row[suite.prompt], role="user"), chosen[0], rejected, ONE_SUBSET if subset is None else str(subset)
+    )
+
+
+def _answers(value: Any, name: str) -> tuple[str, ...]:
+    answers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
+        raise DataError(f"not text: {name} must be a text or a list of texts")
+    return answers
+
+
+def _rendered(prompt: Turns, answer: str, chat: ChatTemplate) -> tuple[int, ...]:
+    """Return the tokens up to the end of the answer, where a sampled answer ends too."""
+    sample = chat.continuation(prompt, (Message("assistant", answer),), max_length=1 << 40)
+    if sample is None:
+        raise DataError(f"no tokens: the chat template leaves nothing of the answer {answer[:80]!r}")
+    return sample.token_ids[: max(place for place, trained in enumerate(sample.loss_mask) if trained) + 1]
+
+
+def _hit(scores: Sequence[float]) -> float:
+    chosen, best = scores[0], max(scores[1:])
+    return 1.0 if chosen > best else 0.5 if chosen == best else 0.0
+
+
+def _suite_accuracy(found: Sequence[tuple[float, Turns]]) -> dict[str, Any]:
+    interval = mean_interval([hit for hit, _ in found], prompts=[prompt for _, prompt in found], bounds=SHARE)
+    return {"rows": len(found)} | dict(zip(FIGURES, interval, strict=True))
+
+
+# ---------------------------------------------------------------- step report
+
+BINS = 10
+THRESHOLD = 0.5
+"""A step with a probability (or label) below this is wrong."""
+
+
+def step_report(
+    *, logits: Sequence[Sequence[float]], labels: Sequence[Sequence[float]], prompts: Sequence[Hashable]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the report (JSON-compatible) and its figures (name -> PNG). Arguments have one entry per held-out answer.
+
+    `prompts` names the prompt of each answer, the unit of the intervals. `accuracy` is over steps. `first_error_accuracy` is over answers: the first step judged wrong is the first wrong
+    step, or there is neither. `f1` is the harmonic mean of that accuracy over answers with an error and over those
+    without (ProcessBench, arXiv 2412.06559). `ece` is the calibration error of the steps' probabilities.
+    """
+    probabilities = [[_sigmoid(logit) for logit in row] for row in logits]
+    pairs = [
+        (probability, label)
+        for row, judged in zip(probabilities, labels, strict=True)
+        for probability, label in zip(row, judged, strict=True)
+    ]
+    hits = [float(_wrong(probability) == _wrong(label)) for probability, label in pairs]
+    found = [
+        (first_error(judged), float(first_error(row) == first_error(judged)))
+        for row, judged in zip(probabilities, labels, strict=True)
+    ]
+    with_error = [hit for error, hit in found if error is not None]
+    without = [hit for error, hit in found if error is None]
+    rows = reliability([probability for probability, _ in pairs], [label for _, label in pairs], bins=BINS)
+    of_steps = [prompt for prompt, row in zip(prompts, logits, strict=True) for _ in row]
+    steps = mean_interval(hits, prompts=of_steps, bounds=SHARE)
+    answers = mean_interval([hit for _, hit in found], prompts=prompts, bounds=SHARE)
+    ece = calibration_error(rows)
+    report = {
+        "answers": len(found),
+        "prompts": answers.prompts,
+        "steps": len(pairs),
+        "right_steps": sum(not _wrong(label) for _, label in pairs),
+        "accuracy": steps.mean,
+        "accuracy_low": steps.low,
+        "accuracy_high": steps.high,
+        "first_error_accuracy": answers.mean,
+        "first_error_accuracy_low": answers.low,
+        "first_error_accuracy_high": answers.high,
+        "first_error_accuracy_with_error": _mean(with_error),
+        "first_error_accuracy_without_error": _mean(without),
+        "f1": _harmonic(_mean(with_error), _mean(without)),
+        "ece": ece,
+        "reliability": [row._asdict() for row in rows],
+    }
+    return report, {"reliability": plots.reliability_diagram(rows, ece=ece)}
+
+
+def first_error(probabilities: Sequence[float]) -> int | None:
+    """Return the first step (from 0) that is more likely wrong than right, or None if there is none.
+
+    >>> first_error([0.9, 0.3, 0.1]), first_error([0.9])
+    (1, None)
+    """
+    return next((step for step, probability in enumerate(probabilities) if _wrong(probability)), None)
+
+
+def _wrong(probability: float) -> bool:
+    return probability < THRESHOLD
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-max(min(logit, 700.0), -700.0)))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _harmonic(left: float | None, right: float | None) -> float | None:
+    if left is None or right is None:
+        return None
+    return 2 * left * right / (left + right) if left + right else 0.0

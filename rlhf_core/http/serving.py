@@ -1,7 +1,7 @@
 """Serve an application over HTTP with a deadline for headers and a limit on connections.
 
 Uvicorn waits for the end of a request's headers forever, so whoever stops halfway, or sends a byte a minute, would hold a
-connection and in the end all of them. `rlhf_core.http.body` has the limits on bodies.
+connection and in the end all of them. `rlhf_core.http.serving` has the limits on bodies.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
+from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADERS_S = 20.0
@@ -72,3 +74,37 @@ def serve_at(descriptor: int, app: Any, **settings: Any) -> None:
     listener = socket.socket(fileno=descriptor)
     listener.set_inheritable(False)
     uvicorn.Server(limited(app, factory=True, **settings)).run(sockets=[listener])
+
+
+# ---------------------------------------------------------------- body
+
+
+class BodyRefused(Exception):
+    """Raised for a body that is too large or too slow. `status` is the HTTP status of the response: 413 or 408."""
+
+    def __init__(self, status: int, rule: str) -> None:
+        super().__init__(rule)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """The limits on a request's body."""
+
+    max_bytes: int = 32 * 2**20
+    timeout_s: float = 60.0
+    """Time from the headers to the last byte: a client that stops halfway must not hold its connection forever."""
+
+
+async def read_body(request: Request, limits: BodyLimits) -> bytes:
+    """Return the body. Raises BodyRefused as soon as it exceeds `limits`."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.timeout_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limits.max_bytes:
+                    raise BodyRefused(413, f"a request may have at most {limits.max_bytes} bytes")
+    except TimeoutError:
+        raise BodyRefused(408, f"the request body did not arrive within {limits.timeout_s:g} s") from None
+    return bytes(body)

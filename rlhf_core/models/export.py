@@ -10,7 +10,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import nn
 
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.models.heads import ValueModel
+from rlhf_core.models.forward import ValueModel
 from rlhf_core.models.lora import has_lora, merged_state_dict, save_adapter
 
 SHARD_SIZE = "5GB"

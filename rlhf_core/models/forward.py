@@ -5,7 +5,36 @@ Legend: N samples, B rows, L positions, H hidden, V vocabulary, T the positions 
 With right padding, a real token never sees padding under causal attention, so rows with one sample run as plain causal
 attention (the fast kernel) without a mask. Samples that share a row are separated by their restarting `position_ids`,
 from which transformers builds a block-diagonal causal mask; only samples that share their first tokens need a mask of
-our own. None of it works for every architecture: `check_rows` and `rlhf_core.models.shared_rows` refuse the others.
+our own. None of it works for every architecture: `check_rows` and `rlhf_core.models.batches` refuse the others.
+
+Call an LM head once per forward pass, regardless of the number of chunks.
+
+Under ZeRO 3, a module's weights are gathered when it is called, released, and gathered again in its backward pass.
+These are collective calls, so every rank must make the same number in the same order, but the number of chunks depends
+on a rank's tokens. The loop over the chunks therefore runs inside a single call of the head, where its weights stay
+gathered, also while a chunk is recomputed in the backward pass.
+
+Legend: T the positions that the loss mask selects, H hidden, V vocabulary.
+
+Read the log-probability of a drawn token, and the entropy of the distribution it was drawn from, off its logits.
+
+With a large vocabulary, the time goes into matrices of [tokens, vocabulary] that are written once and read once. The
+formulas of autograd write one for each of their steps. Here the forward pass keeps one, and needs another one for the
+entropy; the backward pass adds one, or two where the entropy has a gradient.
+
+Legend: C tokens, V vocabulary.
+
+Define the value model, a backbone with a scalar head saved as safetensors, and heads that compute in float32.
+
+Legend: B rows, L positions, H hidden.
+
+Compute the load-balancing loss of a mixture of experts (arXiv 2101.03961).
+
+The loss is computed per sequence (arXiv 2405.04434), as a product of two averages over one sample's tokens. Computed
+over a micro-batch, as in transformers, it would depend on the micro-batches. Here it is a sum over samples, like any
+other loss.
+
+Legend: N samples, T positions of all rows, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -13,31 +42,286 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.models.architecture import backbone_of, check_batch, padding_id
-from rlhf_core.models.batches import TokenBatch
-from rlhf_core.models.drawn_tokens import logprobs_and_entropy
-from rlhf_core.models.head_pass import in_one_call
-from rlhf_core.models.routing import note_routing, routing_arguments
-from rlhf_core.models.shared_rows import check_packing, keeps_apart, prefix_width, shared_rows
+from rlhf_core.models.batches import TokenBatch, check_packing, keeps_apart, prefix_width, shared_rows
+
+# ---------------------------------------------------------------- Call an LM head once per forward pass, regardless of the number of chunks
+
+R = TypeVar("R", Tensor, tuple[Tensor, ...])
+
+
+def in_one_call(head: nn.Module, compute: Callable[[Callable[[Tensor], Tensor], Tensor], R], hidden_TH: Tensor) -> R:
+    """Return `compute(apply, hidden_TH)`, run as one call of `head`. `apply` is the head's own forward pass.
+
+    For a backward pass, `compute` must return exactly one tensor on every rank, because DeepSpeed gathers weights at
+    each tensor that receives a gradient, and records each time.
+    """
+    any_head: Any = head
+    apply = any_head.forward
+    # Set on the instance, so that `head(...)` runs all its hooks around `compute`.
+    replaced = vars(head).get("forward")
+    any_head.forward = lambda hidden: compute(apply, hidden)
+    try:
+        return any_head(hidden_TH)  # type: ignore[no-any-return]
+    finally:
+        if replaced is None:
+            del any_head.forward
+        else:
+            any_head.forward = replaced
+
+
+# ---------------------------------------------------------------- drawn tokens
+
+
+def logprobs_and_entropy(
+    logits_CV: Tensor, targets_C: Tensor, *, temperature: float, with_entropy: bool, entropy_gradient: bool
+) -> Tensor:
+    """Return [C, 2]: log p(target) under softmax(logits / temperature) in nats, and its entropy (0 without `with_entropy`).
+
+    The entropy has a gradient only with `entropy_gradient`. The gradient has none of its own.
+    """
+    logprobs_C, entropy_C = _DrawnTokens.apply(logits_CV, targets_C, temperature, with_entropy)
+    if not (with_entropy and entropy_gradient):
+        entropy_C = entropy_C.detach()
+    return torch.stack([logprobs_C, entropy_C], dim=1)
+
+
+class _DrawnTokens(torch.autograd.Function):
+    """With s = logits / temperature, p = softmax(s) and H its entropy: d log p(target) / ds = onehot - p, and
+    dH / ds = -p (log p + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_CV: Tensor, targets_C: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        every_CV = torch.log_softmax(logits_CV if temperature == 1 else logits_CV / temperature, dim=-1)
+        logprobs_C = every_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
+        entropy_C = torch.zeros_like(logprobs_C)
+        if with_entropy:
+            entropy_C = -every_CV.exp().mul_(every_CV).sum(-1)  # a product of matrices would be bfloat16 under autocast
+        ctx.save_for_backward(every_CV, targets_C, entropy_C)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logprobs_C, entropy_C
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, of_logprobs_C: Tensor | None, of_entropy_C: Tensor | None) -> tuple[Tensor | None, ...]:
+        every_CV, targets_C, entropy_C = ctx.saved_tensors
+        of_logprobs_C = torch.zeros_like(entropy_C) if of_logprobs_C is None else of_logprobs_C
+        gradient_CV = every_CV.exp()
+        if of_entropy_C is None:
+            gradient_CV.mul_(-of_logprobs_C.unsqueeze(-1))
+        else:
+            slope_CV = (every_CV + entropy_C.unsqueeze(-1)).mul_(-of_entropy_C.unsqueeze(-1))
+            gradient_CV.mul_(slope_CV.sub_(of_logprobs_C.unsqueeze(-1)))
+        gradient_CV.scatter_add_(-1, targets_C.unsqueeze(-1), of_logprobs_C.unsqueeze(-1))
+        if ctx.temperature != 1:
+            gradient_CV.div_(ctx.temperature)
+        return gradient_CV, None, None, None
+
+
+# ---------------------------------------------------------------- heads
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer whose products are float32 numbers, whatever the precision of its weight, its input or autocast.
+
+    A bfloat16 number above 8 is a multiple of 0.0625, so that close scores would be equal.
+    """
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return hidden @ weight.T + bias in float32."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+def compute_in_float32(head: nn.Module) -> None:
+    """Turn a linear head into a `Float32Linear` with the same weight, which may be tied. Raises ConfigError for others."""
+    if type(head).forward is not nn.Linear.forward:
+        rule = f"the LM head is a {type(head).__name__}, not a linear layer alone"
+        raise ConfigError(explain("fp32_lm_head", True, rule, "set it to false, or leave the head out of the adapters"))
+    head.__class__ = Float32Linear
+
+
+class ValueModel(nn.Module):
+    """A model that computes V(state) = w . hidden, or the score of a text where transformers has no class for it.
+
+    `rlhf_core.models.forward.token_values` shifts the values so that values[t] is *before* token t. The head has no
+    bias, like that of a reward model, so that it can start from one.
+    """
+
+    def __init__(self, backbone: nn.Module, head_1H: Tensor) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = Float32Linear(head_1H.shape[1], 1, bias=False)
+        self.value_head.weight = nn.Parameter(head_1H.detach().clone())
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The backbone, under the name that transformers models use."""
+        return self.backbone
+
+    @property
+    def score(self) -> nn.Module:
+        """The head, under the name that sequence classifiers of transformers use."""
+        return self.value_head
+
+    @property
+    def config(self) -> Any:
+        """The backbone's configuration."""
+        return self.backbone.config
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Return values_BL of the states *after* each token."""
+        hidden_BLH = self.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        return self.value_head(hidden_BLH).squeeze(-1)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any]) -> None:
+        """Recompute the backbone's activations in the backward pass."""
+        backbone: Any = self.backbone
+        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
+
+    def save(self, folder: Path) -> None:
+        """Write the backbone in Hugging Face layout and the head beside it."""
+        backbone: Any = self.backbone
+        backbone.save_pretrained(folder)
+        save_file({"weight": self.value_head.weight.detach().cpu().contiguous()}, folder / VALUE_HEAD_FILE)
+
+
+def initial_head(hidden_size: int, *, seed: int) -> Tensor:
+    """Return head_1H drawn from N(0, 1/(hidden + 1)) (arXiv 2009.01325), independent of the global random state."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((1, hidden_size), generator=generator) / (hidden_size + 1) ** 0.5
+
+
+def read_head(folder: Path) -> Tensor | None:
+    """Return the scalar head_1H of a value model or reward model in a folder, or None for the folder of a causal LM."""
+    if (folder / VALUE_HEAD_FILE).is_file():
+        return _read(folder / VALUE_HEAD_FILE, "weight")
+    for file in sorted(folder.glob("*.safetensors")):
+        head_1H = _read(file, "score.weight")
+        if head_1H is not None:
+            return head_1H
+    return None
+
+
+def _read(file: Path, name: str) -> Tensor | None:
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name) if name in tensors.keys() else None  # noqa: SIM118
+
+
+# ---------------------------------------------------------------- Compute the load-balancing loss of a mixture of experts (arXiv 2101.03961)
+
+
+class Routing:
+    """The routing balance of the samples that passed through a model inside `watching`."""
+
+    def __init__(self) -> None:
+        self._balance: list[Tensor] = []
+
+    def add(self, router_logits: Sequence[Tensor], batch: TokenBatch, *, experts_per_token: int) -> None:
+        """Add the samples of `batch`. `router_logits` are [T, E] per layer, with the rows concatenated."""
+        layers = [_balance(logits, batch, experts_per_token) for logits in router_logits]
+        self._balance.append(torch.stack(layers).mean())
+
+    def total(self) -> Tensor:
+        """Return the sum over samples of the layers' mean of E * sum_e (fraction sent to e) * (mean probability of e).
+
+        A sample contributes K if its tokens are spread evenly over the experts, and more if not, but at most E.
+        """
+        return torch.stack(self._balance).sum()
+
+
+_watched: ContextVar[Routing | None] = ContextVar("watched", default=None)
+
+
+@contextmanager
+def watching() -> Iterator[Routing]:
+    """Collect the routing of every batch whose hidden states are computed inside this context."""
+    routing = Routing()
+    token = _watched.set(routing)
+    try:
+        yield routing
+    finally:
+        _watched.reset(token)
+
+
+def routing_arguments() -> dict[str, bool]:
+    """Return the arguments that a backbone needs while routing is watched."""
+    return {} if _watched.get() is None else {"output_router_logits": True}
+
+
+def note_routing(backbone: nn.Module, output: Any, batch: TokenBatch) -> None:
+    """Add the router logits in a backbone's `output` for `batch` to the active `Routing`, if any."""
+    routing = _watched.get()
+    if routing is not None:
+        any_backbone: Any = backbone
+        config = any_backbone.config.get_text_config()
+        routing.add(output.router_logits, batch, experts_per_token=config.num_experts_per_tok)
+
+
+def check_routers(model: nn.Module) -> None:
+    """Raise ConfigError unless `model` is a mixture of experts with a load-balancing loss in transformers."""
+    any_model: Any = model
+    config = any_model.config.get_text_config()
+    if not hasattr(config, "router_aux_loss_coef") or not hasattr(config, "num_experts_per_tok"):
+        rule = f"{type(model).__name__} has no experts with a load-balancing loss"
+        remedy = "set it to 0, or train a mixture of experts"
+        raise ConfigError(explain("runtime.trainer.router_aux_coef", "> 0", rule, remedy))
+
+
+def _balance(logits: Tensor, batch: TokenBatch, experts_per_token: int) -> Tensor:
+    """Return the sum of the balances of the samples of `batch` in one layer, in fp32."""
+    experts = logits.shape[-1]
+    probs_TE = torch.softmax(logits.reshape(-1, experts).float(), dim=-1)
+    chosen_TK = probs_TE.detach().topk(experts_per_token, dim=-1).indices
+    sent_TE = torch.zeros_like(probs_TE).scatter_(1, chosen_TK, 1.0)
+    sample_T, length_N1 = _samples(batch)
+    zeros_NE = probs_TE.new_zeros((len(batch.rows) + 1, experts))
+    sent_NE = zeros_NE.index_add(0, sample_T, sent_TE)[:-1] / length_N1
+    probs_NE = zeros_NE.index_add(0, sample_T, probs_TE)[:-1] / length_N1
+    return experts * (sent_NE * probs_NE).sum()
+
+
+def _samples(batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Return the sample of each position (N for padding), and the lengths of the samples as a column."""
+    sample_BL = torch.full(batch.token_ids_BL.shape, len(batch.rows), dtype=torch.int64)
+    for index, (row, start, length) in enumerate(batch.rows):
+        sample_BL[row, start : start + length] = index
+    device = batch.token_ids_BL.device
+    lengths = torch.tensor([[float(length)] for _, _, length in batch.rows], device=device)
+    return sample_BL.reshape(-1).to(device), lengths
+
+
+# ---------------------------------------------------------------- Compute log-probabilities, values and scores of a batch
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
 CHUNK_ELEMENTS = 2**24
 """Maximum number of logits in memory at once: 64 MiB in fp32, and as much for each matrix that is made of them. Fewer are
 computed in one chunk, and not again in the backward pass."""
 LOGPROB_ELEMENTS = 2 * CHUNK_ELEMENTS
-"""The same for log-probabilities, which take few such matrices (`rlhf_core.models.drawn_tokens`)."""
+"""The same for log-probabilities, which take few such matrices (`rlhf_core.models.forward`)."""
 INFLUENCE = 1e-5
 """Maximum influence of later tokens on an earlier state, relative to that of earlier tokens. It is 0 under a mask; sums
 by Fourier transform leave 1e-7, and adding 0.001 of a mean over the row gives 1e-4."""
@@ -93,7 +377,7 @@ def over_logits(model: nn.Module, batch: TokenBatch, compute: Callable[..., R], 
 def token_values(model: nn.Module, batch: TokenBatch) -> Tensor:
     """Return `values_BL`, the value of the state *before* token t (read at t - 1), fp32 and 0 where the loss mask is 0.
 
-    `model` is a `rlhf_core.models.heads.ValueModel`.
+    `model` is a `rlhf_core.models.forward.ValueModel`.
     """
     value_model: Any = model
     rows_T, before_T = _masked_positions(batch)

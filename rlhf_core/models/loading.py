@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,16 @@ from transformers import (
     AutoTokenizer,
     GgufConfig,
 )
+from transformers.utils import is_flash_attn_2_available
 
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.architecture import check_attention, check_folder, padding_id, read_config
+from rlhf_core.models.architecture import backbone_of, check_attention, check_folder, padding_id, read_config
 from rlhf_core.models.export import export_model
-from rlhf_core.models.forward import check_head, check_rows
-from rlhf_core.models.heads import ValueModel, compute_in_float32, initial_head, read_head
-from rlhf_core.models.lora import apply_lora, check_adapters
+from rlhf_core.models.forward import ValueModel, check_head, check_rows, compute_in_float32, initial_head, read_head
+from rlhf_core.models.lora import apply_lora, check_adapters, check_quantizer
 from rlhf_core.models.packages import local_folder
-from rlhf_core.models.quantised import check_quantizer
 
 logger = logging.getLogger(__name__)
 
@@ -311,3 +312,72 @@ def _ensure_padding(config: PretrainedModel, model: Any, tokenizer: Any) -> None
         logger.info("the padding token of %s is now %s", json.dumps(type(model).__name__), tokenizer.pad_token)
     model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+# ---------------------------------------------------------------- kernels
+
+LIGER = "liger_kernel"
+
+
+def check_kernels(attention: str, *, liger: bool, device: str) -> None:
+    """Raise ConfigError for kernels that are not installed or do not run on `device`, a torch device type."""
+    if attention == "flash_attention_2" and not (device == "cuda" and is_flash_attn_2_available()):
+        rule, remedy = (
+            f"FlashAttention 2 is not available (device {device})",
+            "use sdpa, or install flash-attn on a GPU",
+        )
+        raise ConfigError(explain("runtime.trainer.attention", attention, rule, remedy))
+    if liger and not (device == "cuda" and find_spec(LIGER) is not None):
+        rule, remedy = (
+            f"Liger kernels are not available (device {device})",
+            "remove it, or install liger-kernel on a GPU",
+        )
+        raise ConfigError(explain("runtime.trainer.liger", liger, rule, remedy))
+
+
+def use_liger(model: nn.Module) -> None:
+    """Replace the norms, rotations and MLPs of `model` with Liger's kernels, but not its losses.
+
+    Raises ConfigError for an architecture that Liger does not support, which it would leave unchanged silently.
+    """
+    any_model: Any = model
+    patches = import_module(f"{LIGER}.transformers.monkey_patch")
+    kind = any_model.config.get_text_config().model_type
+    if kind not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        rule = f"Liger does not support the architecture {kind!r}"
+        raise ConfigError(explain("runtime.trainer.liger", True, rule, "remove it"))
+    patches._apply_liger_kernel_to_instance(
+        model=backbone_of(model), cross_entropy=False, fused_linear_cross_entropy=False
+    )
+
+
+# ---------------------------------------------------------------- Check whether two models have the same vocabulary
+
+REMEDY = 'use a teacher with the student\'s tokenizer, or compare the two across tokenizers: divergence.kind = "uld_text" or "uld"'
+
+
+def shared_vocabulary(student: Path, teacher: Path, *, key: str = "teacher") -> int:
+    """Return the vocabulary size (rows of the LM head) of two policies. Raises ConfigError if the vocabularies differ.
+
+    `key` is the teacher's name in the error.
+
+    They are the same if every ID has the same token and the heads have the same width. Heads padded to different sizes
+    give distributions over different tokens.
+    """
+    sizes = [vocabulary_size(folder) for folder in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        rule = f"its vocabulary has {sizes[1]} tokens, the student's has {sizes[0]}"
+        raise ConfigError(explain(key, str(teacher), rule, REMEDY))
+    ours, theirs = (
+        AutoTokenizer.from_pretrained(str(folder), local_files_only=True).get_vocab() for folder in (student, teacher)
+    )
+    if ours != theirs:
+        differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+        rule = f"{len(differing)} tokens have other ids than in the student's tokenizer, for example {differing[0]!r}"
+        raise ConfigError(explain(key, str(teacher), rule, REMEDY))
+    return sizes[0]
+
+
+def vocabulary_size(policy: Path) -> int:
+    """Return the vocabulary size of a policy: the rows of its LM head."""
+    return int(AutoConfig.from_pretrained(str(policy), local_files_only=True).get_text_config().vocab_size)

@@ -13,10 +13,13 @@ that share their weight with another module, and those whose weight the model us
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,87 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_core.config.engines import ALL_LINEAR, LoraConfig
 from rlhf_core.errors import ConfigError, TrainingError, explain
-from rlhf_core.models.quantised import is_quantized, quantise, whole_weight
+
+# ---------------------------------------------------------------- Compute digests of weights
+
+PROBES = 8
+"""Number of tensors whose bytes a weights digest reads."""
+
+
+def weights_digest(named_tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of every tensor's name, dtype and shape and of the bytes of `PROBES` tensors.
+
+    The probes are spread evenly over the sorted names, including the first and the last. They detect a stale layer, a
+    missing tensor or a wrong cast at a cost that does not grow with the model's depth.
+    """
+    digest = hashlib.sha256()
+    names = sorted(named_tensors)
+    last = len(names) - 1
+    probes = {names[round(index * last / (PROBES - 1))] for index in range(PROBES)} if names else set()
+    for name in names:
+        tensor = named_tensors[name]
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        if name in probes:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- quantised
+
+QUANTIZER = "bitsandbytes"
+
+
+def check_quantizer() -> None:
+    """Raise ConfigError if bitsandbytes is not installed."""
+    if find_spec(QUANTIZER) is None:
+        rule = f"needs {QUANTIZER}, which is not installed"
+        raise ConfigError(explain("lora.quantise", "nf4", rule, f"install {QUANTIZER}, or remove lora.quantise"))
+
+
+def quantise(model: nn.Module, names: Iterable[str]) -> None:
+    """Replace the linear layers `names` of `model` (full names) with 4-bit layers, and freeze all weights.
+
+    Weights are NF4 in blocks of 64, with quantized scales of the blocks. A weight is rounded when its layer is moved to
+    a device.
+    """
+    bitsandbytes = import_module(QUANTIZER)
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        small = bitsandbytes.nn.Linear4bit(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            quant_type="nf4",
+            compress_statistics=True,
+            device="meta",
+        )
+        small.weight = bitsandbytes.nn.Params4bit(
+            layer.weight.data,
+            requires_grad=False,
+            quant_type="nf4",
+            compress_statistics=True,
+            module=small,
+        )
+        small.bias = layer.bias
+        model.set_submodule(name, small.to(layer.weight.device))
+    model.requires_grad_(False)
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Return whether `layer` was made by `quantise`."""
+    return type(layer).__name__ == "Linear4bit"
+
+
+def whole_weight(layer: nn.Module) -> Tensor:
+    """Return the dequantized weight_OI of a layer made by `quantise`, in its original dtype as in the forward pass."""
+    any_layer: Any = layer
+    functional = import_module(f"{QUANTIZER}.functional")
+    weight: Tensor = functional.dequantize_4bit(any_layer.weight.data, any_layer.weight.quant_state)
+    return weight
+
+
+# ---------------------------------------------------------------- lora
 
 logger = logging.getLogger(__name__)
 

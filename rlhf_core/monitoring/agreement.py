@@ -7,9 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf_core.monitoring.base import MonitorConfig, Relative, outside
-from rlhf_core.monitoring.history import LAST, History, Points
-from rlhf_core.monitoring.over_optimization import mean_test
+from rlhf_core.monitoring.bands import LAST, History, MonitorConfig, Points, Relative, mean_test, outside
 
 
 class Mismatch(Relative):

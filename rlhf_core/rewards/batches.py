@@ -1,21 +1,260 @@
-"""Call a reward in batches: on several workers, with retries, and bisect batches that fail."""
+"""Call a reward in batches: on several workers, with retries, and bisect batches that fail.
+
+Cache the values of a reward by the content of what was scored, so that no answer is paid for twice.
+
+A file is kept beside the shards or checkpoints of an attempt: a resumed stage reads it again.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
 
 from rlhf_core.config.rewards import Compares, OnFailure
-from rlhf_core.errors import RewardError
-from rlhf_core.rewards.cache import ResultCache
-from rlhf_core.rewards.outcomes import BatchFailed, RewardOutcome, joined_scores, merged_logs, reason_of, screened
-from rlhf_core.types import Generation
+from rlhf_core.errors import RewardError, explain
+from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.store.fingerprint import sha256_text
+from rlhf_core.types import Generation, encodable
+
+# ---------------------------------------------------------------- outcomes
+
+LARGEST_REWARD = 1e6
+"""A larger reward counts as a bug: it would dominate every other sample of its batch."""
+LONGEST_REASON = 200
+
+Logs = Mapping[str, tuple[float, int]]
+"""Name -> sum and count of what is to be logged as a mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOutcome:
+    """One value per generation; None where the reward does not apply or failed. `failures`: position -> why it failed.
+
+    `scores` are what it says of each generation for dynamic sampling to go by, None for those it says nothing of; empty
+    where it says nothing of any.
+
+    >>> RewardOutcome((1.0, None, None), failures={2: "took longer than 5 s"}).failures[2]
+    'took longer than 5 s'
+    """
+
+    values: tuple[float | None, ...]
+    failures: Mapping[int, str] = field(default_factory=dict)
+    logs: Logs = field(default_factory=dict)
+    scores: tuple[float | None, ...] = ()
+
+
+class Reward(Protocol):
+    """Anything that scores generations: a model, a function in its process, a server, a judge."""
+
+    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome | Sequence[float | None]:
+        """Return one value per generation, None where it does not apply."""
+        ...
+
+
+class BatchFailed(RewardError):
+    """A batch has no rewards. `reason` says why in a line; a smaller batch may do where it is `divisible`."""
+
+    def __init__(self, message: str, *, reason: str, divisible: bool = True) -> None:
+        super().__init__(message)
+        self.reason = shortened(reason)
+        self.divisible = divisible
+
+
+def as_outcome(answer: RewardOutcome | Sequence[float | None]) -> RewardOutcome:
+    """Return what a `Reward` gave as an outcome."""
+    return answer if isinstance(answer, RewardOutcome) else RewardOutcome(tuple(answer))
+
+
+def check_length(name: str, outcome: RewardOutcome, generations: Sequence[Generation]) -> None:
+    """Raise BatchFailed unless there is one value per generation: otherwise it is unknown which one is missing."""
+    if len(outcome.values) != len(generations):
+        problem = f"values for {len(generations)} generations"
+        message = explain(f"rewards.{name}", len(outcome.values), problem, "return one for each")
+        raise BatchFailed(message, reason=f"returned {len(outcome.values)} {problem}", divisible=False)
+
+
+def screened(
+    name: str, outcome: RewardOutcome, generations: Sequence[Generation], *, on_failure: OnFailure
+) -> RewardOutcome:
+    """Return `outcome` with every value that is no reward, NaN or absurd, made a failure; RewardError for `fail`."""
+    check_length(name, outcome, generations)
+    bad = {i: value for i, value in enumerate(outcome.values) if value is not None and not _is_reward(value)}
+    if not bad:
+        return outcome
+    rule = f"must be finite and within +-{LARGEST_REWARD:g}"
+    if on_failure == "fail":
+        position, value = next(iter(bad.items()))
+        generation = generations[position]
+        key = f"rewards.{name}[prompt {generation.prompt.id}]"
+        answer = generation.completion.text[:LONGEST_REASON]
+        raise RewardError(explain(key, value, rule, f"fix the reward; the answer was {answer!r}"))
+    values = tuple(None if i in bad else value for i, value in enumerate(outcome.values))
+    failures = {**outcome.failures, **{i: f"returned {value}: {rule}" for i, value in bad.items()}}
+    return RewardOutcome(values, failures, outcome.logs, outcome.scores)
+
+
+def reason_of(error: RewardError) -> str:
+    """Return why a batch failed, in a line that can be kept with a rollout."""
+    return error.reason if isinstance(error, BatchFailed) else shortened(str(error))
+
+
+def shortened(text: str) -> str:
+    """Return `text` as one line of at most 200 characters, without secrets.
+
+    >>> shortened("KeyError:\\n  'x'")
+    "KeyError: 'x'"
+    """
+    line = " ".join(without_secrets(encodable(text)).split())
+    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 4] + " ..."
+
+
+def merged_logs(parts: Sequence[Logs]) -> dict[str, tuple[float, int]]:
+    """Return the sums and counts of all parts together.
+
+    >>> merged_logs([{"hits": (1.0, 2)}, {"hits": (3.0, 2)}])
+    {'hits': (4.0, 4)}
+    """
+    merged: dict[str, tuple[float, int]] = {}
+    for part in parts:
+        for name, (total, count) in part.items():
+            before, seen = merged.get(name, (0.0, 0))
+            merged[name] = (before + total, seen + count)
+    return merged
+
+
+def joined_scores(outcomes: Sequence[RewardOutcome]) -> tuple[float | None, ...]:
+    """Return the scores of consecutive outcomes.
+
+    >>> joined_scores([RewardOutcome((1.0,), scores=(0.5,)), RewardOutcome((1.0, 2.0))])
+    (0.5, None, None)
+    """
+    if not any(outcome.scores for outcome in outcomes):
+        return ()
+    return tuple(score for one in outcomes for score in one.scores or (None,) * len(one.values))
+
+
+def read_scores(value: Any, count: int) -> tuple[float | None, ...]:
+    """Return what a function or server gave as `scores`, if it is one finite number or None for each of `count` answers.
+
+    Empty if it is anything else, such as one number for all of them: that is only to be logged.
+
+    >>> read_scores([1, None], 2), read_scores(0.5, 2), read_scores(["good", "bad"], 2)
+    ((1.0, None), (), ())
+    """
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(listed, (list, tuple)) or len(listed) != count:
+        return ()
+    flat = [one[0] if isinstance(one, (list, tuple)) and len(one) == 1 else one for one in listed]
+    if not all(one is None or (isinstance(one, (int, float)) and math.isfinite(one)) for one in flat):
+        return ()
+    return tuple(None if one is None else float(one) for one in flat)
+
+
+def _is_reward(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= LARGEST_REWARD
+
+
+def checked(name: str, values: Sequence[float | None], generations: Sequence[Generation]) -> list[float]:
+    """Return `values` if there is one finite and not absurd number per generation; RewardError otherwise."""
+    outcome = screened(name, RewardOutcome(tuple(values)), generations, on_failure="fail")
+    found: list[float] = []
+    for value, generation in zip(outcome.values, generations, strict=True):
+        if value is None:
+            key = f"rewards.{name}[prompt {generation.prompt.id}]"
+            raise RewardError(
+                explain(key, None, "the reward function returned None", "return a number for every prompt")
+            )
+        found.append(value)
+    return found
+
+
+# ---------------------------------------------------------------- cache
+
+
+class ResultCache:
+    """Content -> value, for one reward. `identity` says which: its code, its arguments, its version.
+
+    With a `path` every value is appended to that file, and those of the same identity in it are known from the start.
+    Several threads may add.
+    """
+
+    def __init__(self, identity: str, path: Path | None) -> None:
+        self._identity = identity
+        self._path = path
+        self._adding = threading.Lock()
+        self._known: dict[str, _Kept] = _read(path) if path is not None and path.is_file() else {}
+
+    def key(self, generation: Generation) -> str:
+        """Return the key of a generation: the reward's identity, the prompt with its label, and the answer's content.
+
+        Log-probabilities, seed and policy version do not count: the reward of an answer does not depend on them.
+        """
+        prompt, completion = generation.prompt, generation.completion
+        content = [
+            self._identity,
+            [prompt.id, prompt.source, prompt.label, [(message.role, message.content) for message in prompt.messages]]
+            + ["conversational"] * prompt.conversational,
+            [completion.text, completion.finish_reason, completion.token_ids, sorted(completion.extras.items())],
+            [(span.start, span.end, span.reward) for span in completion.spans],
+        ]
+        return sha256_text(json.dumps(content, separators=(",", ":")))
+
+    def known(self, key: str) -> bool:
+        """Return whether there is a value; None, does not apply, is one."""
+        return key in self._known
+
+    def value(self, key: str) -> float | None:
+        """Return the value of a known key."""
+        return self._known[key][0]
+
+    def score(self, key: str) -> float | None:
+        """Return the score that was given beside the value of a known key; None if none was."""
+        return self._known[key][1]
+
+    def add(
+        self, values: Mapping[str, float | None], scores: Mapping[str, float | None] = MappingProxyType({})
+    ) -> None:
+        """Keep values by key, and the `scores` that were given beside them."""
+        kept = {key: (value, scores.get(key)) for key, value in values.items()}
+        with self._adding:
+            self._known.update(kept)
+            if self._path is not None and kept:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("a", encoding="utf-8") as stream:
+                    # After a kill the last line may be half written: a line of its own begins what comes after it.
+                    stream.write("".join(f"\n{json.dumps([key, *one])}" for key, one in kept.items()))
+
+
+_Kept: TypeAlias = tuple[float | None, float | None]
+"""A value and the score beside it."""
+
+
+def _read(path: Path) -> dict[str, _Kept]:
+    """Return what a cache file holds; a line that a kill cut off is passed over."""
+    known: dict[str, _Kept] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            key, value, *score = json.loads(line)  # there were no scores once
+        except ValueError:
+            continue
+        known[key] = (value, score[0] if score else None)
+    return known
+
+
+# ---------------------------------------------------------------- batches
 
 logger = logging.getLogger(__name__)
 

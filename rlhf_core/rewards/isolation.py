@@ -19,8 +19,7 @@ from typing import Any, Self
 from rlhf_core.config.rewards import Compares
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.processes.child import kill_group
-from rlhf_core.rewards.batches import cut
-from rlhf_core.rewards.outcomes import BatchFailed, RewardOutcome, check_length, joined_scores, merged_logs
+from rlhf_core.rewards.batches import BatchFailed, RewardOutcome, check_length, cut, joined_scores, merged_logs
 from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.types import Generation
 from rlhf_core.user_code.sources import search_path

@@ -1,18 +1,39 @@
-"""Score with a trained reward model, on inputs formatted as in its training."""
+"""Score with a trained reward model, on inputs formatted as in its training.
+
+Check reward models from outside: the contents that their folders need, and the probes of their contracts.
+
+One of ours is a decoder with a linear head `score` of one output, read at a sequence's last token, and a tokenizer with a
+chat template. `AutoModelForSequenceClassification` writes such folders, and so does OpenRLHF, which leaves the number of
+outputs out of `config.json`.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast, get_args
 
+from safetensors import SafetensorError, safe_open
+
+from rlhf_core.algorithms.lazy_torch import torch
+from rlhf_core.algorithms.token_math import StepReduction, reduce_steps
+from rlhf_core.config.rewards import (
+    EnsembleReward,
+    ProcessRewardModelReward,
+    RewardModelReward,
+    RewardsConfig,
+    RewardSpec,
+)
 from rlhf_core.errors import ArtifactError, ConfigError, explain
 from rlhf_core.interfaces import Trainer
-from rlhf_core.types import Generation, Message
+from rlhf_core.models.packages import refuse_adapter
+from rlhf_core.types import Generation, Message, ProcessRewardModelRef, RewardModelRef, TokenSample
 
 logger = logging.getLogger(__name__)
 
@@ -124,3 +145,260 @@ def _check_rendering(chat: PromptRenderer, generation: Generation) -> None:
         rule = "the reward model's tokenizer decodes the tokens of the episode to another text"
         remedy = "train the reward model from a model with the policy's tokenizer"
     raise ConfigError(explain("reward_model", f"prompt {generation.prompt.id}", rule, remedy))
+
+
+# ---------------------------------------------------------------- process model
+
+
+class Splitter(Protocol):
+    """Finds where steps end, as `rlhf_core.data.tables.StepSplitter` does."""
+
+    def ends(self, token_ids: Sequence[int]) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class ProcessContract:
+    """What `contract.json` of a process reward model promises: how answers are cut, and what the probes scored."""
+
+    max_length: int
+    separator: str
+    reduce: StepReduction
+    probe: tuple[TokenSample, ...]
+    probe_scores: tuple[tuple[float, ...], ...]
+    """The logit of each step."""
+
+    @classmethod
+    def read(cls, folder: Path) -> ProcessContract:
+        """Return the contract of the model in `folder`; ArtifactError if it is missing, or not of such a model."""
+        path = folder / "contract.json"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["reduce"] not in get_args(StepReduction):
+                raise ValueError(f"reduce is {content['reduce']!r}")
+            probe = zip(content["probe"], content["probe_step_ends"], strict=True)
+            return cls(
+                max_length=content["max_length"],
+                separator=content["separator"],
+                reduce=cast(StepReduction, content["reduce"]),
+                probe=tuple(step_ends_sample(ids, ends) for ids, ends in probe),
+                probe_scores=tuple(tuple(scores) for scores in content["probe_step_scores"]),
+            )
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            rule = f"is not a valid contract of a process reward model ({error!r})"
+            raise ArtifactError(
+                explain("process_reward_model", str(path), rule, "train the process reward model again")
+            ) from error
+
+
+def verify_process_contract(trainer: Trainer, contract: ProcessContract) -> None:
+    """Score the probes' steps again; ArtifactError if a score moved: wrong head, wrong padding, other weights."""
+    found, expected = trainer.step_scores(contract.probe), contract.probe_scores
+    scores = [score for row in found for score in row]
+    check_scores("process_reward_model", scores, [score for row in expected for score in row])
+
+
+def score_with_process_reward_model(
+    trainer: Trainer,
+    chat: PromptRenderer,
+    splitter: Splitter,
+    generations: Sequence[Generation],
+    *,
+    max_length: int,
+    reduce: StepReduction,
+) -> list[float]:
+    """Return one score per generation, `reduce` over the probabilities that its steps are right, on the tokens as sampled.
+
+    A step that the token limit or `max_length` cut off is read at its last token. ConfigError when `chat`, the model's
+    own template, reads prompts or tokens in another way than the policy (`check_rendering`).
+    """
+    check_rendering(chat, generations)
+    samples = [judged(generation, splitter, max_length=max_length) for generation in generations]
+    cut = sum(len(generation.prompt_ids + generation.completion.token_ids) > max_length for generation in generations)
+    if cut:
+        rule = "truncated %d of %d sequences to the process reward model's %d tokens"
+        logger.warning(rule, cut, len(samples), max_length)
+    logits = trainer.step_scores(samples)
+    return [float(reduce_steps(torch.tensor(row).sigmoid(), how=reduce)) for row in logits]
+
+
+def judged(generation: Generation, splitter: Splitter, *, max_length: int) -> TokenSample:
+    """Return prompt and completion, cut to `max_length` tokens, with the mask at the last token of each step.
+
+    The steps are those of the policy: each of its turns is split alone, and what an environment wrote between them is no
+    step. A completion without tokens is read at the prompt's last token.
+    """
+    before = len(generation.prompt_ids)
+    completion = generation.completion
+    ids = generation.prompt_ids + completion.token_ids
+    last = min(len(ids), max_length) - 1
+    turns = [
+        (before + start, splitter.ends(completion.token_ids[start:end]))
+        for start, end in turns_of(completion.action_mask)
+    ]
+    ends = [start + end for start, ends in turns for end in ends if start + end < last]
+    sampled = last >= before and completion.action_mask[last - before]
+    return step_ends_sample(ids[: last + 1], [*ends, last] if sampled or not ends else ends)
+
+
+def turns_of(action_mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Return start and end (exclusive) of each run of sampled tokens.
+
+    >>> turns_of((1, 1, 0, 1))
+    [(0, 2), (3, 4)]
+    """
+    borders = [at for at, pair in enumerate(pairwise((0, *action_mask, 0))) if pair[0] != pair[1]]
+    return list(zip(borders[::2], borders[1::2], strict=True))
+
+
+def step_ends_sample(token_ids: Sequence[int], ends: Sequence[int]) -> TokenSample:
+    """Return `token_ids` with the mask 1 at the positions `ends`.
+
+    >>> step_ends_sample((5, 6, 7), [1, 2]).loss_mask
+    (0, 1, 1)
+    """
+    places = set(ends)
+    return TokenSample(tuple(token_ids), tuple(int(position in places) for position in range(len(token_ids))))
+
+
+# ---------------------------------------------------------------- external
+
+HEAD = "score.weight"
+OTHER_HEADS = ("value_head.weight", "v_head.summary.weight", "classifier.weight", "classifier.out_proj.weight")
+"""Heads of OpenRLHF up to 0.5, TRL's value models, and encoders."""
+
+GIT_LFS = b"version https://git-lfs"
+"""How the small text begins that git leaves in place of a large file that has not been fetched."""
+
+PROBES = (
+    ("What is 12 + 30?", "12 + 30 is 42."),
+    ("What is 12 + 30?", "I do not know, and I do not care."),
+    ("Name a color of the rainbow.", "Green."),
+    ("Name a color of the rainbow.", "The rainbow is a bow of rain. Rain is wet. Wet is not dry."),
+    ("How do I boil an egg?", "Put it in boiling water for eight minutes, then cool it under the tap."),
+    ("How do I boil an egg?", "egg egg egg egg egg egg egg egg"),
+    ("Write a sentence about the sea.", "The sea was calm, and the boats came home before dark."),
+    ("Is the earth flat?", "No. It is very nearly a sphere, a little wider at the equator."),
+)
+"""Questions and answers that are scored at the import, so that every later use can tell that it reads the same."""
+
+
+def check_classifier(folder: Path) -> None:
+    """Raise ConfigError, with what to do, for a folder that cannot be read as a reward model. No weight is loaded."""
+    refuse_adapter(folder)
+    if not (folder / "config.json").is_file():
+        raise _refused(folder, "is not a folder with a config.json", "download the model first, and give its folder")
+    config = _table(folder, "config.json")
+    if "auto_map" in config:
+        raise _refused(folder, "needs its own code (auto_map)", 'serve it, and configure the server: type = "remote"')
+    shapes = _shapes(folder)
+    if not shapes:
+        raise _refused(
+            folder, "contains no safetensors files", "load it with transformers and save it with save_pretrained"
+        )
+    if HEAD not in shapes:
+        other = next((name for name in _other_heads(config) if name in shapes), "")
+        if other:
+            raise _refused(folder, f"its head is {other}", f"only a decoder's {HEAD} is read; rename a decoder's")
+        remedy = "use a sequence classifier; to train one from a language model, use [reward_model]"
+        raise _refused(folder, f"has no score head ({HEAD}): it is probably a language model", remedy)
+    outputs = shapes[HEAD][0]
+    if outputs != 1:
+        raise _refused(folder, f"has {outputs} outputs", "use a reward model with one output (num_labels = 1)")
+    if "score.bias" in shapes:
+        raise _refused(folder, "its score head has a bias, which would be ignored", 'serve it: type = "remote"')
+    if config.get("normalize_reward") and (config.get("mean", 0.0), config.get("std", 1.0)) != (0.0, 1.0):
+        rule = f"OpenRLHF subtracts {config.get('mean')} from its scores and divides by {config.get('std')}, which this program does not"
+        remedy = 'set normalize_reward to false in its config.json and normalise = "running" in the reward\'s term'
+        raise _refused(folder, rule, remedy)
+    _check_template(folder)
+
+
+def single_output(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a `config.json` that says of a head of one output what transformers would else take to be two."""
+    return {**config, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def probe_messages() -> list[tuple[tuple[Message, ...], str]]:
+    """Return the probes as prompts and answers."""
+    return [((Message("user", question),), answer) for question, answer in PROBES]
+
+
+def _other_heads(config: dict[str, Any]) -> tuple[str, ...]:
+    prefix = config.get("value_head_prefix")
+    return (*((f"{prefix}.weight",) if prefix else ()), *OTHER_HEADS)
+
+
+def _check_template(folder: Path) -> None:
+    tokenizer = folder / "tokenizer_config.json"
+    if not tokenizer.is_file():
+        raise _refused(
+            folder, "contains no tokenizer", "save the tokenizer that it was trained with in the same folder"
+        )
+    inside = "chat_template" in _table(folder, tokenizer.name)
+    if not inside and not (folder / "chat_template.jinja").is_file():
+        remedy = "add the template that it was trained with as chat_template.jinja"
+        raise _refused(folder, "its tokenizer has no chat template", remedy)
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise _unreadable(folder, file.name, f"is not a safetensors file ({error})") from error
+    return shapes
+
+
+def _table(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        table = json.loads((folder / name).read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise _unreadable(folder, name, f"is not valid JSON ({error})") from error
+    if not isinstance(table, dict):
+        raise _unreadable(folder, name, f"must be a JSON object, not {type(table).__name__}")
+    return table
+
+
+def _unreadable(folder: Path, name: str, rule: str) -> ConfigError:
+    with (folder / name).open("rb") as file:
+        pointer = file.read(len(GIT_LFS)) == GIT_LFS
+    if pointer:
+        return _refused(
+            folder, f"its {name} is a git-lfs pointer, not the file itself", "run `git lfs pull` in that folder"
+        )
+    return _refused(folder, f"its {name} {rule}", "download the file again")
+
+
+def _refused(folder: Path, rule: str, remedy: str) -> ConfigError:
+    return ConfigError(explain("import_reward_model.path", str(folder), rule, remedy))
+
+
+# ---------------------------------------------------------------- model inputs
+
+
+def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, RewardModelRef]) -> None:
+    """Raise ConfigError when a term names a reward model that is not among the inputs, or one that judges steps."""
+    for name, spec in config.terms.items():
+        for key, model in _models_of(spec):
+            if model not in reward_models:
+                near = difflib.get_close_matches(model, reward_models, n=1)
+                given = f"did you mean {near[0]}?" if near else f"the stage has {sorted(reward_models) or 'none'}"
+                rule = "the stage was not given this reward model"
+                raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, given))
+            steps = isinstance(reward_models[model], ProcessRewardModelRef)
+            if steps and not isinstance(spec, ProcessRewardModelReward):
+                rule, remedy = "it scores steps, not whole answers", 'set type = "process_reward_model"'
+                raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, remedy))
+
+
+def _models_of(spec: RewardSpec) -> list[tuple[str, str]]:
+    """Return key -> name of the reward models that a term asks for."""
+    match spec:
+        case RewardModelReward() | ProcessRewardModelReward():
+            return [("model", spec.model)]
+        case EnsembleReward():
+            return [(f"models[{index}]", model) for index, model in enumerate(spec.models)]
+        case _:
+            return []

@@ -36,8 +36,8 @@ from typing import Any, Literal
 
 from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.rewards.batches import Logs, RewardOutcome, merged_logs, read_scores, shortened
 from rlhf_core.rewards.forgotten_return import forgotten_return
-from rlhf_core.rewards.outcomes import Logs, RewardOutcome, merged_logs, read_scores, shortened
 from rlhf_core.types import Generation, Message
 
 logger = logging.getLogger(__name__)

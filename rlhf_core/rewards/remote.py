@@ -21,8 +21,7 @@ import httpx
 
 from rlhf_core.config.rewards import Compares
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.rewards.batches import cut
-from rlhf_core.rewards.outcomes import BatchFailed, Logs, RewardOutcome, joined_scores, merged_logs, read_scores
+from rlhf_core.rewards.batches import BatchFailed, Logs, RewardOutcome, cut, joined_scores, merged_logs, read_scores
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.schema.secrets import bearer, resolved
 from rlhf_core.secrets.redaction import without_secrets

@@ -1,4 +1,9 @@
-"""Score generations: every term, then composition and shaping, to rollouts."""
+"""Score generations: every term, then composition and shaping, to rollouts.
+
+Combine several rewards of one generation to a single number.
+
+A term that does not apply to a generation has None there. It adds nothing to a sum, and as a gate it is open.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, assert_never
 
 from rlhf_core.config.rewards import (
+    Composition,
     GatedProduct,
     Gdpo,
     OverlongPenalty,
@@ -22,17 +28,206 @@ from rlhf_core.config.rewards import (
     WeightedSum,
     what_moves_rewards,
 )
-from rlhf_core.errors import explain
+from rlhf_core.errors import RewardError, explain
 from rlhf_core.interfaces import Metrics
-from rlhf_core.rewards.batches import BatchedReward
-from rlhf_core.rewards.composition import compose, in_group
-from rlhf_core.rewards.model_inputs import check_reward_models
-from rlhf_core.rewards.outcomes import Logs, Reward, RewardOutcome, as_outcome, merged_logs, screened
-from rlhf_core.rewards.shaping import RunningNormalizer, clipped, linear_weight, soft_overlong, truncated_reward
+from rlhf_core.rewards.batches import BatchedReward, Logs, Reward, RewardOutcome, as_outcome, merged_logs, screened
+from rlhf_core.rewards.model import check_reward_models
 from rlhf_core.rewards.terms import open_terms
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import Generation, RewardModelRef, Rollout
+
+# ---------------------------------------------------------------- Combine several rewards of one generation to a single number
+
+Components = Mapping[str, Sequence[float | None]]
+"""Reward name -> one value per generation, None where it does not apply."""
+
+
+def compose(
+    components: Components, composition: Composition, weights: Mapping[str, float], groups: Sequence[str]
+) -> list[float | None]:
+    """Return one reward per generation, combined as the configuration says; None where no term of `weights` applies.
+
+    `groups` names the prompt of each generation: what has the same name is one group.
+    """
+    match composition:
+        case WeightedSum():
+            return weighted_sum(components, weights)
+        case GatedProduct(gates=gates, closed=closed):
+            return gated_product(components, weights, gates=gates, closed=closed)
+        case Gdpo():
+            return weighted_sum({name: in_group(values, groups) for name, values in components.items()}, weights)
+
+
+def weighted_sum(components: Components, weights: Mapping[str, float]) -> list[float | None]:
+    """Return sum over the terms of `weights` that apply of weight * value, per generation; None where none does.
+
+    >>> weighted_sum({"a": [1.0, None], "b": [0.5, None]}, {"a": 1.0, "b": 2.0})
+    [2.0, None]
+    """
+    rows = zip(*(components[name] for name in weights), strict=True)
+    return [_weighed(list(weights.values()), row) for row in rows]
+
+
+def gated_product(
+    components: Components, weights: Mapping[str, float], *, gates: Sequence[str], closed: float
+) -> list[float | None]:
+    """Return g * (weighted sum of the other terms) + (1 - g) * closed, g the product of the gates.
+
+    A bare product would pay for failing the gate wherever the sum is negative; hence `closed`. Behind a gate that is
+    shut the other terms need not apply. RewardError when a gate is outside [0, 1].
+
+    >>> gated_product({"form": [1.0, 0.0], "x": [-2.0, 5.0]}, {"x": 1.0}, gates=["form"], closed=-3.0)
+    [-2.0, -3.0]
+    """
+    for name in gates:
+        for value in components[name]:
+            if value is not None and not 0 <= value <= 1:
+                raise RewardError(explain(f"rewards.{name}", value, "a gate must be in [0, 1]", "remove it from gates"))
+    sums = weighted_sum(components, {name: weight for name, weight in weights.items() if name not in gates})
+    opened = [
+        math.prod(value for value in row if value is not None)
+        for row in zip(*(components[name] for name in gates), strict=True)
+    ]
+    return [_gated(gate, total, closed) for gate, total in zip(opened, sums, strict=True)]
+
+
+def in_group(values: Sequence[float | None], groups: Sequence[str]) -> list[float | None]:
+    """Return (value - mean) / std of the values of the same group, 0 where they do not differ: GDPO, arXiv 2601.05242.
+
+    The standard deviation is the sample's (divisor G - 1), as in `rlhf_core.algorithms.advantage.grpo`.
+
+    >>> in_group([1.0, 3.0, 5.0, None], ["p", "p", "q", "p"])
+    [-0.7071067811865475, 0.7071067811865475, 0.0, None]
+    """
+    members: dict[str, list[float]] = {}
+    for value, group in zip(values, groups, strict=True):
+        if value is not None:
+            members.setdefault(group, []).append(value)
+    scale = {group: _mean_and_std(found) for group, found in members.items()}
+    return [
+        None if value is None else _standardized(value, *scale[group])
+        for value, group in zip(values, groups, strict=True)
+    ]
+
+
+def _weighed(weights: Sequence[float], row: Sequence[float | None]) -> float | None:
+    parts = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
+    return math.fsum(parts) if parts else None
+
+
+def _gated(gate: float, total: float | None, closed: float) -> float | None:
+    if total is None:
+        return closed if gate == 0 else None
+    return gate * total + (1 - gate) * closed
+
+
+def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+    if min(values) == max(values):  # exactly 0, and not rounding noise divided by noise
+        return values[0], 0.0
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _standardized(value: float, mean: float, std: float) -> float:
+    return (value - mean) / std if std else 0.0
+
+
+# ---------------------------------------------------------------- shaping
+
+STD_EPS = 1e-8
+
+
+@dataclass(frozen=True)
+class RunningNormalizer:
+    """Mean and variance of all rewards so far (Welford; merged by Chan et al., 1979). JSON-able by `asdict`.
+
+    >>> RunningNormalizer.empty().updated([1.0, 3.0])
+    RunningNormalizer(count=2, mean=2.0, squares=2.0)
+    """
+
+    count: int
+    mean: float
+    squares: float
+    """Sum of squared distances to the mean."""
+
+    @classmethod
+    def empty(cls) -> RunningNormalizer:
+        """Return the normalizer that has seen nothing."""
+        return cls(count=0, mean=0.0, squares=0.0)
+
+    def updated(self, values: Sequence[float]) -> RunningNormalizer:
+        """Return the normalizer that has also seen `values`."""
+        if not values:
+            return self
+        mean, size = fmean(values), len(values)
+        squares = math.fsum((value - mean) ** 2 for value in values)
+        count, difference = self.count + size, mean - self.mean
+        return RunningNormalizer(
+            count=count,
+            mean=self.mean + difference * size / count,
+            squares=self.squares + squares + difference**2 * self.count * size / count,
+        )
+
+    def normalized(self, values: Sequence[float]) -> list[float]:
+        """Return (value - mean) / std with what was seen so far; 0.0 for each where nothing varied yet."""
+        std = math.sqrt(self.squares / self.count) if self.count else 0.0
+        return [(value - self.mean) / (std + STD_EPS) if std > 0 else 0.0 for value in values]
+
+
+def clipped(values: Sequence[float], *, limit: float) -> list[float]:
+    """Return the values within +-limit.
+
+    >>> clipped([-9.0, 0.5, 9.0], limit=5.0)
+    [-5.0, 0.5, 5.0]
+    """
+    return [min(max(value, -limit), limit) for value in values]
+
+
+def linear_weight(step: int, *, start: float, end: float, steps: int) -> float:
+    """Return the weight at `step`: from `start` at step 0 in a straight line to `end` at `steps`, and `end` after it.
+
+    >>> linear_weight(5, start=1.0, end=0.0, steps=20)
+    0.75
+    """
+    return start + (end - start) * min(step / steps, 1.0)
+
+
+def soft_overlong(length: int, *, max_tokens: int, buffer_tokens: int, factor: float) -> float:
+    """Return the penalty <= 0 of an answer of `length` tokens: DAPO, arXiv 2503.14476 eq. 13.
+
+    0 up to max_tokens - buffer_tokens, then falling linearly to -factor at max_tokens, and no lower.
+
+    >>> soft_overlong(95, max_tokens=100, buffer_tokens=20, factor=1.0)
+    -0.75
+    """
+    over = length - (max_tokens - buffer_tokens)
+    if over <= 0:
+        return 0.0
+    return -factor * min(over / buffer_tokens, 1.0)
+
+
+def truncated_reward(reward: float, *, kind: Literal["scale", "penalty", "value"], amount: float) -> float:
+    """Return the reward of an answer that was cut off at the token limit.
+
+    >>> truncated_reward(2.0, kind="scale", amount=0.25), truncated_reward(-2.0, kind="scale", amount=0.25)
+    (0.5, -2.0)
+    >>> truncated_reward(2.0, kind="penalty", amount=0.5), truncated_reward(2.0, kind="value", amount=-1.0)
+    (1.5, -1.0)
+    """
+    match kind:
+        case "scale":
+            # A negative reward times a factor below 1 would be a bonus for being cut off.
+            return reward * amount if reward > 0 else reward
+        case "penalty":
+            return reward - amount
+        case "value":
+            return amount
+        case _:
+            assert_never(kind)
+
+
+# ---------------------------------------------------------------- Score generations: every term, then composition and shaping, to rollouts
 
 __all__ = ["Scorer", "check_reward_models", "component_means", "open_scorer", "overlong_penalties"]
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import assert_never
 
+from rlhf_core.algorithms.lazy_torch import torch
+from rlhf_core.algorithms.token_math import EnsembleReduction, ensemble_score
 from rlhf_core.config.rewards import (
     EnsembleReward,
     EpisodeReward,
@@ -24,19 +26,18 @@ from rlhf_core.config.rewards import (
     Term,
 )
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.steps import StepSplitter
+from rlhf_core.data.tables import StepSplitter
 from rlhf_core.interfaces import ModelSpec, RewardFunction
 from rlhf_core.rewards import remote
-from rlhf_core.rewards.batches import BatchedReward
-from rlhf_core.rewards.cache import ResultCache
-from rlhf_core.rewards.ensemble import score_with_ensemble
+from rlhf_core.rewards.batches import BatchedReward, ResultCache, Reward, RewardOutcome
 from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.rewards.judge import Judge
-from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
-from rlhf_core.rewards.outcomes import Reward, RewardOutcome
-from rlhf_core.rewards.process_model import (
+from rlhf_core.rewards.model import (
+    Contract,
     ProcessContract,
     score_with_process_reward_model,
+    score_with_reward_model,
+    verify_contract,
     verify_process_contract,
 )
 from rlhf_core.rewards.worker import WorkerSettings
@@ -45,6 +46,30 @@ from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.types import Generation, RewardModelRef
 from rlhf_core.user_code.dependencies import user_code_digest
+
+# ---------------------------------------------------------------- Combine several reward models to one reward
+
+
+def score_with_ensemble(
+    members: Sequence[RewardFunction], generations: Sequence[Generation], *, reduce: EnsembleReduction, k: float
+) -> RewardOutcome:
+    """Return one score per generation from those of all members; `k` weighs the standard deviation that is taken off.
+
+    Logs `disagreement`, the standard deviation of the members' scores (of the population), and `lower_bound`, their mean
+    less that: under optimization the reward of answers that members disagree on is the least to be trusted.
+    """
+    scores_MB = torch.tensor([member(generations) for member in members])
+    spread_B = scores_MB.std(dim=0, correction=0)
+    values = tuple(float(score) for score in ensemble_score(scores_MB, reduce=reduce, k=k))
+    count = len(generations)
+    logs = {
+        "disagreement": (float(spread_B.sum()), count),
+        "lower_bound": (float((scores_MB.mean(dim=0) - spread_B).sum()), count),
+    }
+    return RewardOutcome(values, logs=logs)
+
+
+# ---------------------------------------------------------------- terms
 
 SHAPING = frozenset({"weight", "weight_end", "weight_steps", "normalise", "clip"})
 """Fields of a term that do not change the values it is given."""

@@ -23,7 +23,7 @@ from rlhf_core.rewards.protocols import Adapted, adapt
 from rlhf_core.schema.secrets import resolved
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.user_code.dependencies import check_functions
-from rlhf_core.user_code.loading import load_callable
+from rlhf_core.user_code.modules import load_callable
 from rlhf_core.user_code.watch import watch_process
 
 

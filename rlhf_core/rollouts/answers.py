@@ -1,16 +1,34 @@
 """Sample the answers of a step: `samples_per_prompt` for each prompt.
 
 With an agent an answer is an episode: turns of the policy with the environment's observations between them.
+
+Continue unfinished answers in a later step, with the weights of that step (partial rollouts).
+
+Sampling goes in rounds of `partial_tokens` tokens per answer and ends, for a step, with the round after which
+`prompts_per_step` groups are whole. What is unfinished then stays in the pool, so that no step waits for the longest answer.
+
+Sample ahead: one thread loads weights and samples for later steps while the caller trains.
+
+Step s trains on what the weights of step max(0, s - staleness) sampled. This is a fixed schedule: which weights answer
+which prompts with which seeds does not depend on timing, so a resumed run has the same bytes, with overlap too.
+On Ray the thread only waits for other processes; a sampler in this process shares its cores with the training. Scoring
+waits for the step, since the trainers' workers do it.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol, TypeVar
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
 
 from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.process import Environments
@@ -18,11 +36,12 @@ from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.order import rows_at
-from rlhf_core.data.rollout_log import POOL, Drawn, Pool, RolloutLog, read_pool, write_pool
+from rlhf_core.data.mixing import rows_at, rows_from
+from rlhf_core.data.shards import POOL, Drawn, Pool, RolloutLog, read_drawn, read_pool, write_drawn, write_pool
+from rlhf_core.errors import DataError, SamplingError, explain
 from rlhf_core.interfaces import Metrics, Sampler, Weights
 from rlhf_core.stage.context import StageContext
-from rlhf_core.types import Completion, Generation, Prompt, SamplingRequest, derive_seed
+from rlhf_core.types import ActionSpan, Completion, Generation, Prompt, SamplingRequest, derive_seed
 
 T = TypeVar("T")
 DrawAnswers = Callable[[int, Pool], tuple[list[Generation], Pool]]
@@ -207,3 +226,256 @@ def episode_metrics(completions: Sequence[Completion]) -> Metrics:
         "rollout/failed_episodes": fmean(bool(completion.failure) for completion in episodes),
         **{f"episode/{name}": fmean(values) for name, values in sorted(extras.items())},
     }
+
+
+# ---------------------------------------------------------------- partial
+
+
+def draw_groups(
+    pool: Pool, sampler: Sampler, chat: ChatTemplate, prompts: Sequence[Prompt], config: PPOConfig, *, seed: int
+) -> tuple[list[Generation], Pool]:
+    """Return the `prompts_per_step` oldest groups that are whole, and the pool that they leave.
+
+    First new groups fill the pool up to `in_flight_groups`. After max_tokens / partial_tokens rounds all of it is whole,
+    and it holds at least `prompts_per_step` groups: so this ends whatever the answers' lengths are.
+    """
+    size = config.samples_per_prompt
+    missing = config.groups_in_flight - len(pool.samples) // size
+    samples = [*pool.samples, *begun_groups(pool.begun, missing, chat, prompts, config, seed=seed)]
+    for _ in range(config.sampling.max_tokens // config.partial_tokens):
+        samples = after_a_round(samples, sampler, chat, config)
+        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
+        whole = [number for number, group in enumerate(groups) if all(is_finished(one, config) for one in group)]
+        if len(whole) >= config.prompts_per_step:
+            taken = whole[: config.prompts_per_step]
+            left = [one for number, group in enumerate(groups) if number not in taken for one in group]
+            return [one for number in taken for one in groups[number]], Pool(pool.begun + missing, tuple(left))
+    rule = f"the sampler ended answers early: {len(whole)} of {config.prompts_per_step} groups are whole"
+    raise SamplingError(explain("ppo.partial_tokens", config.partial_tokens, rule, "please report this as a bug"))
+
+
+def begun_groups(
+    first: int, count: int, chat: ChatTemplate, prompts: Sequence[Prompt], config: PPOConfig, *, seed: int
+) -> list[Generation]:
+    """Return the samples of `count` new groups, from number `first` on, without a token yet; each has its own seed."""
+    samples = []
+    for number, prompt in enumerate(rows_from(first, prompts, count=count, seed=seed), start=first):
+        ids = chat.prompt_ids(prompt.messages)
+        for member in range(config.samples_per_prompt):
+            own = derive_seed(seed, "ppo", "group", number, prompt.id, member)
+            samples.append(Generation(prompt, ids, Completion((), (), "", "length", 0, own)))
+    return samples
+
+
+def after_a_round(
+    samples: Sequence[Generation], sampler: Sampler, chat: ChatTemplate, config: PPOConfig
+) -> list[Generation]:
+    """Return the samples in order, those that were unfinished with at most `partial_tokens` more tokens, in one batch.
+
+    A segment's seed derives from its sample's seed and its number, so a restart draws the same.
+    """
+    unfinished = [number for number, one in enumerate(samples) if not is_finished(one, config)]
+    requests = [
+        SamplingRequest(one.prompt_ids + one.completion.token_ids, _segment_seed(one.completion))
+        for one in (samples[number] for number in unfinished)
+    ]
+    segments = sampler.generate(requests, config.sampling.model_copy(update={"max_tokens": config.partial_tokens}))
+    after = list(samples)
+    for number, segment in zip(unfinished, segments, strict=True):
+        one = samples[number]
+        after[number] = Generation(one.prompt, one.prompt_ids, _longer(one.completion, segment, chat))
+    return after
+
+
+def is_finished(sample: Generation, config: PPOConfig) -> bool:
+    """Return whether an answer ended by itself or has `max_tokens` tokens."""
+    made = sample.completion
+    return made.finish_reason == "stop" or len(made.token_ids) >= config.sampling.max_tokens
+
+
+def _segment_seed(completion: Completion) -> int:
+    return derive_seed(completion.seed, "segment", len(completion.spans))
+
+
+def _longer(completion: Completion, segment: Completion, chat: ChatTemplate) -> Completion:
+    """Return the completion with a segment behind it: a span of its own, with the version that sampled it."""
+    token_ids = completion.token_ids + segment.token_ids
+    span = ActionSpan(len(completion.token_ids), len(token_ids), segment.policy_version)
+    return Completion(
+        token_ids=token_ids,
+        logprobs=completion.logprobs + segment.logprobs,
+        text=chat.decode(token_ids),  # of all of it: a character may lie across the border
+        finish_reason=segment.finish_reason,
+        policy_version=segment.policy_version,
+        seed=completion.seed,
+        spans=(*completion.spans, span),
+    )
+
+
+# ---------------------------------------------------------------- ahead
+
+LOOK_EVERY_S = 1.0
+"""How often a wait for a job checks that its thread is alive."""
+INTERRUPT_PATIENCE_S = 5.0
+"""How long an interrupted stage waits for the running job, which cannot be stopped."""
+
+
+class AheadSampler:
+    """A `StepSampler` that samples up to `staleness` steps ahead, with the `inner` sampler in a thread.
+
+    >>> with AheadSampler(inner, staleness=1, steps=100, group_size=8) as sampler:   # doctest: +SKIP
+    ...     sampler.load_weights(policy.weights, version=0)
+    """
+
+    def __init__(self, inner: StepSampler, *, staleness: int, steps: int, group_size: int) -> None:
+        self._inner = inner
+        self._staleness = staleness
+        self._steps = steps
+        self._group_size = group_size
+        self._jobs = Background("sampling")
+        self._loaded: Future[None] | None = None
+        self._drawn: dict[int, Future[Drawn]] = {}
+        """Step -> its answers, requested and not taken yet."""
+        self._requested = 0
+        """All steps below this one were requested."""
+
+    @property
+    def ahead(self) -> int:
+        """Return how many steps are requested and not taken yet."""
+        return len(self._drawn)
+
+    def load_weights(self, weights: Callable[[], Weights], *, version: int) -> None:
+        """Request with these weights all steps up to `version + staleness` that were not requested yet.
+
+        Near the end of the training there are none, and the weights are not sent.
+        """
+        end = min(version + self._staleness + 1, self._steps)
+        if self._requested >= end:
+            return
+        if self._loaded is not None:
+            # Only the newest weights can be sent from a GPU, and no more than two sets are kept waiting anywhere.
+            self._jobs.result(self._loaded)
+        sent = weights()  # here and not in the thread: the training changes them
+        self._loaded = self._jobs.submit(partial(self._inner.load_weights, lambda: sent, version=version))
+        for step in range(self._requested, end):
+            self._drawn[step] = self._jobs.submit(partial(self._inner.generate, step))
+        self._requested = end
+
+    def generate(self, step: int) -> Drawn:
+        """Wait for the answers of `step`; raise whatever went wrong while sampling ahead."""
+        return self._jobs.result(self._drawn.pop(step))
+
+    def borrow(self, weights: Callable[[], Weights], *, version: int, job: Callable[[], T]) -> T:
+        """Return what `job` returns in the thread, after all steps that are requested, while the engine has `weights()`."""
+        if self._loaded is not None:
+            self._jobs.result(self._loaded)
+        sent = weights()
+        return self._jobs.result(self._jobs.submit(partial(self._inner.borrow, lambda: sent, version=version, job=job)))
+
+    def save(self, folder: Path) -> None:
+        """Wait for all requested steps and write those not taken yet: newer weights could not sample them again."""
+        write_drawn(folder, {step: self._jobs.result(drawn) for step, drawn in self._drawn.items()})
+        self._inner.save(folder)
+
+    def load(self, folder: Path, step: int) -> None:
+        """Continue at `step` from what `save` wrote. DataError if rollouts are missing that older weights sampled.
+
+        A step in which every group has a failed episode is sampled again, and so are those after it, by the current weights.
+        """
+        kept = read_drawn(folder)
+        if step == 0 and not kept:
+            return  # nothing was requested before the first step
+        end = min(step + self._staleness, self._steps)
+        if sorted(kept) != list(range(step, end)):
+            rule = f"rollouts of the steps {step} to {end - 1} should be here, but found those of {sorted(kept)}"
+            raise DataError(explain("checkpoint.rollouts", str(folder), rule, "start the stage over with --force"))
+        usable = takewhile(lambda one: self._has_whole_group(one[1].generations), sorted(kept.items()))
+        self._drawn = {number: _completed(drawn) for number, drawn in usable}
+        self._requested = step + len(self._drawn)
+        self._inner.load(folder, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._jobs.close(interrupted=kind is not None and not issubclass(kind, Exception))
+
+    def _has_whole_group(self, generations: list[Generation]) -> bool:
+        starts = range(0, len(generations), self._group_size)
+        groups = [generations[start : start + self._group_size] for start in starts]
+        return any(not any(one.completion.failure for one in group) for group in groups)
+
+
+class Background:
+    """One thread for all jobs. After a job that failed no other runs: every later call here raises what it raised.
+
+    The jobs' own calls into workers have deadlines, so a wait for a job ends: with its result, its failure, or the end of
+    the thread.
+
+    >>> jobs = Background("sampling")
+    >>> jobs.result(jobs.submit(lambda: 42))
+    42
+    >>> jobs.close(interrupted=False)
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._closing = False
+        # A daemon: an interrupted process must not wait for a job that was left behind.
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Put a job behind those that wait."""
+        self._check()
+        made: Future[T] = Future()
+
+        def run() -> None:
+            if self._closing or self._failure is not None:
+                made.set_exception(self._failure or CancelledError())
+                return
+            try:
+                made.set_result(job())
+            except BaseException as error:
+                self._failure = error  # before the future is done, so that no caller sees it done without the failure
+                made.set_exception(error)
+
+        self._jobs.put(run)
+        return made
+
+    def result(self, job: Future[T]) -> T:
+        """Wait for the job and return what it returned; raise what it, or one before it, raised."""
+        while not wait([job], timeout=LOOK_EVERY_S).done:
+            if not self._thread.is_alive():
+                rule = "the sampling thread ended before it had finished"
+                raise SamplingError(explain("rollouts", self._name, rule, "run again"))
+        self._check()
+        return job.result()
+
+    def close(self, *, interrupted: bool) -> None:
+        """Drop the jobs that wait, and wait for the one that runs; for a few seconds only when `interrupted`."""
+        self._closing = True
+        self._jobs.put(None)
+        if interrupted:
+            self._thread.join(INTERRUPT_PATIENCE_S)
+            return
+        while self._thread.is_alive():
+            self._thread.join(LOOK_EVERY_S)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def _completed(drawn: Drawn) -> Future[Drawn]:
+    future: Future[Drawn] = Future()
+    future.set_result(drawn)
+    return future

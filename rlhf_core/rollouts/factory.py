@@ -21,16 +21,12 @@ from contextlib import ExitStack, contextmanager
 from rlhf_core.agents.process import Environments
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.rollout_log import Pool, RolloutLog
+from rlhf_core.data.shards import Pool, RolloutLog
 from rlhf_core.interfaces import Sampler
 from rlhf_core.rewards.scoring import Scorer, open_scorer
-from rlhf_core.rollouts.ahead import AheadSampler
-from rlhf_core.rollouts.answers import OnPolicySampler, StepSampler, WholeAnswers
-from rlhf_core.rollouts.dynamic_sampling import DynamicScoring
-from rlhf_core.rollouts.guard import RunGuard
-from rlhf_core.rollouts.held_out import HeldOut
-from rlhf_core.rollouts.partial import draw_groups
-from rlhf_core.rollouts.scored_step import ScoreAnswers, StepScorer, score_once
+from rlhf_core.rollouts.answers import AheadSampler, OnPolicySampler, StepSampler, WholeAnswers, draw_groups
+from rlhf_core.rollouts.guard import HeldOut, RunGuard
+from rlhf_core.rollouts.scored_step import DynamicScoring, ScoreAnswers, StepScorer, score_once
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import Generation, Prompt, RewardModelRef

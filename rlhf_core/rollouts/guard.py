@@ -2,6 +2,16 @@
 
 Without `[ppo.evaluate]` and `[[ppo.monitors]]` a guard does nothing. A rollback restores the models of an earlier
 checkpoint and goes on with the next step and its prompts: steps are counted on, so a run ends after `steps` of them.
+
+Evaluate the policy on prompts that are held out of the training prompts, while it is optimized.
+
+The same prompts, with the same seeds, at every evaluation: two evaluations differ by the policy alone. They are scored
+with the rewards that train (not normalized, with their final weights) and, if there are some, with rewards that do not.
+
+Pause a run of policy optimization until a person has decided whether it goes on.
+
+The run saves a checkpoint and ends as waiting. The pause is a part of that checkpoint, and what was decided one of the
+report: a run whose answer came at once and one whose answer came a week later have the same result.
 """
 
 from __future__ import annotations
@@ -9,23 +19,354 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, Self
 
+from rlhf_core.agents.episodes import Episode
+from rlhf_core.agents.process import Environments
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.monitors import HeldOutConfig
 from rlhf_core.config.policy import PPOConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.tables import content_id
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.interfaces import Metrics, Trainer, Weights
-from rlhf_core.monitoring.best import Best
-from rlhf_core.monitoring.watch import Alarm, Watch, plain
-from rlhf_core.rollouts.answers import StepSampler
-from rlhf_core.rollouts.held_out import HeldOut, Measured
-from rlhf_core.rollouts.pause import STATE as PAUSED
-from rlhf_core.rollouts.pause import Pause
+from rlhf_core.interfaces import Metrics, Sampler, Trainer, Weights
+from rlhf_core.monitoring.bands import Action, History, MonitorConfig
+from rlhf_core.rewards.scoring import Scorer, component_means
+from rlhf_core.rollouts.answers import StepSampler, answers
 from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoint
+from rlhf_core.store.failures import Counts
+from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
+from rlhf_core.types import Generation, Prompt, Rollout, derive_seed
+
+# ---------------------------------------------------------------- held out
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The metrics of an evaluation, and by the name of a mean the scores of each prompt, NaN where there is none."""
+
+    metrics: Metrics
+    samples: dict[str, tuple[float, ...]]
+
+
+def hold_out(prompts: Sequence[Prompt], config: HeldOutConfig | None) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the training prompts and the held-out ones, which share no conversation.
+
+    The choice depends on the contents alone: not on their order, their ids or the seed of the run. Raises ConfigError if
+    no training prompt would be left.
+    """
+    if config is None:
+        return list(prompts), []
+    by_content: dict[str, Prompt] = {}
+    for prompt in prompts:
+        by_content.setdefault(content_id(prompt.messages), prompt)
+    if config.prompts >= len(by_content):
+        rule = f"there are {len(by_content)} different prompts, and some must be left to train on"
+        raise ConfigError(explain("ppo.evaluate.prompts", config.prompts, rule, "lower it, or provide more prompts"))
+    chosen = sorted(by_content, key=lambda content: (derive_seed("held-out", content), content))[: config.prompts]
+    held_out = set(chosen)
+    return [one for one in prompts if content_id(one.messages) not in held_out], [by_content[one] for one in chosen]
+
+
+class HeldOut:
+    """The held-out prompts with the engines that answer and score them; `measure` is called by who has the sampler."""
+
+    def __init__(
+        self,
+        config: HeldOutConfig,
+        prompts: Sequence[Prompt],
+        *,
+        engine: Sampler,
+        chat: ChatTemplate,
+        sampling: SamplingConfig,
+        seed: int,
+        environments: Environments | None,
+        scorer: Scorer,
+        independent: Scorer | None,
+        note_failed: Callable[[int, Counts], None],
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._chat = chat if environments is None else chat.with_tools(environments.tools)
+        self._sampling = sampling
+        self._environments = environments
+        self._scorer = scorer
+        self._independent = independent
+        self._note_failed = note_failed
+        self._work = [
+            Episode(prompt, self._chat.prompt_ids(prompt.messages), derive_seed(seed, "held-out", prompt.id, number))
+            for prompt in prompts
+            for number in range(config.samples)
+        ]
+
+    def sample(self) -> list[Generation]:
+        """Return the answers of the policy that the engine holds, those to a prompt together."""
+        drawn = answers(self._engine, self._chat, self._work, self._sampling, self._environments)
+        return [Generation(one.prompt, ids, made) for one, (ids, made) in zip(self._work, drawn, strict=True)]
+
+    def score(self, step: int, generations: Sequence[Generation]) -> Measured:
+        """Return the figures of the answers: `eval/reward/*`, `eval/independent/*`, length, truncation, diversity."""
+        made = [one.completion for one in generations]
+        metrics = {
+            "eval/length": fmean(sum(completion.action_mask) for completion in made),
+            "eval/truncated": fmean(completion.finish_reason == "length" for completion in made),
+            "eval/unique": len({completion.text for completion in made}) / len(made),
+        }
+        samples = {}
+        failed: dict[str, tuple[int, int]] = {}
+        scorers = {"reward": self._scorer} | ({"independent": self._independent} if self._independent else {})
+        for name, scorer in scorers.items():
+            scorer.at_step(2**31)  # with the final weights of the terms, so that two evaluations can be compared
+            rollouts = scorer(generations)
+            values = self._by_prompt(rollouts)
+            samples[f"eval/{name}/mean"] = values
+            metrics |= _summary(f"eval/{name}", values)
+            metrics |= _components(name, component_means(rollouts))
+            failed |= _counts(name, scorer.failed())
+        self._note_failed(-1 - step, failed)  # a number of its own: the training of the step has counts, too
+        return Measured(metrics, samples)
+
+    def _by_prompt(self, rollouts: Sequence[Rollout]) -> tuple[float, ...]:
+        size = self._config.samples
+        groups = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+        return tuple(_mean([one.reward for one in group if not one.invalid]) for group in groups)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else math.nan
+
+
+def _summary(name: str, values: Sequence[float]) -> Metrics:
+    """Return the mean over the prompts that have a score and its standard error; NaN if none has."""
+    scored = [value for value in values if not math.isnan(value)]
+    error = stdev(scored) / math.sqrt(len(scored)) if len(scored) > 1 else math.nan
+    return {f"{name}/mean": _mean(scored), f"{name}/stderr": error}
+
+
+def _components(name: str, means: Metrics) -> Metrics:
+    """Return the means of terms; rewards that train and independent ones may have terms of one name."""
+    return {f"eval/{name}_component/{key.removeprefix('reward_component/')}": mean for key, mean in means.items()}
+
+
+def _counts(name: str, failed: Counts) -> dict[str, tuple[int, int]]:
+    """Return what failed by its path in the configuration; independent rewards are not below `rewards`.
+
+    Both score the same episodes, so those that failed are counted once.
+    """
+    if name == "reward":
+        return dict(failed)
+    terms = {path: count for path, count in failed.items() if path != "agent"}
+    return {f"evaluate.independent.{path.removeprefix('rewards.')}": count for path, count in terms.items()}
+
+
+# ---------------------------------------------------------------- best
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best value so far, its step (-1 before the first), and the number of evaluations since.
+
+    >>> Best().after(0, 1.5).after(10, 2.0).after(20, 1.9)
+    Best(value=2.0, step=10, since=1)
+    """
+
+    value: float = -math.inf
+    step: int = -1
+    since: int = 0
+
+    def after(self, step: int, value: float) -> Self:
+        """Return the best after another evaluation; a value that is not a number is no better than any other."""
+        if value > self.value:
+            return replace(self, value=value, step=step, since=0)
+        return replace(self, since=self.since + 1)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep (JSON)."""
+        return asdict(self) | {"value": self.value if self.step >= 0 else None}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Self:
+        """Return what `state` was called on."""
+        return cls(since=state["since"]) if state["step"] < 0 else cls(**state)
+
+
+# ---------------------------------------------------------------- watch
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What a monitor found at a step, and what is to be done; `text` is "rollout/length 3.1 < 6 for 3 steps"."""
+
+    step: int
+    monitor: str
+    action: Action
+    text: str
+    learning_rate_factor: float = 1.0
+    kl_coef_factor: float = 1.0
+
+
+class Watch:
+    """The monitors of a run with the history that they read; `state` and `restore` are for checkpoints.
+
+    >>> from rlhf_core.monitoring.bands import Band
+    >>> watch = Watch([Band(metric="rollout/length", low=6.0, for_steps=2, action="stop")], looks=0)
+    >>> watch.observe(1, {"rollout/length": 3.1}), watch.observe(2, {"rollout/length": 3.1})[0].text
+    ([], 'rollout/length 3.1 < 6 for 2 steps')
+    """
+
+    def __init__(self, monitors: Sequence[MonitorConfig], *, looks: int) -> None:
+        self._monitors = {monitor.label: monitor for monitor in monitors}
+        self._looks = looks
+        self._history = History(dict.fromkeys(name for monitor in monitors for name in monitor.reads()))
+        self._streaks = dict.fromkeys(self._monitors, 0)
+        self._rollbacks = dict.fromkeys(self._monitors, 0)
+        self._accepted: set[str] = set()
+        """Monitors whose complaint a person has accepted, until it ends."""
+
+    @property
+    def honest(self) -> bool:
+        """Return whether no monitor that acts has a complaint about the last step that nobody has accepted."""
+        acting = [name for name, one in self._monitors.items() if one.action != "warn" and name not in self._accepted]
+        return not any(self._streaks[name] for name in acting)
+
+    def observe(
+        self, step: int, metrics: Mapping[str, float], samples: Mapping[str, Sequence[float]] | None = None
+    ) -> list[Alarm]:
+        """Return the alarms of a step, the most severe first; `samples` are the scores of each held-out prompt."""
+        self._history.add(step, metrics)
+        if samples:
+            self._history.add_samples(step, samples)
+        alarms = []
+        for name, monitor in self._monitors.items():
+            if step <= monitor.after or not any(read in metrics for read in monitor.reads()):
+                continue
+            found = monitor.check(self._history, looks=self._looks)
+            self._streaks[name] = self._streaks[name] + 1 if found else 0
+            if not found:
+                self._accepted.discard(name)
+            if self._streaks[name] == monitor.for_steps:
+                alarms.append(self._alarm(step, monitor, found))
+        severity = ("stop", "rollback", "pause", "warn")
+        return sorted(alarms, key=lambda alarm: severity.index(alarm.action))
+
+    def complaints(self) -> dict[str, float]:
+        """Return `monitor/<name>`: for how many steps in a row each monitor has had a complaint."""
+        return {f"monitor/{name}": float(streak) for name, streak in self._streaks.items()}
+
+    def accept(self, monitor: str) -> None:
+        """Take a monitor's complaint for honest, as a person has decided, until it ends."""
+        self._accepted.add(monitor)
+
+    def rolled_back(self, alarm: Alarm, *, to: int) -> None:
+        """Forget what came after step `to`, and count the rollback."""
+        self._history.forget_after(to)
+        self._streaks = dict.fromkeys(self._streaks, 0)
+        self._accepted.clear()
+        self._rollbacks[alarm.monitor] += 1
+
+    def missing(self) -> list[str]:
+        """Return the metrics of monitors that no step had so far."""
+        return self._history.missing()
+
+    def check_metrics(self, logged: Iterable[str], *, only: str = "", later: Sequence[str] = ()) -> None:
+        """Raise ConfigError if a monitor reads a metric that steps do not have.
+
+        Looks at names that begin with `only`; `later` are prefixes of metrics that come later.
+        """
+        for number, monitor in enumerate(self._monitors.values()):
+            for name in monitor.reads():
+                if name.startswith(only) and name not in logged and not name.startswith(tuple(later)):
+                    known = ", ".join(sorted(one for one in logged if not one.startswith(("time/", "monitor/"))))
+                    rule = "no step of this run has such a metric, so the monitor would never find anything"
+                    raise ConfigError(explain(f"ppo.monitors[{number}].metric", name, rule, f"choose one of {known}"))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep (JSON)."""
+        kept = {"history": self._history.state(), "streaks": self._streaks, "rollbacks": self._rollbacks}
+        return kept | ({"accepted": sorted(self._accepted)} if self._accepted else {})
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self._history.restore(state["history"])
+        self._streaks, self._rollbacks = dict(state["streaks"]), dict(state["rollbacks"])
+        self._accepted = set(state["accepted"]) if "accepted" in state else set()
+
+    def _alarm(self, step: int, monitor: MonitorConfig, found: str) -> Alarm:
+        name, streak = monitor.label, self._streaks[monitor.label]
+        text = f"{found} for {streak} {monitor.unit}{'s' * (streak > 1)}"
+        if monitor.action != "rollback":
+            return Alarm(step, name, monitor.action, text)
+        if self._rollbacks[name] >= monitor.max_rollbacks:
+            return Alarm(step, name, "stop", f"{text}, after {self._rollbacks[name]} rollbacks")
+        return Alarm(step, name, "rollback", text, monitor.learning_rate_factor, monitor.kl_coef_factor)
+
+
+def plain(alarm: Alarm) -> dict[str, Any]:
+    """Return an alarm for JSON."""
+    return asdict(alarm)
+
+
+# ---------------------------------------------------------------- Pause a run of policy optimization until a person has decided whether it goes on
+
+PAUSED = "paused"
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The alarms of a step at which a person has to decide; their monitors are named by the first."""
+
+    alarms: tuple[Alarm, ...]
+
+    @property
+    def text(self) -> str:
+        """Return what was found."""
+        return "; ".join(f"monitor {one.monitor}: {one.text} at step {one.step}" for one in self.alarms)
+
+    def question(self, context: StageContext) -> Question:
+        """Return what a person is asked: may the computation of this key go on after what was found at this step?"""
+        condition = {"after": context.label, "step": self.alarms[0].step, "found": self.text}
+        return Question(gate=self.alarms[0].monitor, condition=condition, digest=context.key, found=self.text)
+
+    def answer(self, context: StageContext) -> GateAnswer:
+        """Return what a person has decided; raise StageWaiting, with the question as its condition, if nobody has."""
+        question = self.question(context)
+        request = GateDecisions(context.store.layout).find(question.id)
+        if request is None or request.answer is None:
+            context.checkpoints.settle()  # before the engines are released, because they may still be writing
+            context.wait(
+                f"{self.text}: paused, approve to go on, reject to end with the best checkpoint", asking(question)
+            )
+        return request.answer
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what a checkpoint must keep (JSON)."""
+        return [plain(alarm) for alarm in self.alarms]
+
+    @classmethod
+    def restored(cls, state: Sequence[Mapping[str, Any]]) -> Self:
+        """Return what `state` was called on."""
+        return cls(tuple(Alarm(**alarm) for alarm in state))
+
+
+def asking(question: Question) -> dict[str, Any]:
+    """Return the condition under which a stage waits for the answer to a question."""
+    return {"question": question.model_dump()}
+
+
+def await_decision(context: StageContext) -> None:
+    """Raise StageWaiting if the newest checkpoint pauses and nobody has decided: before engines are leased in vain."""
+    newest = context.checkpoints.latest()
+    if newest is not None and "guard" in newest.state and PAUSED in newest.state["guard"]:
+        Pause.restored(newest.state["guard"][PAUSED]).answer(context)
+
+
+# ---------------------------------------------------------------- guard
 
 logger = logging.getLogger(__name__)
 

@@ -5,18 +5,137 @@ Rollouts without a reward are left out with their whole group: they are never sc
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean
 
-from rlhf_core.config.policy import PPOConfig
-from rlhf_core.data.rollout_log import Drawn, RolloutLog
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.policy import DynamicSampling, PPOConfig
+from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.errors import RewardError, explain
-from rlhf_core.interfaces import Metrics
+from rlhf_core.evaluation.metrics import distinct_n, repetition
+from rlhf_core.interfaces import Metrics, Sampler
 from rlhf_core.rewards.scoring import Scorer
-from rlhf_core.rollouts.answer_metrics import answer_metrics, zero_variance
 from rlhf_core.rollouts.answers import episode_metrics
-from rlhf_core.rollouts.dynamic_sampling import is_decided
 from rlhf_core.store.failures import Counts
-from rlhf_core.types import Generation, Rollout
+from rlhf_core.types import Completion, Generation, Rollout, SamplingRequest
+
+# ---------------------------------------------------------------- dynamic sampling
+
+
+class DynamicScoring:
+    """Scores the answers of a step, and samples further rounds of it until enough groups carry a gradient."""
+
+    def __init__(
+        self,
+        score: Callable[[Sequence[Generation]], list[Rollout]],
+        sample_round: Callable[[int, int], list[Generation]],
+        config: DynamicSampling,
+        *,
+        groups: int,
+        group_size: int,
+    ) -> None:
+        """Take `sample_round(step, number)`, which returns the answers of further round `number` = 1, 2, ..."""
+        self._score = score
+        self._sample_round = sample_round
+        self._config = config
+        self._groups = groups
+        self._group_size = group_size
+
+    def __call__(self, step: int, generations: Sequence[Generation]) -> list[Rollout]:
+        """Return `groups` whole groups; `generations` is the first round."""
+
+        def draw(number: int) -> list[Rollout]:
+            return self._score(self._sample_round(step, number) if number else generations)
+
+        return sampled_until_decided(draw, self._config, groups=self._groups, group_size=self._group_size)
+
+
+def sampled_until_decided(
+    draw: Callable[[int], Sequence[Rollout]], config: DynamicSampling, *, groups: int, group_size: int
+) -> list[Rollout]:
+    """Return `groups` whole groups of rollouts that carry a gradient, in the order in which they were drawn.
+
+    `draw(round)` returns the scored rollouts of a round, those of a prompt together. After `max_rounds` the groups that
+    were passed over fill what is missing, so that a step has its size whatever happens.
+    """
+    decided: list[Sequence[Rollout]] = []
+    passed_over: list[Sequence[Rollout]] = []
+    for number in range(config.max_rounds):
+        rollouts = draw(number)
+        for start in range(0, len(rollouts), group_size):
+            group = rollouts[start : start + group_size]
+            (decided if is_decided(group, config) else passed_over).append(group)
+        if len(decided) >= groups:
+            break
+    passed_over.sort(key=lambda group: any(rollout.invalid for rollout in group))  # stable: whole groups come first
+    return [rollout for group in (decided + passed_over)[:groups] for rollout in group]
+
+
+def is_decided(group: Sequence[Rollout], config: DynamicSampling) -> bool:
+    """Return whether the figures of a group differ or, with bounds, whether their mean lies strictly between them.
+
+    The figures are `judged_by`. A group with an invalid rollout is not decided.
+    """
+    if any(rollout.invalid for rollout in group):
+        return False
+    figures = judged_by(group)
+    if config.low is None and config.high is None:
+        return min(figures) != max(figures)
+    mean = fmean(figures)
+    return (config.low is None or mean > config.low) and (config.high is None or mean < config.high)
+
+
+def judged_by(group: Sequence[Rollout]) -> list[float]:
+    """Return the scores that were given beside the rewards of a group, or the rewards where none was.
+
+    OpenRLHF filters by scores: rewards of +-1 with scores of 0 and 1 have bounds of 0 and 1. RewardError where some of a
+    group have a score: a mean over both would be of nothing.
+    """
+    scores = [rollout.score for rollout in group if rollout.score is not None]
+    if scores and len(scores) < len(group):
+        rule = (
+            f"dynamic sampling compares scores, but {len(scores)} of the {len(group)} answers to this prompt have one"
+        )
+        key = f"rewards.scores[prompt {group[0].prompt.id}]"
+        raise RewardError(explain(key, scores, rule, "return a score for every answer, or for none"))
+    return scores or [rollout.reward for rollout in group]
+
+
+# ---------------------------------------------------------------- answer metrics
+
+ANSWERS, TOKENS = 256, 512
+"""The numbers of answers of a step, and of first tokens of each, whose n-grams are counted: a fraction of a second."""
+
+
+def answer_metrics(completions: Sequence[Completion], *, ends: Sequence[int]) -> Metrics:
+    """Return `rollout/unique`, `distinct_2`, `repetition` and `ended` of the answers of a step.
+
+    `unique` is the share of different texts, `distinct_2` that of different pairs of tokens among all pairs, `repetition`
+    the mean share of 3-grams that an answer has had before. `ended` is the share of answers with an end token, one of
+    `ends`, among those that ended by themselves, and 1 if none did.
+    """
+    shown = [completion.token_ids[:TOKENS] for completion in completions[:ANSWERS]]
+    stopped = [completion for completion in completions if completion.finish_reason == "stop"]
+    return {
+        "rollout/unique": len({completion.text for completion in completions}) / len(completions),
+        "rollout/distinct_2": distinct_n(shown, 2),
+        "rollout/repetition": fmean(repetition(tokens, 3) for tokens in shown),
+        "rollout/ended": fmean(one.token_ids[-1] in ends for one in stopped) if stopped else 1.0,
+    }
+
+
+def zero_variance(rewards: Sequence[float], *, group_size: int) -> Metrics:
+    """Return `rollout/zero_variance`, the share of groups whose answers all earn the same; {} without groups."""
+    if group_size < 2:
+        return {}
+    groups = [rewards[start : start + group_size] for start in range(0, len(rewards), group_size)]
+    return {"rollout/zero_variance": fmean(min(group) == max(group) for group in groups)}
+
+
+# ---------------------------------------------------------------- scored step
 
 ScoreAnswers = Callable[[int, Sequence[Generation]], list[Rollout]]
 """(step, its answers) -> scored rollouts of that step, of these answers or of others that replace them."""
@@ -115,3 +234,54 @@ def staleness(rollouts: Sequence[Rollout], step: int) -> Metrics:
         ages += [(step - version, tokens) for version, tokens in spans or [(made.policy_version, len(made.token_ids))]]
     mean = sum(age * tokens for age, tokens in ages) / sum(tokens for _, tokens in ages)
     return {"rollout/staleness": mean, "rollout/staleness_max": float(max(age for age, _ in ages))}
+
+
+# ---------------------------------------------------------------- greedy
+
+logger = logging.getLogger(__name__)
+
+
+def with_greedy_rewards(
+    engine: Sampler,
+    rollouts: Sequence[Rollout],
+    sampling: SamplingConfig,
+    scorer: Scorer,
+    *,
+    step: int,
+    group_size: int,
+    note_failed: Callable[[int, Counts], None],
+) -> tuple[list[Rollout], tuple[float, ...]]:
+    """Return the rollouts that have a baseline, and for each one the reward of the likeliest answer to its prompt.
+
+    The policy that `engine` holds answers each prompt's tokens once, and the answer is scored for each prompt that has
+    them, since its label may be another. What `scorer` normalizes is taken as it is (`comparable`). Where such an answer
+    has no reward, the prompt's rollouts are invalid and left out; `note_failed` is called with the number that the step has
+    once it is made, and the failures of the rollouts and of these answers together. Raises RewardError if no prompt is left.
+    """
+    asked = list(dict.fromkeys(one.prompt_ids for one in rollouts))
+    made = engine.generate([SamplingRequest(ids, 0) for ids in asked], sampling.model_copy(update={"temperature": 0.0}))
+    answers = dict(zip(asked, made, strict=True))
+    prompts = {(one.prompt.id, one.prompt_ids): one.prompt for one in rollouts}
+    comparable = scorer.comparable()
+    comparable.at_step(step)
+    scored = comparable([Generation(prompt, ids, answers[ids]) for (_, ids), prompt in prompts.items()])
+    note_failed(step + 1, _added(scorer.failed(), comparable.failed()))
+    greedy = dict(zip(prompts, scored, strict=True))
+    for name, one in greedy.items():
+        if one.invalid:
+            logger.warning("step %d: prompt %s has no greedy answer with a reward (%s)", step, name[0], one.invalid)
+    marked = [_based(one, greedy[one.prompt.id, one.prompt_ids]) for one in rollouts]
+    kept = valid_groups(marked, group_size=group_size)
+    return kept, tuple(greedy[one.prompt.id, one.prompt_ids].reward for one in kept)
+
+
+def _based(rollout: Rollout, greedy: Rollout) -> Rollout:
+    """Return the rollout, invalid if its baseline is."""
+    if not greedy.invalid:
+        return rollout
+    return replace(rollout, reward=math.nan, invalid=f"no baseline, greedy answer: {greedy.invalid}")
+
+
+def _added(counts: Counts, more: Counts) -> Counts:
+    both = {path: (counts.get(path, (0, 0)), more.get(path, (0, 0))) for path in {**counts, **more}}
+    return {path: (one[0] + other[0], one[1] + other[1]) for path, (one, other) in both.items()}

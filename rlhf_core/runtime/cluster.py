@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.processes.idle_threads import idle_threads
+from rlhf_core.processes.child import idle_threads
 from rlhf_core.runtime.liveness import greet
 
 KERNEL_CHOICES = (

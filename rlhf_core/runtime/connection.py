@@ -7,22 +7,77 @@ import logging
 import os
 import secrets
 import signal
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc  # type: ignore[import-untyped]
 import psutil
+import ray
 
+from rlhf_core.config.engines import TrainerConfig
 from rlhf_core.errors import ConfigError, WorkerLostError, explain
 from rlhf_core.processes.private_folder import private_folder
 from rlhf_core.runtime.cluster import check_address, named_address, no_head
 from rlhf_core.runtime.liveness import PROBE_TIMEOUT_S
-from rlhf_core.runtime.ray_settings import VARIABLES, ray
+
+# ---------------------------------------------------------------- Check that a worker can compute on the GPUs that Ray reserved for it
+
+NODE_CHARACTERS = 8
+"""Number of characters shown of a Ray node id, which has 56."""
+
+
+def check_gpus(key: str, value: float, reserved: Sequence[str], *, built_for: str = "") -> None:
+    """Raise ConfigError if `reserved` GPUs (as `node:index`) would idle while this worker computes on the CPU.
+
+    `built_for` is the platform of the worker's engine if the engine does not use torch's. Every worker of `key` calls
+    this before it loads a model.
+    """
+    import torch  # is for workers; the driver imports this module too
+
+    if not reserved:
+        return
+    blind = "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
+    if built_for == "cpu":
+        blind = "vLLM was built for CPUs"
+    if blind:
+        rule = f"Ray reserved GPU {', '.join(_short(gpu) for gpu in reserved)}, but {blind}"
+        raise ConfigError(
+            explain(key, value, rule, "install the GPU build of torch (and vLLM) and the driver, or set it to 0")
+        )
+
+
+def _short(gpu: str) -> str:
+    node, _, index = gpu.rpartition(":")
+    return f"{node[:NODE_CHARACTERS]}:{index}"
+
+
+# ---------------------------------------------------------------- ray settings
+
+VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Without this, Ray sets CUDA_VISIBLE_DEVICES to an empty value and warns about it on every start.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+    # Ray would end this process without an error a minute after its head is gone. `RayWatch` notices the loss and acts.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
+    # Ray's handler of SIGTERM prints a stack trace and aborts the process after 3 s; ours lets the stage save.
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
+}
+"""Environment variables of a process that connects to Ray, and of the processes that Ray starts for it."""
+
+if "ray" not in sys.modules:  # a worker was started by Ray, with the settings of its node
+    os.environ.update(VARIABLES)
+
+
+__all__ = ["VARIABLES", "ray"]
+
+# ---------------------------------------------------------------- Join or start Ray
 
 logger = logging.getLogger(__name__)
 
@@ -228,3 +283,12 @@ def _this_machine_alone() -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
+
+
+# ---------------------------------------------------------------- Read the versions of the engines that train, in the worker that runs them
+
+
+def trainer_versions(config: TrainerConfig) -> dict[str, str]:
+    """Return name -> version of the training libraries: torch, transformers and, if it is the engine, DeepSpeed."""
+    engines = ("deepspeed",) if config.engine == "deepspeed" else ()
+    return {name: version(name) for name in ("torch", "transformers", *engines)}

@@ -10,8 +10,8 @@ from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import EngineSampler, ModelSpec, Role, Sampler, Trainer
 from rlhf_core.runtime.cluster import threads_per_worker
+from rlhf_core.runtime.connection import trainer_versions
 from rlhf_core.runtime.samplers import reopen_sampler
-from rlhf_core.runtime.versions import trainer_versions
 
 
 class LocalRuntime:

@@ -3,21 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_core.config.engines import AnySamplerConfig, SamplingConfig
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import DeviceSampler, EngineSampler, Probes, Transfer, TransferVerb, Weights
 from rlhf_core.processes.large_imports import large_imports
-from rlhf_core.runtime.connection import own_gpus
-from rlhf_core.runtime.devices import check_gpus
-from rlhf_core.runtime.priority import at_low_priority
-from rlhf_core.runtime.ray_settings import ray
+from rlhf_core.runtime.connection import check_gpus, own_gpus, ray
 from rlhf_core.runtime.samplers import reopen_sampler, sampler_engine
 from rlhf_core.runtime.weight_sync import StoredWeights
 from rlhf_core.types import Completion, SamplingRequest
+
+# ---------------------------------------------------------------- Run work at low priority, so that it does not slow down other threads
+
+R = TypeVar("R")
+
+LOW = 10
+"""Nice value of such work: a tenth of the CPU share of a busy thread at 0. With 19, a seventieth, an import of vLLM
+took longer than `runtime.worker_timeout_s` on a machine whose cores were all busy.
+"""
+
+
+def at_low_priority(work: Callable[[], R]) -> R:
+    """Return `work()`, called in a thread of low priority. Only Linux has priorities per thread.
+
+    A trainer whose threads wait for each other thousands of times a second becomes several times slower if one of them
+    shares its core with an import as heavy as vLLM's.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="low-priority", initializer=_give_way) as pool:
+        return pool.submit(work).result()
+
+
+def _give_way() -> None:
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        # Only a superuser may lower a nice value that is already higher.
+        os.setpriority(os.PRIO_PROCESS, thread, max(LOW, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
+# ---------------------------------------------------------------- The Ray actor that samples: one engine per process, kept warm between leases
 
 
 class SampleWorker:
@@ -89,7 +118,7 @@ class SampleWorker:
 
     def load_weights(self, weights: Weights, version: int) -> None:
         """Read the weights from the object store (shared memory on this node) and load them into the engine."""
-        from rlhf_core.runtime.weights import unpack  # torch is for workers; the driver imports this module too
+        from rlhf_core.runtime.weight_sync import unpack  # torch is for workers; the driver imports this module too
 
         if not isinstance(weights.payload, StoredWeights):
             kind, rule = type(weights.payload).__name__, "must be in the object store"

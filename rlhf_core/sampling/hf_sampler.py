@@ -20,10 +20,16 @@ from rlhf_core.data.chat_templates import Decoder
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import EngineSampler, ModelSpec, SamplerEngine, Transfer, Weights
 from rlhf_core.models.architecture import caps_attention, length_limit, read_config
-from rlhf_core.models.heads import compute_in_float32
+from rlhf_core.models.forward import compute_in_float32
 from rlhf_core.models.loading import load_model, load_tokenizer
-from rlhf_core.sampling.received_weights import received_tensors
-from rlhf_core.sampling.requests import check_logprobs, check_requests, finish_reason, most_tokens, stop_token_ids
+from rlhf_core.sampling.requests import (
+    check_logprobs,
+    check_requests,
+    finish_reason,
+    most_tokens,
+    received_tensors,
+    stop_token_ids,
+)
 from rlhf_core.types import Completion, SamplingRequest
 
 

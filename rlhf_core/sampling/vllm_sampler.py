@@ -23,10 +23,9 @@ from typing import Any
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import DeviceSampler, Probes, SamplerEngine, Transfer, TransferVerb, Weights
+from rlhf_core.processes.child import idle_threads
 from rlhf_core.processes.identity import interface_towards
-from rlhf_core.processes.idle_threads import idle_threads
-from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
-from rlhf_core.sampling.received_weights import received_tensors
+from rlhf_core.sampling.requests import PolicyFolder, architecture, received_tensors
 from rlhf_core.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)

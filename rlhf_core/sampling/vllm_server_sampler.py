@@ -31,9 +31,8 @@ from safetensors.torch import save_file
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.errors import SamplerLostError, SamplingError, explain
 from rlhf_core.interfaces import EngineSampler, SamplerEngine, Transfer, Weights
-from rlhf_core.models.digest import weights_digest
-from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
-from rlhf_core.sampling.received_weights import tensors_of
+from rlhf_core.models.lora import weights_digest
+from rlhf_core.sampling.requests import PolicyFolder, architecture, tensors_of
 from rlhf_core.sampling.vllm_server import Server, ServerFailed, generate_body, open_client
 from rlhf_core.sampling.vllm_worker import read_tensors
 from rlhf_core.schema.secrets import bearer, resolved

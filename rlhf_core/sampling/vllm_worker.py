@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf_core.models.digest import weights_digest
+from rlhf_core.models.lora import weights_digest
 
 PROBE_ROWS = 64
 

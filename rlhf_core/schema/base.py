@@ -125,3 +125,15 @@ def _keyed_value(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _keyed_value(item) for key, item in value.items()}
     return value
+
+
+# ---------------------------------------------------------------- custom
+
+
+class CustomFunction(Config):
+    """A user's function and its keyword arguments."""
+
+    function: str = Field(pattern=r".:\w+$")
+    """`file.py:name` or `module:name`. Its code, and every module of yours that it imports, is part of the stage's key."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the function."""

@@ -15,11 +15,11 @@ from rlhf_core.stage.key import StageSpec, Strictness, key_payload, payload_key,
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
-from rlhf_core.store.damage import findings
 from rlhf_core.store.failures import failure_settings, misfit, noted
 from rlhf_core.store.fingerprint import canonical_json, module_digests
 from rlhf_core.store.layout import read_json, write_json
 from rlhf_core.store.leases import living_owner
+from rlhf_core.store.object_check import findings
 from rlhf_core.store.records import KeyRecord, other_versions, versions
 from rlhf_core.store.typed_json import Stored, read_stored
 

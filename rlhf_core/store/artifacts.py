@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from rlhf_core.errors import ArtifactError, explain
-from rlhf_core.store import leases, maintenance, roots
-from rlhf_core.store.damage import findings, quarantine_object
+from rlhf_core.store import leases, maintenance
 from rlhf_core.store.fingerprint import FileEntry, hash_files, hash_tree, list_files, sha256_text, tree_digest
 from rlhf_core.store.index import Unreadable
 from rlhf_core.store.layout import (
@@ -39,7 +38,7 @@ from rlhf_core.store.layout import (
 )
 from rlhf_core.store.leases import Lease, Owner
 from rlhf_core.store.maintenance import Damage, GcReport
-from rlhf_core.store.object_check import object_damage
+from rlhf_core.store.object_check import findings, object_damage, quarantine_object
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store.sharing import give_made, open_to_group
 from rlhf_core.store.typed_json import Stored, read_stored
@@ -137,7 +136,7 @@ class ArtifactStore:
         return "" if noted is None else noted.problem
 
     def known_damage(self, refs: Iterable[ArtifactRef]) -> tuple[str, ...]:
-        """Return the ids of all damage ever found in these inputs; see `rlhf_core.store.damage`."""
+        """Return the ids of all damage ever found in these inputs; see `rlhf_core.store.object_check`."""
         return tuple(finding.id for finding in findings(self.layout, (ref.uri for ref in refs)))
 
     def check_inputs(self, refs: Iterable[ArtifactRef]) -> None:
@@ -250,7 +249,7 @@ class ArtifactStore:
                         explain("artifact", key[:12], f"changed while it was committed: {damage}", "run again")
                     )
                 if pin:
-                    roots.write_pin(self.layout, object_digest(handle), pin)
+                    maintenance.write_pin(self.layout, object_digest(handle), pin)
                 write_json(self.layout.key(key), committed)
                 self.layout.damage(key).unlink(missing_ok=True)
         return handle
@@ -263,20 +262,20 @@ class ArtifactStore:
 
     def pin(self, target: str, *, note: str = "") -> None:
         """Protect an object from `gc` until it is unpinned; `target` is a digest, a key or a `store://` uri."""
-        roots.pin(self.layout, target, note)
+        maintenance.pin(self.layout, target, note)
 
     def unpin(self, target: str) -> None:
         """Remove a pin. Raises ArtifactError if there is none."""
-        roots.unpin(self.layout, target)
+        maintenance.unpin(self.layout, target)
 
     def pins(self) -> dict[str, str]:
         """Return the notes of all pins by target."""
-        return roots.pins(self.layout)
+        return maintenance.pins(self.layout)
 
     def gc(self, dry_run: bool, *, keep_days: float = 30.0) -> GcReport:
         """Remove (or only list) what is reachable from no root and from no record used in the last `keep_days`.
 
-        Roots are pins and what waiting runs need (`rlhf_core.store.roots`). While a record or a root cannot be read,
+        Roots are pins and what waiting runs need (`rlhf_core.store.maintenance`). While a record or a root cannot be read,
         what it reaches is unknown: all records and objects are then kept.
         """
         return maintenance.collect(self.layout, self.scan, dry_run=dry_run, keep_days=keep_days)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from rlhf_core.errors import DataError, explain
-from rlhf_core.suites.answers import by_prompt, row_of
 from rlhf_core.suites.phrases import starts_with_any
-from rlhf_core.suites.results import Row
+from rlhf_core.suites.results import Row, by_prompt, row_of
 from rlhf_core.types import Generation
 
 OVER_REFUSAL, UNSAFE_COMPLIANCE = "over_refusal", "unsafe_compliance"

@@ -2,20 +2,49 @@
 
 The unit of every interval is the prompt: several answers to one prompt are averaged before. A measure of a row may have a
 weight, so that a mean over instructions, not prompts, is sum_i w_i v_i / sum_i w_i.
+
+Compute a win rate that does not reward length, in the manner of AlpacaEval 2 (arXiv 2404.04475).
+
+With p_i the judge's preference for our answer to prompt i (1 a win, 0.5 a tie, 0 a loss), a logistic regression fits
+logit P(p_i) = theta + phi * tanh((len_i - len'_i) / std_i(len_i - len'_i)); the length-controlled win rate is what remains
+without the length, sigmoid(theta). AlpacaEval's third term, the difficulty of each instruction, is estimated over a
+leaderboard of models and is left out here.
+
+Measure how well answers follow verifiable instructions, as IFEval does (arXiv 2311.07911, section 3).
+
+Strict accuracy checks the answer as it is; loose accuracy also accepts it without its first or last line, or without
+asterisks. Prompt-level accuracy asks for all instructions of a prompt, instruction-level accuracy counts each.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlhf_core.errors import DataError, explain
-from rlhf_core.evaluation.intervals import DIFFERENCE_OF_SHARES, LEVEL, SHARE, bounds_of, mean_interval
+from rlhf_core.evaluation.intervals import (
+    DIFFERENCE_OF_SHARES,
+    LEVEL,
+    SHARE,
+    Interval,
+    bounds_of,
+    mean_interval,
+    pseudo_prompts,
+    t_quantile,
+)
+from rlhf_core.rewards.library.instructions import follows
+from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.stage.context import StageContext
+from rlhf_core.types import Generation
 
 NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
@@ -153,3 +182,182 @@ def check_rows(rows: Sequence[Row], *, rule: str, remedy: str) -> None:
         raise DataError(explain("evaluate.suites", 0, rule, remedy))
     if len({row.id for row in rows}) < len(rows):
         raise DataError(explain("evaluate.suites", len(rows), "two rows have the same ID", "remove repeated prompts"))
+
+
+# ---------------------------------------------------------------- win rate
+
+RIDGE = (1e-2, 1e-1)
+"""Penalties on theta^2 / 2 and phi^2 / 2: without them a policy that always wins has no finite estimate."""
+NEWTON_STEPS = 30
+
+
+def length_controlled(
+    preferences: Sequence[float], lengths: Sequence[int], their_lengths: Sequence[int]
+) -> dict[str, float]:
+    """Return {mean, low, high, prompts} of the length-controlled win rate.
+
+    The interval is that of a share in `evaluation.intervals`: pseudo-prompts, won and lost at equal lengths, are added to the
+    regression, and the sandwich estimator gives the error of theta.
+    """
+    wins_N = np.asarray(preferences, dtype=np.float64)
+    longer_N = np.asarray(lengths, dtype=np.float64) - np.asarray(their_lengths, dtype=np.float64)
+    spread = float(longer_N.std())
+    lengths_N = np.tanh(longer_N / spread) if spread > 0 else np.zeros(len(wins_N))
+    mean = float(_sigmoid(_fitted(wins_N, lengths_N, np.ones(len(wins_N)))[0]))
+    added = pseudo_prompts(LEVEL)
+    low, high = _interval(
+        np.append(wins_N, (1.0, 0.0)), np.append(lengths_N, (0.0, 0.0)), np.append(np.ones(len(wins_N)), (added, added))
+    )
+    return Interval(mean, min(low, mean), max(high, mean), len(wins_N)).plain()
+
+
+def _interval(
+    wins_N: NDArray[np.float64], lengths_N: NDArray[np.float64], weights_N: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Return the ends for sigmoid(theta), with the error of theta taken to the rate (delta method)."""
+    theta, phi = _fitted(wins_N, lengths_N, weights_N)
+    terms_N2 = np.stack([np.ones_like(lengths_N), lengths_N], axis=1)
+    p_N = _sigmoid(terms_N2 @ np.array([theta, phi]))
+    curve = (terms_N2 * (weights_N * p_N * (1 - p_N))[:, None]).T @ terms_N2 + np.diag(RIDGE)
+    noise = (terms_N2 * (weights_N * (wins_N - p_N) ** 2)[:, None]).T @ terms_N2
+    error = float(np.sqrt((np.linalg.inv(curve) @ noise @ np.linalg.inv(curve))[0, 0]))
+    rate = float(_sigmoid(theta))
+    half = t_quantile(LEVEL, float(weights_N.sum()) - 1) * rate * (1 - rate) * error
+    return max(0.0, rate - half), min(1.0, rate + half)
+
+
+def _fitted(
+    wins_N: NDArray[np.float64], lengths_N: NDArray[np.float64], weights_N: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Return theta and phi of the regression over N prompts with these weights, by Newton's method."""
+    terms_N2 = np.stack([np.ones_like(lengths_N), lengths_N], axis=1)
+    fitted = np.zeros(2)
+    for _ in range(NEWTON_STEPS):
+        p_N = _sigmoid(terms_N2 @ fitted)
+        gradient = terms_N2.T @ (weights_N * (wins_N - p_N)) - np.array(RIDGE) * fitted
+        curve = (terms_N2 * (weights_N * p_N * (1 - p_N))[:, None]).T @ terms_N2 + np.diag(RIDGE)
+        # A step of at most 2: far from the optimum the curvature vanishes and Newton's own step would overshoot.
+        fitted = fitted + np.clip(np.linalg.solve(curve, gradient), -2, 2)
+    return float(fitted[0]), float(fitted[1])
+
+
+def _sigmoid(x: NDArray[np.float64] | float) -> NDArray[np.float64]:
+    return np.asarray(1 / (1 + np.exp(-np.clip(x, -50, 50))))
+
+
+# ---------------------------------------------------------------- answers
+
+
+def by_prompt(generations: Sequence[Generation]) -> list[list[int]]:
+    """Return the positions of the answers of each prompt, with prompts in the order of first appearance."""
+    places: dict[str, list[int]] = {}
+    for place, one in enumerate(generations):
+        places.setdefault(one.prompt.id, []).append(place)
+    return list(places.values())
+
+
+def row_of(first: Generation, values: Mapping[str, float], weights: Mapping[str, float] = NO_WEIGHTS) -> Row:
+    """Return the row of a prompt; `first` is the first answer to it."""
+    prompt = first.prompt
+    text = prompt_text(prompt.messages)
+    return Row(prompt.id, prompt.source, text, first.completion.text, dict(values), dict(weights))
+
+
+def mean_rows(generations: Sequence[Generation], values: Sequence[float | None], measure: str) -> list[Row]:
+    """Return a row per prompt with the mean of its answers' values; prompts without any value are left out."""
+    rows = []
+    for places in by_prompt(generations):
+        found = [value for place in places if (value := values[place]) is not None]
+        if found:
+            rows.append(row_of(generations[places[0]], {measure: fmean(found)}))
+    return rows
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 1.0)
+    """
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def check_counts(generations: Sequence[Generation], ks: Sequence[int]) -> None:
+    """Raise DataError for a prompt with fewer answers than the largest k."""
+    for places in by_prompt(generations):
+        if len(places) < max(ks):
+            rule = f"the prompt {generations[places[0]].prompt.id} has only {len(places)} answers"
+            remedy = "raise generate.samples_per_prompt of the suite, or leave out this k"
+            raise DataError(explain("evaluate.suites.k", max(ks), rule, remedy))
+
+
+def pass_at_k_rows(
+    generations: Sequence[Generation], values: Sequence[float | None], ks: Sequence[int], *, threshold: float
+) -> list[Row]:
+    """Return a row per prompt with `pass_at_<k>`; an answer is right if its value is at least `threshold`.
+
+    Prompts without a value are left out. Raises DataError for a prompt at which only some answers have a value.
+    """
+    rows = []
+    for places in by_prompt(generations):
+        found = [value for place in places if (value := values[place]) is not None]
+        if not found:
+            continue
+        if len(found) < len(places):
+            rule = f"gives a value for only {len(found)} of {len(places)} answers to {generations[places[0]].prompt.id}"
+            remedy = "return None for all answers to a prompt or for none, and 0.0 for a wrong one"
+            raise DataError(explain("evaluate.suites.function", len(found), rule, remedy))
+        correct = sum(value >= threshold for value in found)
+        values_of = {f"pass_at_{k}": pass_at_k(len(found), correct, k) for k in ks}
+        rows.append(row_of(generations[places[0]], values_of))
+    return rows
+
+
+# ---------------------------------------------------------------- instructions
+
+HEADLINE = "prompt_level_strict_acc"
+MEASURES = (HEADLINE, "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
+PROBE = '{"a": "b"}'
+"""A text on which every check reads its options."""
+
+
+def instruction_rows(generations: Sequence[Generation]) -> list[Row]:
+    """Return a row per prompt with prompt- and instruction-level accuracy, strict and loose, under IFEval's names.
+
+    Raises DataError for a label that describes no instructions.
+    """
+    rows = []
+    for places in by_prompt(generations):
+        first = generations[places[0]]
+        instructions = instructions_of(first.prompt.label, key=f"evaluate.suites.prompts[{first.prompt.id}].label")
+        values = {}
+        for name in ("strict", "loose"):
+            held = [_held(generations[place].completion.text, instructions, loose=name == "loose") for place in places]
+            values[f"prompt_level_{name}_acc"] = fmean(float(all(one)) for one in held)
+            values[f"inst_level_{name}_acc"] = fmean(fmean(one) for one in held)
+        weights = {name: float(len(instructions)) for name in values if name.startswith("inst_")}
+        rows.append(row_of(first, values, weights))
+    return rows
+
+
+def instructions_of(label: str, *, key: str = "label") -> list[Any]:
+    """Return the instructions of a label. Raises DataError for one that describes none, or none that we know."""
+    remedy = "see rlhf_core.rewards.library.instructions for the form of a label"
+    try:
+        read = json.loads(label)
+        instructions = read["instructions"] if isinstance(read, dict) else read
+    except (ValueError, KeyError, RecursionError) as error:
+        raise DataError(explain(key, label[:80], f"describes no instructions ({error})", remedy)) from None
+    if not isinstance(instructions, list) or not instructions:
+        raise DataError(explain(key, label[:80], "describes no instructions", remedy))
+    try:
+        _held(PROBE, instructions, loose=False)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            explain(key, label[:80], f"has an instruction that cannot be checked ({error})", remedy)
+        ) from None
+    return instructions
+
+
+def _held(text: str, instructions: Sequence[Any], *, loose: bool) -> list[bool]:
+    return [follows(text, one, loose=loose) for one in instructions]

@@ -11,17 +11,33 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.interfaces import RegistryState
+from rlhf_core.processes.identity import user_name
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
-from rlhf_core.tracking.champion_tags import TAG, move_tag
 from rlhf_core.tracking.mlflow_client import TrackingError, open_client
 from rlhf_core.tracking.mlflow_delivery import DIGEST_TAG, registry_name
 from rlhf_core.types import CHAMPION
+
+# ---------------------------------------------------------------- Write down that a version of a model becomes champion, as a tag of that version
+
+TAG = "champion."
+"""Beginning of the tags that say when a version became champion."""
+
+
+def move_tag(how: str, why: str) -> dict[str, str]:
+    """Return the tag of a version that becomes champion now, by the user of this process; `how` names the command."""
+    time = datetime.now(UTC)
+    said = {"at": time.isoformat(timespec="seconds"), "how": how, "by": user_name(), "why": why}
+    return {f"{TAG}{time.strftime('%Y%m%dT%H%M%S.%fZ')}": json.dumps(said)}
+
+
+# ---------------------------------------------------------------- champions
 
 logger = logging.getLogger(__name__)
 

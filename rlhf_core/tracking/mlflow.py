@@ -31,11 +31,11 @@ from rlhf_core.interfaces import RegistryState, StageTracker
 from rlhf_core.processes.private_folder import private_folder
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.leases import Owner, is_gone
-from rlhf_core.tracking import owner, redaction
+from rlhf_core.tracking import mlflow_client as owner
+from rlhf_core.tracking import redaction
 from rlhf_core.tracking.champions import registry_state
 from rlhf_core.tracking.mlflow_client import TrackingError, open_client, run_url
-from rlhf_core.tracking.mlflow_delivery import Delivery
-from rlhf_core.tracking.outbox import Outbox
+from rlhf_core.tracking.mlflow_delivery import Delivery, Outbox
 
 logger = logging.getLogger(__name__)
 

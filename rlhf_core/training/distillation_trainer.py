@@ -10,11 +10,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from rlhf_core.algorithms.output import LossOutput
+from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.interfaces import Metrics, Trainer
-from rlhf_core.training.batching import reduce, step_counts
+from rlhf_core.models.batches import reduce, step_counts
 from rlhf_core.training.objectives.base import TrainingObjective
-from rlhf_core.training.teachers import Teachers
+from rlhf_core.training.objectives.distillation import Teachers
 
 P = ParamSpec("P")
 T = TypeVar("T")

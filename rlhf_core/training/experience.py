@@ -20,11 +20,8 @@ from rlhf_core.algorithms.advantage.base import (
     zero_variance_groups,
 )
 from rlhf_core.algorithms.advantage.reinforce_pp import discounted_returns
-from rlhf_core.algorithms.correction import mismatch_metrics
-from rlhf_core.algorithms.kl import k1, k3
 from rlhf_core.algorithms.policy.base import PolicyMethod
-from rlhf_core.algorithms.token_math import masked_count
-from rlhf_core.algorithms.value import explained_variance
+from rlhf_core.algorithms.token_math import explained_variance, k1, k3, masked_count, mismatch_metrics
 from rlhf_core.config.policy import Advantage, KLCredit
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import Metrics

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from rlhf_core.config.engines import OptimizerConfig
-from rlhf_core.config.loop import LoopConfig
-from rlhf_core.data.order import shuffled
+from rlhf_core.config.policy import LoopConfig
+from rlhf_core.data.mixing import shuffled_indices
 from rlhf_core.errors import ConfigError, TrainingError, explain
 from rlhf_core.interfaces import Metrics, Objective, Trainer
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoints
-from rlhf_core.training.schedule import scheduled_rate
-from rlhf_core.training.skipped import count_skipped
+from rlhf_core.training.adamw import scheduled_rate
+from rlhf_core.training.trainer import count_skipped
 from rlhf_core.types import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def batch_at(step: int, samples: Sequence[Any], *, batch_size: int, seed: int) -
     """Return the samples of optimizer step `step`. `seed` orders each epoch, whose last batch may be smaller."""
     per_epoch = math.ceil(len(samples) / batch_size)
     epoch, position = divmod(step, per_epoch)
-    order = shuffled(len(samples), derive_seed(seed, "order", epoch))
+    order = shuffled_indices(len(samples), derive_seed(seed, "order", epoch))
     return [samples[i] for i in order[position * batch_size : (position + 1) * batch_size]]
 
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rlhf_core.config.policy_parts import ReferenceSync
+from rlhf_core.config.policy import ReferenceSync
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec, Runtime, Trainer
 from rlhf_core.types import TokenSample

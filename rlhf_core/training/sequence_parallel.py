@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.models.architecture import backbone_of
-from rlhf_core.training.distributed import join, rank_and_world
+from rlhf_core.training.state import join, rank_and_world
 
 KEY = "runtime.trainer.sequence_parallel"
 ATTENTION = "ulysses_sdpa"

@@ -7,9 +7,10 @@ combines the metrics of `forward_backward` and `loss` with `reduce`.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,29 +18,92 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.algorithms.output import LossOutput
+from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
 from rlhf_core.models.architecture import backbone_of, padding_id
-from rlhf_core.models.batches import TokenBatch, collate, unpack
-from rlhf_core.models.digest import weights_digest
+from rlhf_core.models.batches import Row, TokenBatch, collate, is_maximum, micro_batches, prefix_width, unpack
 from rlhf_core.models.export import export_model
-from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values
-from rlhf_core.models.lora import merged_state_dict
-from rlhf_core.models.routing import watching
-from rlhf_core.models.shared_rows import prefix_width
-from rlhf_core.store.checkpoint_parts import wait_for_parts, write_part
-from rlhf_core.training.batching import Row, is_maximum, micro_batches
-from rlhf_core.training.ema import average_of
+from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values, watching
+from rlhf_core.models.lora import merged_state_dict, weights_digest
+from rlhf_core.store.checkpoints import wait_for_parts, write_part
 from rlhf_core.training.engines.base import Engine, open_engine
-from rlhf_core.training.engines.host_memory import keep_freed_memory, release_if_short
-from rlhf_core.training.engines.offload import HostCopies, release_cached
-from rlhf_core.training.objectives.base import SftObjective, TrainingObjective, unmasked
+from rlhf_core.training.engines.offload import HostCopies, keep_freed_memory, release_cached, release_if_short
+from rlhf_core.training.objectives.base import RoutedObjective, SftObjective, TrainingObjective, unmasked
 from rlhf_core.training.objectives.distillation import top_logprobs
-from rlhf_core.training.objectives.router import RoutedObjective
-from rlhf_core.training.state import load_state, random_file, random_state, resume_random_state, write_states
+from rlhf_core.training.state import (
+    load_state,
+    random_file,
+    random_state,
+    resume_random_state,
+    trained_parameters,
+    write_states,
+)
 from rlhf_core.types import TokenSample, TopLogprobs
+
+# ---------------------------------------------------------------- Compute the exponential moving average of a model's trained weights
+
+
+class WeightAverage:
+    """A float32 average of weights that starts at the initial weights.
+
+    After every update, average <- decay * average + (1 - decay) * weights.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> _ = model.weight.data.fill_(1.0)
+    >>> average = WeightAverage(model, decay=0.75)
+    >>> _ = model.weight.data.fill_(3.0)
+    >>> average.update(model)
+    >>> average.state()["weight"].item()
+    1.5
+    """
+
+    def __init__(self, module: nn.Module, *, decay: float) -> None:
+        self._decay = decay
+        self._average = {name: weight.float().clone() for name, weight in trained_parameters(module).items()}
+
+    def update(self, module: nn.Module) -> None:
+        """Add the weights of `module` to the average after an optimizer update."""
+        for name, weight in trained_parameters(module).items():
+            self._average[name].lerp_(weight.float(), 1 - self._decay)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of the average."""
+        yield from self._average.values()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return copies of the average on the CPU, for a checkpoint."""
+        return {name: weight.to("cpu", copy=True) for name, weight in self._average.items()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Restore the average from `state`."""
+        for name, weight in self._average.items():
+            weight.copy_(state[name])
+
+    @contextmanager
+    def in_place(self, module: nn.Module) -> Iterator[None]:
+        """Replace the weights of `module` with the average, rounded to their precision, inside this context."""
+        weights = trained_parameters(module)
+        own = {name: weight.clone() for name, weight in weights.items()}
+        try:
+            for name, weight in weights.items():
+                weight.copy_(self._average[name])
+            yield
+        finally:
+            for name, weight in weights.items():
+                weight.copy_(own[name])
+
+
+def average_of(module: nn.Module, *, decay: float, rank: int) -> WeightAverage | None:
+    """Return the average on rank 0 if `decay` is not 0, else None. One is enough, as all ranks hold whole weights."""
+    if decay == 0 or rank > 0:
+        return None
+    with torch.no_grad():
+        return WeightAverage(module, decay=decay)
+
+
+# ---------------------------------------------------------------- trainer
 
 AVERAGE_FILE = "average.pt"
 
@@ -328,3 +392,35 @@ def _poisoned(loss: Tensor) -> Tensor:
     An infinite loss can have a finite gradient, and the other ranks detect the problem by the NaN in every gradient.
     """
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
+
+
+# ---------------------------------------------------------------- skipped
+
+logger = logging.getLogger(__name__)
+
+MAX_SKIPPED_IN_A_ROW = 5
+
+
+def count_skipped(so_far: int, metrics: Metrics, *, label: str, step: int) -> int:
+    """Return how many updates in a row were skipped for a non-finite gradient.
+
+    Raises TrainingError, naming the stage and the step, after five in a row.
+    """
+    if not metrics["skipped"]:
+        return 0
+    logger.warning("%s: skipping step %d, because the loss or the gradient is not finite", label, step)
+    if so_far + 1 >= MAX_SKIPPED_IN_A_ROW:
+        rule = f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a non-finite loss or gradient"
+        raise TrainingError(
+            explain(f"{label}.step", step, rule, "lower the learning rate, or check the samples of this step")
+        )
+    return so_far + 1
+
+
+def check_updated(history: Sequence[Metrics], *, label: str, step: int) -> None:
+    """Raise TrainingError if every update of a model was skipped in a step, because it then no longer learns."""
+    for model in ("policy", "value"):
+        skipped = [metrics[f"{model}/skipped"] for metrics in history if f"{model}/skipped" in metrics]
+        if skipped and all(skipped):
+            rule = f"every update of the {model} had a non-finite loss or gradient"
+            raise TrainingError(explain(f"{label}.step", step, rule, "lower the learning rate, or clip the rewards"))

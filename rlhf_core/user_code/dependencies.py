@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.user_code.loading import load_callable
+from rlhf_core.user_code.modules import load_callable
 from rlhf_core.user_code.sources import (
     PROGRAM_PACKAGES,
     UserModule,
@@ -25,7 +25,7 @@ from rlhf_core.user_code.sources import (
     search_folders,
     user_modules,
 )
-from rlhf_core.user_code.unseen import unseen_uses
+from rlhf_core.user_code.watch import unseen_uses
 
 
 def user_code_digest(spec: str, *, key: str = "callable") -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
-from rlhf_core.config.loop import LoopConfig, check_best
+from rlhf_core.config.policy import LoopConfig, check_best
 from rlhf_core.schema.base import Config, added_option
 
 TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]

@@ -8,8 +8,7 @@ from rlhf_core.algorithms.preference.base import AnswerMethod
 from rlhf_core.algorithms.preference.dpo import DPOLoss
 from rlhf_core.algorithms.preference.orpo import ORPOLoss
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
-from rlhf_core.config.loop import LoopConfig
-from rlhf_core.config.preference import PreferenceLoss
+from rlhf_core.config.policy import LoopConfig, PreferenceLoss
 from rlhf_core.schema.base import Config
 
 

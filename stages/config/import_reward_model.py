@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlhf_core.rewards.external import check_classifier
+from rlhf_core.rewards.model import check_classifier
 from rlhf_core.schema.base import OPERATIONAL, Config
 from rlhf_core.store.fingerprint import hash_files, tree_digest
 

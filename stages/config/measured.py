@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlhf_core.config.measured import ROW_LOSS, evaluation_metrics, step_metrics
+from rlhf_core.config.monitors import ROW_LOSS, evaluation_metrics, step_metrics
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.types import CHAMPION
 from stages.config.evaluate_suite import (

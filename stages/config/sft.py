@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.schema.base import Config
 
 

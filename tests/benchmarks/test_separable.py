@@ -20,9 +20,8 @@ from benchmarks.separable import (
     tiny_config,
 )
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.batches import collate
+from rlhf_core.models.batches import SEPARABLE, check_packing, collate, keeps_apart
 from rlhf_core.models.forward import token_logprobs
-from rlhf_core.models.shared_rows import SEPARABLE, check_packing, keeps_apart
 
 LEAKING = (
     *("bamba", "falcon", "falcon_h1", "gpt_oss", "jamba", "lfm2", "minimax", "nemotron_h", "opt"),

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.schema.base import Config

@@ -21,15 +21,13 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from pipelines.services import servers
-from pipelines.services.health import await_health
 from pipelines.services.home import SERVER_AUTH, Home, quiet_environment
-from pipelines.services.ports import MLFLOW_PORT, bound_port, port_of
+from pipelines.services.running import MLFLOW_PORT, await_health, bound_port, port_of
+from pipelines.services.servers import start_guarded, stop_process
 from pipelines.services.sign_in import basic, sign_in_link
-from pipelines.services.watchdog import start_guarded, stop_process
 from rlhf_core.agents.endpoint import Endpoint
 from rlhf_core.http import door
-from rlhf_core.http.door import Door
-from rlhf_core.http.peers import CONNECTIONS
+from rlhf_core.http.door import CONNECTIONS, Door
 from rlhf_core.rewards.server import create_app
 from tests.rlhf_core.http.test_peers import NOBODY, asked_as
 

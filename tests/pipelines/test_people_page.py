@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.services.home import Home
 from pipelines.services.running import Services
-from rlhf_core.annotation.comparisons import Comparison, read_judgments, write_comparisons
+from rlhf_core.annotation.proposing import Comparison, read_judgments, write_comparisons
 from rlhf_core.data.tables import read_preferences
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message

@@ -22,7 +22,7 @@ from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
 from pipelines.services.waits import may_go_on
-from rlhf_core.annotation.comparisons import Comparison, write_comparisons
+from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.stage.stopping import RunBlocked, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore

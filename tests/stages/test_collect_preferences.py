@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.annotation.annotators import EXPORT, IMPORT
-from rlhf_core.annotation.comparisons import Choice, Comparison, Judgment, read_judgments, write_comparisons
 from rlhf_core.annotation.judge import read_verdicts
+from rlhf_core.annotation.proposing import Choice, Comparison, Judgment, read_judgments, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator, JudgeAnnotator, ProgramAnnotator
 from rlhf_core.data.tables import read_preferences
 from rlhf_core.errors import ConfigError, DataError

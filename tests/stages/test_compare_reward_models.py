@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.engines import OptimizerConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.tables import read_preferences, write_preferences
 from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore

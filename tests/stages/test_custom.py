@@ -16,10 +16,9 @@ from rlhf_core.algorithms.policy.clip import clipped_policy_loss
 from rlhf_core.algorithms.policy.custom import custom_policy_loss
 from rlhf_core.algorithms.preference.custom import CustomPreferenceLoss, custom_pair_loss
 from rlhf_core.algorithms.preference.dpo import DPOLoss, dpo_loss
-from rlhf_core.config.policy import PPOConfig
-from rlhf_core.config.preference import uses_reference
+from rlhf_core.config.policy import PPOConfig, uses_reference
 from rlhf_core.errors import ConfigError
-from rlhf_core.schema.custom import CustomFunction
+from rlhf_core.schema.base import CustomFunction
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
 from rlhf_core.user_code.dependencies import UserFunction, user_code_digest

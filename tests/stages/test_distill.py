@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.chat import CHATML_LIKE
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer

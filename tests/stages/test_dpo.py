@@ -17,11 +17,9 @@ from rlhf_core.algorithms.preference.ipo import IPOLoss
 from rlhf_core.algorithms.preference.kto import KTOLoss
 from rlhf_core.algorithms.preference.orpo import ORPOLoss
 from rlhf_core.config.engines import OptimizerConfig
-from rlhf_core.config.loop import LoopConfig
-from rlhf_core.config.preference import REFERENCE_FREE, PreferenceLoss
+from rlhf_core.config.policy import REFERENCE_FREE, LoopConfig, PreferenceLoss
 from rlhf_core.errors import DataError
-from rlhf_core.schema.base import Config
-from rlhf_core.schema.custom import CustomFunction
+from rlhf_core.schema.base import Config, CustomFunction
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, TokenSample
 from stages.dpo import DPOConfig, mismatched, stranger_of

@@ -293,7 +293,7 @@ def test_training_curves_of_the_ancestors_are_drawn(tmp_path: Path) -> None:
 
 def test_only_training_stages_have_a_training_curve(shop: Workshop, tmp_path: Path) -> None:
     from rlhf_core.config.engines import SamplingConfig
-    from rlhf_core.config.loop import LoopConfig
+    from rlhf_core.config.policy import LoopConfig
     from rlhf_core.store import attempts
     from stages.generate import GenerateConfig
     from stages.sft import SFTConfig

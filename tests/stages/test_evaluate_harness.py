@@ -257,7 +257,7 @@ def harness_results(value: Any) -> dict[str, Any]:
 
 
 def test_numbers_of_numpy_count_and_what_is_no_number_is_named() -> None:
-    from rlhf_core.suites.harness_results import measured
+    from rlhf_core.suites.harness import measured
 
     assert measured(harness_results(np.float32(0.5)), headline="").measures["t/f1"]["mean"] == 0.5
     with pytest.raises(DataError, match=r"evaluate\.suites\.t/f1 = nan: is no finite number"):

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.engines import OptimizerConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import write_generations, write_index
 from rlhf_core.errors import DataError

@@ -17,7 +17,7 @@ from pipelines.execution.plan import plan
 from pipelines.flows.profile import load_profile
 from pipelines.importers.openrlhf.translate import translate
 from rlhf_core.errors import ConfigError
-from rlhf_core.rewards.external import PROBES
+from rlhf_core.rewards.model import PROBES
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, RewardModelRef

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.interfaces import ModelSpec, Sampler, Trainer
 from rlhf_core.rewards.model import Contract, score_with_reward_model
 from rlhf_core.store.artifacts import ArtifactStore

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.config.rewards import ProcessRewardModelReward, RewardsConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_rollouts, write_generations, write_index
-from rlhf_core.data.steps import StepSplitter
-from rlhf_core.data.tables import SteppedAnswer
+from rlhf_core.data.tables import SteppedAnswer, StepSplitter
 from rlhf_core.errors import ArtifactError, DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.annotation.comparisons import read_comparisons
+from rlhf_core.annotation.proposing import read_comparisons
 from rlhf_core.data.shards import write_index, write_rollouts
 from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore

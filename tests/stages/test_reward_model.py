@@ -14,10 +14,10 @@ import stages.compare_reward_models
 import stages.reward_model
 from rlhf_core.config.data import Suite
 from rlhf_core.config.engines import OptimizerConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.tables import Preference
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation.reward_suites import SuiteRow, read_suite
+from rlhf_core.evaluation.reward_report import SuiteRow, read_suite
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, TokenSample
 from stages.config.compare_reward_models import CompareRewardModelsConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.engines import OptimizerConfig
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, TokenSample
 from stages.sft import SFTConfig, dropped_answers

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipelines.execution.executor import RunOptions
-from pipelines.execution.listener import Silent
+from pipelines.execution.executor import RunOptions, Silent
 from pipelines.execution.opening import open_run, open_tracker
 from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.graph import RunStage, Stages

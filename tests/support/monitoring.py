@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_core.monitoring.base import MonitorConfig
-from rlhf_core.monitoring.history import History
+from rlhf_core.monitoring.bands import History, MonitorConfig
 
 
 def found(monitor: MonitorConfig, **series: Sequence[float]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelines.execution.gates import numbers
 from rlhf_core.config.engines import HFSamplerConfig, InitModel, RuntimeConfig, TrainerConfig
-from rlhf_core.config.measured import is_named
+from rlhf_core.config.monitors import is_named
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.schema.base import Config
 from rlhf_core.stage.decision import Decision

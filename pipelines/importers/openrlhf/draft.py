@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from pipelines.importers.openrlhf.arguments import Arguments, Given
+from pipelines.importers.openrlhf.flags import Arguments, Given
 from rlhf_core.errors import ConfigError, explain
 
 LARGEST_WINS = {"prepare_data.max_prompt_tokens", "prepare_data.max_tokens", "runtime.sampler.max_model_len"}

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from pipelines.importers.openrlhf.shell import Command
+from rlhf_core.errors import ConfigError, explain
 
 COMMANDS = {
     "train_sft": "sft",
@@ -384,3 +390,238 @@ DEFAULTS: dict[str, dict[str, str]] = {
 
 lambd was 0.95 before 0.6.4, value_clip 0.2 before 0.8.3.
 """
+
+# ---------------------------------------------------------------- arguments
+
+SYNTAX = {"--module", "-m", "--"}
+"""Words of a launcher that only precede the command."""
+LAUNCHER_SWITCHES = {*SYNTAX, "--no_local_rank", "--standalone", "--no-wait", "--verbose", "--overlap", "--exclusive"}
+
+
+class Given(NamedTuple):
+    """One flag as written in the script, with its words."""
+
+    flag: str
+    words: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """Return the value as written; empty for a switch."""
+        return " ".join(self.words)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags of one command: by name as OpenRLHF reads them, the unknown ones, and those that are repeated later."""
+
+    module: str
+    command: str
+    given: dict[str, Given]
+    repeated: tuple[Given, ...]
+    unknown: tuple[Given, ...]
+    launcher: tuple[Given, ...]
+
+    @property
+    def dotted(self) -> bool:
+        """Return whether the command uses the dotted flags of 0.10.2 and later."""
+        return any("." in given.flag for given in self.given.values())
+
+    def default(self, name: str) -> str | None:
+        """Return OpenRLHF's default, None if the flag has none that a profile needs."""
+        for group in ("ppo dotted" if self.dotted and self.command == "ppo" else "", self.command, "all"):
+            if group in DEFAULTS and name in DEFAULTS[group]:
+                return DEFAULTS[group][name]
+        return None
+
+    def spelling(self, name: str) -> str:
+        """Return the flag as the script spells it, or else as the command's version does."""
+        if name in self.given:
+            return self.given[name].flag
+        others = [other for flag in FLAGS if flag.name == name for other in flag.others.split() if "." in other]
+        own = [other for other in others if not other.startswith("actor.") or self.command == "ppo"]
+        return f"--{own[-1] if self.dotted and own else name}"
+
+
+def read_arguments(command: Command, *, lenient: bool) -> Arguments:
+    """Return the flags of a command; raise ConfigError for words that OpenRLHF would refuse, unless `lenient`."""
+    name = COMMANDS[command.module]
+    known = {spelt: flag for flag in FLAGS if name in flag.commands.split() for spelt in _spellings(flag)}
+    given: dict[str, Given] = {}
+    repeated, unknown = [], []
+    for found in _split(command.words, known):
+        if found.flag in known:
+            flag = known[found.flag]
+            found, surplus = _without_unknown_values(flag, found)
+            unknown += surplus
+            _check_words(flag, found)
+            repeated += [given.pop(flag.name)] if flag.name in given else []
+            given[flag.name] = found
+        elif lenient or found.flag.startswith("$"):
+            unknown.append(found)
+        else:
+            rule = f"OpenRLHF's {command.module} has no such flag"
+            raise ConfigError(
+                explain(found.flag, found.text, rule, f"{_remedy(found.flag, list(known))}, or --lenient")
+            )
+    launcher = tuple(_split(command.launcher, {}))
+    return Arguments(command.module, name, given, tuple(repeated), tuple(unknown), launcher)
+
+
+def _spellings(flag: Flag) -> list[str]:
+    return [f"--{spelt}" for spelt in (flag.name, *flag.others.split())]
+
+
+def _remedy(flag: str, known: list[str]) -> str:
+    """Return what to do about a flag that a command does not have: its nearest, or the command that has it."""
+    owners = {name for one in FLAGS if flag in _spellings(one) for name in one.commands.split()}
+    if modules := [module for module, name in COMMANDS.items() if name in owners]:
+        return f"it is one of {', '.join(modules)}: remove it"
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else "remove it"
+
+
+def _without_unknown_values(flag: Flag, given: Given) -> tuple[Given, list[Given]]:
+    """Return a flag without words such as `$EXTRA` that it has no use for, since flags may be in them, and those words."""
+    room = {"switch": 0, "value": 1, "many": len(given.words)}[flag.kind]
+    extra = [word for word in given.words[room:] if word.startswith("$")]
+    kept = tuple(word for at, word in enumerate(given.words) if at < room or word not in extra)
+    return Given(given.flag, kept), [Given(word, ()) for word in extra]
+
+
+def _split(words: Sequence[str], known: dict[str, Flag]) -> list[Given]:
+    """Return each flag with the words up to the next one. A launcher's flags (not `known`) have at most one word."""
+    found: list[Given] = []
+    for word in words:
+        flag, separator, value = word.partition("=")
+        if word in LAUNCHER_SWITCHES and not known:
+            found.append(Given(word, ()))
+        elif word.startswith("--"):
+            found.append(Given(flag, (value,) if separator else ()))
+        elif known and not found:
+            found.append(Given(word, ()))
+        elif found and (known or not (found[-1].words or found[-1].flag in LAUNCHER_SWITCHES)):
+            found[-1] = Given(found[-1].flag, (*found[-1].words, word))
+    return [one for one in found if known or one.flag not in SYNTAX]
+
+
+def _check_words(flag: Flag, given: Given) -> None:
+    if flag.kind == "switch" and given.words:
+        raise ConfigError(explain(given.flag, given.text, "is a switch and takes no value", "remove the value"))
+    if flag.kind != "switch" and not given.words:
+        raise ConfigError(explain(given.flag, "", "needs a value", "add it"))
+    if flag.kind == "value" and len(given.words) > 1:
+        raise ConfigError(explain(given.flag, given.text, "takes one value", "quote it, or remove the others"))
+
+
+# ---------------------------------------------------------------- treatments
+
+_STORE = "results are artifacts of the store"
+_RESUME = "every stage saves and resumes; `checkpoint_every` says how often"
+_TRACKER = "runs are tracked in MLflow"
+_SPEED = "changes speed, not the result"
+_ONE_GROUP = "all models of a stage share the training workers"
+_SYNC = "weights go to the sampler as the runtime does it"
+
+IGNORED = {
+    "save_path": _STORE,
+    "save_hf_ckpt": "every policy is exported in Hugging Face layout",
+    "disable_ds_ckpt": _RESUME,
+    "ckpt_path": _RESUME,
+    "max_ckpt_num": _RESUME,
+    "max_ckpt_mem": _RESUME,
+    "load_checkpoint": _RESUME,
+    "use_ds_universal_ckpt": _RESUME,
+    "use_wandb": _TRACKER,
+    "wandb_org": _TRACKER,
+    "wandb_group": _TRACKER,
+    "wandb_project": _TRACKER,
+    "wandb_run_name": _TRACKER,
+    "use_tensorboard": _TRACKER,
+    "perf": "timings are always tracked",
+    "local_rank": "the runtime starts the workers",
+    "full_determinism": "every seed is derived from `seed`",
+    "flash_attn": 'same attention, by PyTorch; set runtime.trainer.attention = "flash_attention_2" where it is installed',
+    "packing_samples": _SPEED,
+    "overlap_comm": _SPEED,
+    "torch_compile": _SPEED,
+    "deepcompile": _SPEED,
+    "ds.experts_implementation": _SPEED,
+    "grad_accum_dtype": "gradients are summed in float32",
+    "dataloader_num_workers": _SPEED,
+    "gradient_checkpointing_use_reentrant": _SPEED,
+    "ref_offload": "the runtime places the models; outside of ppo the reference's log-probs are computed once",
+    "ref_reward_offload": "the runtime places the models",
+    "teacher_offload": "the runtime places the models",
+    "actor_init_on_gpu": "the runtime places the models",
+    "micro_rollout_batch_size": "forward passes take the trainer's micro_batch too",
+    "micro_batch_size": "scores are computed in batches of the trainer's micro_batch",
+    "vllm_generate_batch_size": "a step samples all its prompts at once",
+    "colocate_actor_ref": _ONE_GROUP,
+    "colocate_critic_reward": _ONE_GROUP,
+    "critic_num_nodes": _ONE_GROUP,
+    "critic_num_gpus_per_node": _ONE_GROUP,
+    "ref_num_nodes": _ONE_GROUP,
+    "ref_num_gpus_per_node": _ONE_GROUP,
+    "reward_num_nodes": _ONE_GROUP,
+    "reward_num_gpus_per_node": _ONE_GROUP,
+    "vllm_sync_backend": _SYNC,
+    "vllm_sync_with_ray": _SYNC,
+    "compute_fp32_loss": "losses are computed in float32",
+    "multiturn": "every assistant turn of a conversation is trained",
+    "muon.nesterov": "DeepSpeed ignores it too",
+    "muon.no_nesterov": "DeepSpeed ignores it too",
+    "muon.ns_steps": "DeepSpeed ignores it too",
+    "critic.muon.nesterov": "DeepSpeed ignores it too",
+    "critic.muon.no_nesterov": "DeepSpeed ignores it too",
+    "critic.muon.ns_steps": "DeepSpeed ignores it too",
+    "data.image_key": "is read only with images",
+    "iter": "rounds are part of the profile",
+    "tp_size": "one engine a GPU; runtime.sampler.tensor_parallel splits a model that is too large for one",
+    "reward_template": "[conditional_sft.condition] template writes the reward into the prompt",
+    "csft_prompt": "[conditional_sft.condition] asks for the best level",
+}
+"""Flag -> why it has no effect here."""
+
+
+class Missing(NamedTuple):
+    """A missing feature: the value that means "off" (then the flag has no effect), the reason, the nearest feature."""
+
+    off: str
+    reason: str
+    nearest: str
+
+
+_MUON = Missing("", "the optimizer is AdamW", "optimizer.learning_rate of AdamW")
+
+MISSING = {
+    "zpg": Missing("1", "no hierarchical partition of ZeRO++", "runtime.trainer.zero_stage = 3"),
+    "optim": Missing("adam", "the optimizer is AdamW", "optimizer.learning_rate of AdamW"),
+    "critic.optim": Missing("adam", "the optimizer is AdamW", "value_optimizer.learning_rate of AdamW"),
+    "muon.lr": _MUON,
+    "muon.momentum": _MUON,
+    "critic.muon.lr": _MUON,
+    "critic.muon.momentum": _MUON,
+    "lora_dropout": Missing("0", "adapters have no dropout, so that log-probs are repeatable", "a smaller lora.rank"),
+    "value_head_prefix": Missing(
+        "score", "the head of a reward model is `score`", "its tensor renamed to score.weight"
+    ),
+    "use_ms": Missing("", "ModelScope is not read", "a local folder as the path"),
+    "disable_fast_tokenizer": Missing("", "tokenizers are fast ones", "the fast tokenizer of the same model"),
+    "use_dynamic_batch": Missing(
+        "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
+    ),
+    "rollout_max_tokens_per_gpu": Missing(
+        "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
+    ),
+    "train_max_tokens_per_gpu": Missing(
+        "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
+    ),
+    "save_value_network": Missing("", "the value model is not an artifact", "the reward model, which is"),
+    "actor.freeze_visual_encoder": Missing("", "models read text only", "a text model"),
+    "data.max_images_per_prompt": Missing("0", "models read text only", "a text model"),
+    "repetition_penalty": Missing("1", "answers are drawn from the policy as it is", "sampling.temperature"),
+    "enable_csft": Missing(
+        "", "the level that a prompt asks for is part of [conditional_sft]", "[conditional_sft.condition]"
+    ),
+}
+"""Flag -> the missing feature; a switch has no value that means "off"."""

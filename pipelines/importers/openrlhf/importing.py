@@ -7,8 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipelines.importers.openrlhf.report import report
-from pipelines.importers.openrlhf.translate import Translation, translate
+from pipelines.importers.openrlhf.translate import Translation, report, translate
 from rlhf_core.errors import ConfigError, explain
 
 STDIN = "-"

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from pipelines.importers.openrlhf.conditions import double_test, test
-from pipelines.importers.openrlhf.expansion import Values, released
+from pipelines.importers.openrlhf.expansion import Values, double_test, released, test
 from pipelines.importers.openrlhf.syntax import ASSIGNMENT, Block, Branch, Item, Simple, assigned_names, leaves, parse
 from rlhf_core.errors import ConfigError
 

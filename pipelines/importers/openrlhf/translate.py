@@ -2,21 +2,81 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from pipelines.flows.profile import parse
-from pipelines.importers.openrlhf.arguments import read_arguments
-from pipelines.importers.openrlhf.draft import Draft, Outcome, Sheet
-from pipelines.importers.openrlhf.flags import COMMANDS, OTHER_COMMANDS
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.flows.profile import PipelineConfig, parse
+from pipelines.importers.openrlhf.draft import Draft, Fate, Outcome, Sheet, Source
+from pipelines.importers.openrlhf.flags import COMMANDS, IGNORED, MISSING, OTHER_COMMANDS, read_arguments
 from pipelines.importers.openrlhf.offline_rules import distillation, dpo, kto, process_reward_model, reward_model, sft
-from pipelines.importers.openrlhf.rollout_rules import ppo
-from pipelines.importers.openrlhf.sampling_rules import combine, generate, score, sections, serve
+from pipelines.importers.openrlhf.rollout_rules import combine, generate, ppo, score, sections, serve
 from pipelines.importers.openrlhf.shell import read_commands
-from pipelines.importers.openrlhf.toml import render
-from pipelines.importers.openrlhf.treatments import IGNORED, MISSING
 from rlhf_core.errors import ConfigError
+
+# ---------------------------------------------------------------- toml
+
+_SOURCES = "prepare_data.data"
+
+
+def render(draft: Draft, *, name: str) -> str:
+    """Return the profile; the tables are in the order of a pipeline."""
+    tables: dict[str, list[str]] = {"": [f"name = {_literal(name)}"]}
+    for key, value in draft.values.items():
+        table, _, last = key.rpartition(".")
+        comment = f"  # {_one_line(value.comment)}" if value.comment else ""
+        tables.setdefault(table, []).append(f"{last} = {_literal(value.value)}{comment}")
+    if draft.sources:
+        tables.setdefault(_SOURCES, []).insert(0, 'type = "files"')
+    blocks = []
+    for table in sorted(tables, key=_order):
+        blocks.append("\n".join([f"[{table}]"] * bool(table) + tables[table]))
+        if table == _SOURCES:
+            blocks += [_source(source) for source in draft.sources]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _order(table: str) -> tuple[int, str]:
+    """Return the sort key of a table; nested tables follow their parent."""
+    sections = ["", *PipelineConfig.model_fields]
+    return sections.index(table.partition(".")[0]), table
+
+
+def _source(source: Source) -> str:
+    share = int(100 / len(source.uses)) / 100
+    fields = {key: value for key, value in source.fields.items() if value != {}}
+    fields["use"] = dict.fromkeys(source.uses, share)
+    comments = {"path": source.comment, "revision": "to be set: the commit of the data set"}
+    lines = [
+        f"{key} = {_literal(value)}" + (f"  # {_one_line(comments[key])}" if key in comments else "")
+        for key, value in fields.items()
+    ]
+    return "\n".join([f"[[{_SOURCES}.sources]]", *lines])
+
+
+def _literal(value: Any) -> str:
+    """Return a TOML literal."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_literal(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_literal(inner) for inner in value) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON allows it, TOML does not
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _one_line(text: str) -> str:
+    """Return `text` in a form that a comment allows: without line ends and control characters."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
+
+
+# ---------------------------------------------------------------- translate
 
 _RULES: dict[str, Callable[[Sheet, str], None]] = {
     "sft": sft,
@@ -133,3 +193,31 @@ def _is(text: str, off: str) -> bool:
         return float(text) == float(off)
     except ValueError:
         return text == off
+
+
+# ---------------------------------------------------------------- report
+
+_LISTS: tuple[tuple[Fate, str, str], ...] = (
+    ("translated", "Translated", "into"),
+    ("ignored", "Does not matter here", "because"),
+    ("not translatable", "Not translatable", "why, and what comes nearest"),
+)
+
+
+def report(translation: Translation) -> Iterator[RenderableType]:
+    """Yield a table for each list that has a flag, and the notes."""
+    for fate, title, heading in _LISTS:
+        rows = [outcome for outcome in translation.outcomes if outcome.fate == fate]
+        if not rows:
+            continue
+        table = Table(title=f"{title} ({len(rows)})", title_justify="left", show_edge=False, pad_edge=False)
+        for column in ("command", "flag", heading):
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            # Text, because a value such as [ppo] would be read as markup.
+            cells = (row.command, f"{row.flag} {row.text}".strip(), "; ".join(row.what))
+            table.add_row(*(Text(cell) for cell in cells))
+        yield table
+        yield Text("")
+    for note in translation.notes:
+        yield Text(f"to do: {note}")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, GroupRewards
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.schema.custom import CustomFunction
+from rlhf_core.schema.base import CustomFunction
 
 
 class CustomAdvantage(CustomFunction, GroupAdvantage):

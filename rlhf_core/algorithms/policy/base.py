@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, assert_never
 
 from rlhf_core.algorithms.lazy_torch import Tensor
-from rlhf_core.algorithms.output import LossOutput
-from rlhf_core.algorithms.token_math import masked, masked_count, masked_sum, schulman_k3
+from rlhf_core.algorithms.token_math import LossOutput, masked, masked_count, masked_sum, schulman_k3
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.schema.base import Config
 

@@ -13,10 +13,9 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.policy.base import Aggregation, PolicyBatch, PolicyMethod
 from rlhf_core.algorithms.policy.clip import clipped_policy_loss
-from rlhf_core.algorithms.token_math import masked, masked_count, masked_sum
+from rlhf_core.algorithms.token_math import LossOutput, masked, masked_count, masked_sum
 
 
 class ClipCovLoss(PolicyMethod):

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
-from rlhf_core.algorithms.output import LossOutput, check_terms
 from rlhf_core.algorithms.policy.base import Aggregation, PolicyBatch, PolicyMethod, policy_output
-from rlhf_core.algorithms.token_math import bounded, masked
-from rlhf_core.schema.custom import CustomFunction
+from rlhf_core.algorithms.token_math import LossOutput, bounded, check_terms, masked
+from rlhf_core.schema.base import CustomFunction
 
 
 class CustomPolicyLoss(CustomFunction, PolicyMethod):

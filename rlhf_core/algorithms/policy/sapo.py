@@ -13,9 +13,8 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.policy.base import Aggregation, PolicyBatch, PolicyMethod, policy_output
-from rlhf_core.algorithms.token_math import bounded, masked
+from rlhf_core.algorithms.token_math import LossOutput, bounded, masked
 
 
 class SAPOLoss(PolicyMethod):

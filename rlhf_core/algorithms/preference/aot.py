@@ -15,9 +15,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from rlhf_core.algorithms.lazy_torch import Tensor
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.preference.base import PairBatch, ReferencedMethod, pair_output
 from rlhf_core.algorithms.preference.dpo import dpo_loss, smoothed_logistic
+from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.types import PreferenceSample
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
-from rlhf_core.algorithms.output import LossOutput
-from rlhf_core.algorithms.token_math import masked
+from rlhf_core.algorithms.token_math import LossOutput, masked
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.schema.base import Config
 from rlhf_core.types import PreferenceSample

@@ -15,8 +15,8 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.preference.base import AnswerMethod
+from rlhf_core.algorithms.token_math import LossOutput
 
 
 class BCOLoss(AnswerMethod):

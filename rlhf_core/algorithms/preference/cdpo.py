@@ -12,9 +12,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.preference.base import PairBatch, ReferencedMethod
 from rlhf_core.algorithms.preference.dpo import dpo_loss
+from rlhf_core.algorithms.token_math import LossOutput
 
 
 class CDPOLoss(ReferencedMethod):

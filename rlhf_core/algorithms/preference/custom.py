@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from rlhf_core.algorithms.lazy_torch import Tensor
-from rlhf_core.algorithms.output import LossOutput, check_terms
 from rlhf_core.algorithms.preference.base import PairBatch, PreferenceMethod, pair_output
-from rlhf_core.schema.custom import CustomFunction
+from rlhf_core.algorithms.token_math import LossOutput, check_terms
+from rlhf_core.schema.base import CustomFunction
 
 
 class CustomPreferenceLoss(CustomFunction, PreferenceMethod):

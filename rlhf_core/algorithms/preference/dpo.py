@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Literal
 
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.preference.base import PairBatch, ReferencedMethod, pair_output
+from rlhf_core.algorithms.token_math import LossOutput
 
 
 class DPOLoss(ReferencedMethod):

@@ -13,9 +13,9 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf_core.algorithms.lazy_torch import Tensor
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.preference.base import PairBatch, ReferencedMethod, pair_output
 from rlhf_core.algorithms.preference.dpo import smoothed_logistic
+from rlhf_core.algorithms.token_math import LossOutput
 
 
 class DPONormLoss(ReferencedMethod):

@@ -14,10 +14,9 @@ from typing import Literal, Self, TypeAlias, assert_never
 from pydantic import Field, model_validator
 
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.preference.base import PairBatch, ReferencedMethod, pair_output
 from rlhf_core.algorithms.preference.dpo import smoothed_logistic
-from rlhf_core.algorithms.token_math import LOG_RATIO_LIMIT
+from rlhf_core.algorithms.token_math import LOG_RATIO_LIMIT, LossOutput
 
 Divergence: TypeAlias = Literal["reverse_kl", "forward_kl", "js", "alpha"]
 

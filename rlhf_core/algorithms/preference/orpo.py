@@ -13,8 +13,8 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.preference.base import PairBatch, ReferenceFreeMethod, pair_output
+from rlhf_core.algorithms.token_math import LossOutput
 
 CERTAIN = -1e-6
 """The mean log-prob above which an answer's odds are taken as constant: at 0 they are infinite."""

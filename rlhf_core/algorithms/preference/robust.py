@@ -13,8 +13,8 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf_core.algorithms.lazy_torch import Tensor, torch
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.preference.base import PairBatch, ReferencedMethod, pair_output
+from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.errors import ConfigError, explain
 
 

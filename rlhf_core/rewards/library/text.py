@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlhf_core.errors import ConfigError, RewardError, explain
 from rlhf_core.rewards.library.labels import against_labels
-from rlhf_core.rewards.shaping import soft_overlong
+from rlhf_core.rewards.scoring import soft_overlong
 
 Unit = Literal["tokens", "words", "characters"]
 

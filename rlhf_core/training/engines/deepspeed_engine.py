@@ -5,22 +5,35 @@ Importing this module imports DeepSpeed, which reads the variables of `deepspeed
 The trainer manages gradient accumulation (`managed_gradient_accumulation: false`): DeepSpeed does not scale losses by a
 number of micro-batches, and reduces in `step`. It averages gradients over ranks, but losses are partial sums over
 global denominators, so each loss is first multiplied by the number of ranks.
+
+Resume ZeRO from a checkpoint of a different number of ranks, through DeepSpeed's universal checkpoint.
+
+Rank 0 converts the ranks' partitions to one folder per parameter, beside them, and every rank reads its part of each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import io
+import logging
 import math
 import os
+import socket
+import time
+import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.comm.torch import build_shm_op
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -28,24 +41,182 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import set_z3_leaf_module
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.cpp_extension import get_default_build_root
 
-from rlhf_core.algorithms.output import LossOutput
+from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.store.layout import remove_tree
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
-from rlhf_core.training.distributed import join, largest, rank_and_world
-from rlhf_core.training.engines.deepspeed_setup import deepspeed_config, one_at_a_time, quiet, remove_stale_locks
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
 from rlhf_core.training.engines.tensor_parallel import check_partition, partition_settings, sum_head_norms, whole_layers
-from rlhf_core.training.engines.universal import load_universal
 from rlhf_core.training.state import (
     copied,
     engine_settings,
+    join,
+    largest,
     load_training_state,
+    rank_and_world,
     refuse_engine_settings,
     save_engine_settings,
     training_state,
 )
+
+# ---------------------------------------------------------------- deepspeed setup
+
+logger = logging.getLogger(__name__)
+
+
+def set_environment(device: torch.device) -> None:
+    """Set the variables that DeepSpeed reads when it is imported."""
+    # Without it, DeepSpeed probes for the accelerator. The launcher's variable is required even without a launcher.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress DeepSpeed's start-up messages (prints, and its own logger on stdout), but not errors."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def deepspeed_config(optimizer: OptimizerConfig | None, config: TrainerConfig, *, stage: int) -> dict[str, Any]:
+    """Return the DeepSpeed configuration. Raises ConfigError for offloading at stage 0, which partitions nothing."""
+    zero: dict[str, Any] = {"stage": stage}
+    if config.offload_optimizer:
+        if stage == 0:
+            key, remedy = "runtime.trainer.offload_optimizer", "set zero_stage to 1, 2 or 3"
+            raise ConfigError(explain(key, True, "ZeRO stage 0 keeps the optimizer on its device", remedy))
+        zero["offload_optimizer"] = {"device": "cpu"}
+    settings: dict[str, Any] = {
+        # The trainer sets batch sizes. DeepSpeed only requires consistent numbers.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        # Stage 0 in float32 does not check for a non-finite gradient, so the optimizer clips and checks there.
+        "gradient_clipping": 0.0 if stage == 0 or optimizer is None else optimizer.max_grad_norm,
+    }
+    if config.dtype == "bfloat16":
+        settings["bf16"] = {"enabled": True}
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+@contextmanager
+def one_at_a_time(file: Path, *, patience_s: float = 5.0) -> Iterator[None]:
+    """Hold the lock of `file`, which names the process that has it. Log whom this process waits for after `patience_s`."""
+    with file.open("a+", encoding="utf-8") as lock:
+        started = time.monotonic()
+        while not _locked(lock):
+            if time.monotonic() - started >= patience_s:
+                lock.seek(0)
+                holder = lock.read() or "another process"
+                logger.warning("waiting for %s, which compiles for DeepSpeed: minutes, once per machine", holder)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                logger.warning("waited %.0f s for %s", time.monotonic() - started, holder)
+                break
+            time.sleep(0.1)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} (rank {os.environ.get('RANK', '0')}) on {socket.gethostname()}")
+        lock.flush()
+        yield
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def remove_stale_locks(root: Path) -> list[Path]:
+    """Remove and return the files `lock` below `root` that no process has open. Builders of torch keep theirs open."""
+    found = list(root.rglob("lock"))
+    if not found:
+        return []
+    opened = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            opened.add(link.readlink())
+    stale = [path for path in found if path.resolve() not in opened]
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return stale
+
+
+# ---------------------------------------------------------------- universal
+
+_FOLDER = "universal"
+
+
+def load_universal(engine: Any, folder: Path, *, tag: str, rank: int) -> None:
+    """Load the checkpoint `tag` of `folder` into DeepSpeed's `engine`. Every rank must call it with the same folder.
+
+    `folder` needs disk space for a second copy until all ranks have read it.
+    """
+    universal = folder / _FOLDER
+    if rank == 0:
+        remove_tree(universal)
+        _convert(folder / tag, universal / tag)
+    dist.barrier()
+    with _own_groups_and_steps(engine.optimizer.optimizer):
+        _load(engine, universal, tag)
+    dist.barrier()
+    if rank == 0:
+        remove_tree(universal)
+
+
+def _load(engine: Any, universal: Path, tag: str) -> None:
+    config = engine._config  # meant to be set before an engine is made, but the checkpoint is known only now
+    config.load_universal_checkpoint = True
+    try:
+        engine.load_checkpoint(str(universal), tag=tag, load_module_strict=False)
+    finally:
+        config.load_universal_checkpoint = False
+
+
+@contextmanager
+def _own_groups_and_steps(optimizer: Optimizer) -> Iterator[None]:
+    """Restore parameter groups and step counters, since stage 3 gives all groups the weight decay of the first and one
+    shared step counter.
+
+    Every group would increment the shared counter in every step.
+    """
+    kept = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    yield
+    for group, settings in zip(optimizer.param_groups, kept, strict=True):
+        group.update(settings)
+    for state in [state for state in optimizer.state.values() if "step" in state]:
+        state["step"] = state["step"].clone()
+
+
+def _convert(partitions: Path, universal: Path) -> None:
+    settings = Namespace(
+        input_folder=str(partitions),
+        output_folder=str(universal),
+        # Use this process, because every child process would import torch again.
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        # The state that it calls missing concerns tensor parallelism, which is not used here.
+        inject_missing_state=True,
+    )
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        ds_to_universal.main(settings)
+
+
+# ---------------------------------------------------------------- Implement the DeepSpeed engine with ZeRO stages 0 to 3, on one rank or several
 
 T = TypeVar("T")
 STATE_FILE = "training_state.pt"
@@ -209,7 +380,7 @@ class _Carrier(nn.Module):
 def _gather_heads_as_one(module: nn.Module) -> None:
     """Make ZeRO 3 gather an LM head with inner layers (adapters) when the head is called, not when those layers are.
 
-    The head computes its tokens in chunks, whose number differs between ranks (see `rlhf_core.models.head_pass`).
+    The head computes its tokens in chunks, whose number differs between ranks (see `rlhf_core.models.forward`).
     """
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     if head is not None and list(head.children()):

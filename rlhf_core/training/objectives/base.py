@@ -15,18 +15,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.algorithms.correction import CorrectionConfig, fraction_corrected, importance_weights
-from rlhf_core.algorithms.kl import KLInLoss, k3, kl_in_loss
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.policy.base import PolicyBatch, PolicyMethod
-from rlhf_core.algorithms.reward import bradley_terry_loss
-from rlhf_core.algorithms.supervised import sft_loss
-from rlhf_core.algorithms.token_math import bounded, masked_sum
-from rlhf_core.algorithms.value import clipped_value_loss
+from rlhf_core.algorithms.token_math import (
+    CorrectionConfig,
+    KLInLoss,
+    LossOutput,
+    bounded,
+    bradley_terry_loss,
+    clipped_value_loss,
+    fraction_corrected,
+    importance_weights,
+    k3,
+    kl_in_loss,
+    masked_sum,
+    sft_loss,
+    step_loss,
+)
 from rlhf_core.errors import DataError, explain
-from rlhf_core.models.batches import TokenBatch, collate
-from rlhf_core.models.forward import sequence_scores, token_logprobs, token_values
-from rlhf_core.types import DistillationSample, PolicySample, RewardPair, TokenSample, ValueSample
+from rlhf_core.models.batches import ROWS, TokenBatch, collate, step_counts
+from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values, watching
+from rlhf_core.types import DistillationSample, PolicySample, RewardPair, StepSample, TokenSample, ValueSample
 from rlhf_core.user_code.dependencies import UserFunction
 
 
@@ -292,3 +300,64 @@ def count_tokens(
 def total(loss: Tensor, metrics: Mapping[str, Tensor]) -> LossOutput:
     """Return `loss` with its metrics, and with itself as the metric `loss`."""
     return LossOutput(loss, {name: value.detach() for name, value in {**metrics, "loss": loss}.items()})
+
+
+# ---------------------------------------------------------------- steps
+
+
+@dataclass(frozen=True)
+class StepObjective:
+    """The binary cross-entropy of each answer step's score with its hard or soft label.
+
+    The loss is the mean over the answer steps of the optimizer step. See arXiv 2305.20050 (human labels) and arXiv
+    2312.08935 (labels from rollouts).
+    """
+
+    def denominators(self, samples: Sequence[StepSample]) -> dict[str, float]:
+        """Return the number of judged steps."""
+        return {"steps": float(sum(sum(sample.loss_mask) for sample in samples))}
+
+    def compute(
+        self,
+        model: nn.Module,
+        samples: Sequence[StepSample],
+        denominators: Mapping[str, float],
+        *,
+        pad_id: int,
+        device: torch.device,
+    ) -> LossOutput:
+        """Return the share of `samples` in the loss, with the metrics `loss`, `accuracy` and `positive_fraction`."""
+        batch = collate(samples, pad_id=pad_id).to(device)
+        judged_BL = batch.loss_mask_BL != 0
+        logits_S = step_scores(model, batch)[judged_BL]
+        return step_loss(logits_S, batch.fields["labels"][judged_BL], steps=denominators["steps"])
+
+
+# ---------------------------------------------------------------- Add the load-balancing loss of a mixture of experts to an objective
+
+
+@dataclass(frozen=True)
+class RoutedObjective:
+    """`objective` plus `coef` times the routers' balance (metric `router_aux`), averaged over the step's token rows."""
+
+    objective: TrainingObjective
+    coef: float
+
+    def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
+        """Return the denominators of the objective and the number of token rows."""
+        return step_counts(self.objective, samples)
+
+    def compute(
+        self,
+        model: nn.Module,
+        samples: Sequence[Any],
+        denominators: Mapping[str, float],
+        *,
+        pad_id: int,
+        device: torch.device,
+    ) -> LossOutput:
+        """Return the share of `samples` in the sum of both losses."""
+        with watching() as routing:
+            output = self.objective.compute(model, samples, denominators, pad_id=pad_id, device=device)
+        balance = routing.total() / denominators[ROWS]
+        return total(output.loss + self.coef * balance, output.metrics | {"router_aux": balance})

@@ -1,4 +1,4 @@
-"""Distill teachers with other tokenizers into a student, by universal logit distillation (`rlhf_core.algorithms.uld`).
+"""Distill teachers with other tokenizers into a student, by universal logit distillation (`rlhf_core.algorithms.distillation`).
 
 Legend: T masked tokens, C those of one chunk, V vocabulary, K likeliest other tokens, G groups, N outcomes.
 """
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax
 
-from rlhf_core.algorithms.output import LossOutput
-from rlhf_core.algorithms.uld import UldKind, group_outcomes, other_tokens, uld_loss
+from rlhf_core.algorithms.distillation import UldKind, group_outcomes, other_tokens, uld_loss
+from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.data.alignment import AlignedSample, AlignedTeacher, CrossTokenizerSample, TeacherOutcomes
 from rlhf_core.models.batches import collate
 from rlhf_core.models.forward import over_logits

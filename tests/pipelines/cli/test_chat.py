@@ -14,9 +14,9 @@ from rich.console import Console
 from pipelines.cli import chat
 from pipelines.cli.chat import talk
 from pipelines.cli.main import EXIT_REFUSED, main
-from pipelines.services.health import ServiceError
 from pipelines.services.home import Home
 from pipelines.services.policy_server import ServingNote
+from pipelines.services.running import ServiceError
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import RlhfError

@@ -12,7 +12,7 @@ import pytest
 from prefect.exceptions import CancelledRun
 
 from pipelines.cli import command_flow
-from pipelines.services.health import ServiceError
+from pipelines.services.running import ServiceError
 from rlhf_core.stage.stopping import StageWaiting
 
 OPTIONS = argparse.Namespace(profile="tiny/full", overrides=[], until="", force=[], strict_code=False, strict_env=False)

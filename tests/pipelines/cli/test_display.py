@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
+from pipelines.cli.common import key_metric
 from pipelines.cli.display import LiveDisplay, PlainDisplay, decisions_table, open_display, results_table
-from pipelines.cli.key_metric import key_metric
 from rlhf_core.stage.decision import Decision
 
 REPORT = {

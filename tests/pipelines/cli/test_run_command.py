@@ -13,8 +13,8 @@ from pipelines.cli import run_command
 from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.plan import Planner
 from pipelines.execution.run import PipelineRun
-from pipelines.services.health import ServiceError, healthy, wait_for
 from pipelines.services.home import Home
+from pipelines.services.running import ServiceError, healthy, wait_for
 from rlhf_core.annotation import people
 from rlhf_core.errors import DataError
 from rlhf_core.stage.key import StageSpec

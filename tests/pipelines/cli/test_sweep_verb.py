@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.cli import sweep_runs, sweep_verb
+from pipelines.cli import sweep_verb
 from pipelines.cli.main import EXIT_BLOCKED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_WAITING, main
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run
@@ -56,13 +56,13 @@ class Runs:
         self.errors: dict[str, BaseException] = {}
         self.pipeline: Pipeline = lifecycle
         patch.setenv("RLHF_HOME", str(folder / "home"))
-        patch.setattr(sweep_runs, "run_recorded", self.run)
-        patch.setattr(sweep_runs, "prefect_server", lambda home: nullcontext())
-        patch.setattr(sweep_runs, "open_tracker", lambda config, home: self.opened(self.sweeps))
+        patch.setattr(sweep_verb, "run_recorded", self.run)
+        patch.setattr(sweep_verb, "prefect_server", lambda home: nullcontext())
+        patch.setattr(sweep_verb, "open_tracker", lambda config, home: self.opened(self.sweeps))
 
     def use_toys(self, patch: pytest.MonkeyPatch) -> None:
         """Let every run be two toy stages, of which only the second reads `ppo.kl_coef`."""
-        for module in (sweep_runs, sweep_verb):
+        for module in (sweep_verb, sweep_verb):
             patch.setattr(module, "lifecycle", toys)
         self.pipeline = toys
 
@@ -209,7 +209,7 @@ def test_optuna_chooses_the_points_and_a_killed_search_finds_its_own_again(
     words = ["sweep", str(write_mini(tmp_path)), "--optuna", "5", "--range", "ppo.kl_coef=log:0.01..0.5"]
     words += ["--metric", "second:total"]
     with monkeypatch.context() as patch:
-        patch.setattr(sweep_runs.Sweep, "_run", dies_after(3, sweep_runs.Sweep._run))
+        patch.setattr(sweep_verb.Sweep, "_run", dies_after(3, sweep_verb.Sweep._run))
         assert main(words) == EXIT_INTERRUPTED
     assert small.computed() == {"first": 1, "second": 3} and small.sweeps[0].status == "KILLED"
     capsys.readouterr()

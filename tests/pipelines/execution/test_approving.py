@@ -17,7 +17,7 @@ from pipelines.execution.resume import Resumption
 from pipelines.execution.run import run_stages
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
-from pipelines.prefect_flows import approval_flow
+from pipelines.prefect_flows import waiting
 from pipelines.services.home import Home
 from pipelines.services.waits import may_go_on
 from rlhf_core.errors import ConfigError
@@ -177,13 +177,13 @@ def test_a_rejection_is_not_approved_while_another_configuration_waits(
 def test_the_form_starts_only_a_run_that_waits(monkeypatch: pytest.MonkeyPatch, state: str, resumed: bool) -> None:
     client = MagicMock()
     client.__enter__.return_value.read_flow_run.return_value.state.name = state
-    monkeypatch.setattr(approval_flow, "get_client", lambda **_: client)
-    monkeypatch.setattr(approval_flow, "resume", lambda run, *, served: Resumption("scheduled", "it goes on"))
-    said = approval_flow.go_on(["7d0cba3e-3c5b-4d37-94a0-9b7c5fa8b0a4"])
+    monkeypatch.setattr(waiting, "get_client", lambda **_: client)
+    monkeypatch.setattr(waiting, "resume", lambda run, *, served: Resumption("scheduled", "it goes on"))
+    said = waiting.go_on(["7d0cba3e-3c5b-4d37-94a0-9b7c5fa8b0a4"])
     assert (said == "it goes on") is resumed
-    assert approval_flow.go_on(["f1"]).startswith("run the same command again")
+    assert waiting.go_on(["f1"]).startswith("run the same command again")
     twice = ["7d0cba3e-3c5b-4d37-94a0-9b7c5fa8b0a4", "7d0cba3e-3c5b-4d37-94a0-9b7c5fa8b0a5"] * 2
-    assert (approval_flow.go_on(twice) == "it goes on; it goes on") is resumed  # each run that asked, once
+    assert (waiting.go_on(twice) == "it goes on; it goes on") is resumed  # each run that asked, once
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.cli import champion_verbs
+from pipelines.cli import serve_verb
 from pipelines.cli.main import main
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run, open_tracker, store_of
@@ -19,7 +19,7 @@ from pipelines.flows.inputs import Opponents
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.prefect_flows import stage_flows
 from pipelines.services.home import Home
-from pipelines.services.registry import tracking_uri
+from pipelines.services.user_servers import tracking_uri
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.tracking.champions import read_champions
@@ -166,4 +166,4 @@ def test_a_champion_made_again_is_compared_as_before(tmp_path: Path) -> None:
 def test_without_models_there_is_no_name_to_guess(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     with pytest.raises(ConfigError, match="no model has a champion yet"):
-        champion_verbs.model_name(tracking_uri(home), "")
+        serve_verb.model_name(tracking_uri(home), "")

@@ -25,8 +25,8 @@ from pipelines.execution.diff import (
     side_of,
     stage_differences,
 )
-from pipelines.execution.measures import Measure
 from pipelines.execution.plan import PlannedStage
+from pipelines.execution.summary import Measure
 from pipelines.services.home import Home
 from rlhf_core.data.shards import write_generations, write_index
 from rlhf_core.stage.decision import Decision

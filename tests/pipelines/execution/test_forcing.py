@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.execution import forcing
+from pipelines.execution import run as forcing
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run, plan_run, store_of
 from pipelines.execution.run import run_stages

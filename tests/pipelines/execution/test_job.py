@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.execution.job import main
-from pipelines.execution.job_report import PROGRESS, SPEC, JobOutcome, read_outcome
-from pipelines.execution.job_spec import JobSpec, write_spec
+from pipelines.execution.ray_job import PROGRESS, SPEC, JobOutcome, JobSpec, read_outcome, write_spec
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.stage import stopping

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipelines.execution import job_report
-from pipelines.execution.job_report import (
+from pipelines.execution import ray_job
+from pipelines.execution.ray_job import (
     PROGRESS,
     JobOutcome,
     Reporter,
@@ -73,7 +73,7 @@ def test_progress_is_written_now_and_then_and_the_last_of_it_soon(
         written.append(path)
         write_json(path, value, durable=durable)
 
-    monkeypatch.setattr(job_report, "write_json", write)
+    monkeypatch.setattr(ray_job, "write_json", write)
     reporter, watcher, _, shown = watched(tmp_path, RUN)
     for step in range(1, 1001):
         reporter.progress("sft", step, 1000, "")

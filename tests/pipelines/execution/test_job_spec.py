@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.execution.job_spec import JobSpec, read_spec, restore_stage, stored_stage, write_spec
 from pipelines.execution.plan import plan
+from pipelines.execution.ray_job import JobSpec, read_spec, restore_stage, stored_stage, write_spec
 from pipelines.flows.profile import load_profile
 from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.key import Strictness, key_payload

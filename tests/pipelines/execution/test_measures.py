@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipelines.execution.measures import Measure, of_metrics, of_report, read_report
+from pipelines.execution.summary import Measure, of_metrics, of_report, read_report
 
 REPORT = {
     "policies": {

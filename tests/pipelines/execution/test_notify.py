@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipelines.execution.gates import StageHeld
-from pipelines.execution.notify import event_of, notify
+from pipelines.execution.run import event_of, notify
 from pipelines.flows.profile import load_profile
 from pipelines.flows.run_rules import NotifyConfig
 from pipelines.services.home import Home
@@ -83,7 +83,7 @@ def test_only_the_wanted_events_are_told_and_secrets_are_not(
 def test_a_receiver_that_is_away_is_logged_and_fails_nothing(
     tmp_path: Path, home: Home, caplog: pytest.LogCaptureFixture, webhook: str
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="pipelines.execution.notify"):
+    with caplog.at_level(logging.WARNING, logger="pipelines.execution.run"):
         assert len(Trial(tmp_path, home).run(f'[notify]\nwebhook = "{webhook}"\n')) == 4
     assert "notify.webhook: could not be told that the run is finished" in caplog.text
     assert webhook not in caplog.text

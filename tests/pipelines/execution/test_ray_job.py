@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from pipelines.execution import ray_job, retry
+from pipelines.execution import executor, ray_job
 from pipelines.execution.budget import SPENT
 from pipelines.execution.executor import Progress, RunContext, RunOptions, StageOutcome
-from pipelines.execution.job_report import OUTCOME, SPEC
 from pipelines.execution.opening import open_run, store_of
+from pipelines.execution.ray_job import OUTCOME, SPEC
 from pipelines.execution.run import PipelineRun
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
-from rlhf_core.annotation.comparisons import Comparison, write_comparisons
 from rlhf_core.annotation.people import is_met
+from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.errors import ConfigError, RlhfError, TrainingError, WorkerLostError
 from rlhf_core.stage import stopping
@@ -44,7 +44,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch, home: Home) -> None:
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     monkeypatch.setattr(ray_job, "POLL_S", 0.05)
     monkeypatch.setattr(ray_job, "TICK_S", 0.01)
-    monkeypatch.setattr(retry, "PAUSE_S", 0.0)
+    monkeypatch.setattr(executor, "PAUSE_S", 0.0)
     monkeypatch.setattr(stopping, "GRACE_S", 0.2)
 
 

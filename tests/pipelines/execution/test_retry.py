@@ -9,9 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.execution.executor import RunOptions
+from pipelines.execution.executor import Reached, RunOptions, reached, retry_lost_workers
 from pipelines.execution.opening import open_run
-from pipelines.execution.retry import Reached, reached, retry_lost_workers
 from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile

@@ -16,7 +16,7 @@ from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.graph import RunStage, Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
-from pipelines.services.registry import tracking_uri
+from pipelines.services.user_servers import tracking_uri
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import StageSpec, stage_key
 from rlhf_core.stage.run import execute

@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.execution.executor import StageOutcome
 from pipelines.execution.summary import LONGEST_NAME, description, headline_metrics, run_name, shown_overrides
-from pipelines.execution.sweep_points import named
+from pipelines.execution.sweep import named
 from rlhf_core.stage.decision import Decision
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ReportRef, RewardModelRef

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.execution.measures import Measure
 from pipelines.execution.plan import plan
+from pipelines.execution.summary import Measure
 from pipelines.execution.sweep import (
     Goal,
     Listed,

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from pipelines.execution.sweep_points import grid_points, random_points, span_of
+from pipelines.execution.sweep import grid_points, random_points, span_of
 from rlhf_core.errors import ConfigError
 
 

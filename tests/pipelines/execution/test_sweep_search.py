@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.execution import sweep_search
-from pipelines.execution.measures import Measure
-from pipelines.execution.sweep import Goal, PointResult
-from pipelines.execution.sweep_points import Point
-from pipelines.execution.sweep_search import Search
+from pipelines.execution import sweep
+from pipelines.execution.summary import Measure
+from pipelines.execution.sweep import Goal, Point, PointResult, Search
 from rlhf_core.errors import ConfigError
 
 GOLD = Goal("evaluate", "ppo/gold", "max")
@@ -43,7 +41,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
             return [PointResult(points[0], (), (), 1.0, error="ValueError: no")]
         return [PointResult(points[0], (), (), 1.0, {"evaluate": {"ppo/gold": Measure(found, found, found)}})]
 
-    monkeypatch.setattr(sweep_search, "run_points", run_points)
+    monkeypatch.setattr(sweep, "run_points", run_points)
     return ran
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.execution.versions import input_versions, version_lines
+from pipelines.execution.plan import input_versions, version_lines
 from rlhf_core.stage.key import stage_key
 from rlhf_core.stage.run import execute
 from rlhf_core.store import records

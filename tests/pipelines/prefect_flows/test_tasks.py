@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 
-from pipelines.execution.executor import RunOptions
-from pipelines.execution.listener import Silent
+from pipelines.execution.executor import RunOptions, Silent
 from pipelines.execution.opening import open_run
 from pipelines.execution.plan import Pipeline
 from pipelines.flows.graph import Stages, ungrouped
 from pipelines.flows.profile import PipelineConfig, load_profile
-from pipelines.services.health import wait_for
 from pipelines.services.home import Home
+from pipelines.services.running import wait_for
 from pipelines.services.sign_in import basic
-from rlhf_core.annotation.comparisons import Comparison, write_comparisons
+from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
@@ -277,7 +276,7 @@ def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect
     from prefect.context import FlowRunContext
 
     from pipelines.prefect_flows.tasks import run_in_flow
-    from rlhf_core.tracking import owner
+    from rlhf_core.tracking import mlflow_client
 
     ids = []
 
@@ -287,7 +286,7 @@ def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect
         assert context is not None and context.flow_run is not None
         ids.append(context.flow_run.id)
         with get_client(sync_client=True) as client:  # what the attempt that was killed had left
-            client.update_flow_run_labels(ids[0], owner.tags() | {"owner.pid": "1", "owner.pid_started": "1"})
+            client.update_flow_run_labels(ids[0], mlflow_client.tags() | {"owner.pid": "1", "owner.pid_started": "1"})
         config, home = load_profile(write_mini(tmp_path)), Home(tmp_path / "home").make()
         with open_run(
             config, two_toys, RunOptions(), home=home, tracker=MemoryTracker(), listener=Silent()
@@ -343,8 +342,8 @@ def test_a_blocked_run_and_an_approval_from_a_form(
     from prefect.exceptions import ParameterTypeError
 
     from pipelines.execution.resume import Resumption
-    from pipelines.prefect_flows import approval_flow, pipeline_flows
-    from pipelines.prefect_flows.approval_flow import approve
+    from pipelines.prefect_flows import pipeline_flows, waiting
+    from pipelines.prefect_flows.waiting import approve
 
     monkeypatch.setattr(pipeline_flows, "open_tracker", lambda *_: MemoryTracker())
     monkeypatch.setenv("RLHF_HOME", str(prefect_home.root))
@@ -368,7 +367,7 @@ def test_a_blocked_run_and_an_approval_from_a_form(
     )
     resumed = []
     monkeypatch.setattr(
-        approval_flow, "resume", lambda one, *, served: resumed.append(one) or Resumption("scheduled", "it goes on")
+        waiting, "resume", lambda one, *, served: resumed.append(one) or Resumption("scheduled", "it goes on")
     )
     assert approve(decision="approve", **given).endswith("; it goes on")
     assert resumed == [given["run"]]

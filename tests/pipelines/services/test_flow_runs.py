@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipelines.services.home import Home
-from rlhf_core.tracking import owner
+from rlhf_core.tracking import mlflow_client
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def started(
     flow_run = client.create_flow_run(a_flow(name), state=state or prefect_running())
     if changes is not None:
         label = {"rlhf.home": (home or Home.here()).identity}
-        client.update_flow_run_labels(flow_run.id, owner.tags() | label | changes)
+        client.update_flow_run_labels(flow_run.id, mlflow_client.tags() | label | changes)
     return flow_run.id
 
 
@@ -114,7 +114,7 @@ def test_a_run_that_was_just_started_again_is_not_judged_by_the_labels_of_the_de
     assert reconcile() == []
     own(retried)
     labels = client.read_flow_run(retried).labels
-    assert (labels["owner.pid"], labels["owner.run_count"]) == (owner.tags()["owner.pid"], "1")
+    assert (labels["owner.pid"], labels["owner.run_count"]) == (mlflow_client.tags()["owner.pid"], "1")
     assert reconcile() == []
 
 
@@ -201,7 +201,7 @@ def test_runs_that_an_earlier_version_left_on_our_own_server_are_ours(client: An
     from pipelines.services.flow_runs import interrupt, reconcile
 
     earlier = client.create_flow_run(a_flow(OURS), state=Running()).id
-    client.update_flow_run_labels(earlier, owner.tags() | DEAD)  # neither label nor tag of a state folder
+    client.update_flow_run_labels(earlier, mlflow_client.tags() | DEAD)  # neither label nor tag of a state folder
     served = deployed(client, "earlier", home=None, state=Running())
     others = [
         started(client, DEAD, home=Home(tmp_path)),
@@ -221,7 +221,7 @@ def test_runs_that_name_no_state_folder_are_left_alone_where_others_may_have_the
     from pipelines.services.running import Services
 
     run = client.create_flow_run(a_flow(OURS), state=prefect_running()).id
-    client.update_flow_run_labels(run, owner.tags() | DEAD)
+    client.update_flow_run_labels(run, mlflow_client.tags() | DEAD)
     with monkeypatch.context() as patch:
         if shared_by == "address":
             ours = json.loads(os.environ["RLHF_OWN_SETTINGS"])  # all that `rlhf` itself set, but the address
@@ -230,7 +230,7 @@ def test_runs_that_name_no_state_folder_are_left_alone_where_others_may_have_the
             patch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", "postgresql+asyncpg://db/prefect")
         else:  # `rlhf up` was given it in another shell
             theirs = {"prefect_api": os.environ["PREFECT_API_URL"]} if "address" in shared_by else {}
-            Services(owner.tags(), 1, 2, ready=True, shared_database=not theirs, **theirs).write(Home.here())
+            Services(mlflow_client.tags(), 1, 2, ready=True, shared_database=not theirs, **theirs).write(Home.here())
         try:
             assert reconcile() == []
         finally:

@@ -9,8 +9,8 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from pipelines.services.health import ServiceError, answered, await_health, healthy, proven
 from pipelines.services.home import Home
+from pipelines.services.running import ServiceError, answered, await_health, healthy, proven
 from pipelines.services.sign_in import basic
 from rlhf_core.http.door import PROOF, Door
 from tests.support.reward_servers import serving

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.store.leases import is_gone
-from rlhf_core.tracking import owner
+from rlhf_core.tracking import mlflow_client
 
 TELL = """
 import pathlib, sys, time
-from rlhf_core.tracking import owner
+from rlhf_core.tracking import mlflow_client as owner
 import json
 pathlib.Path(sys.argv[1]).write_text(json.dumps(owner.tags()))
 time.sleep(600)
@@ -38,7 +38,7 @@ def test_the_command_ends_when_its_starter_is_gone(tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     while not (told.exists() and told.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process = owner.from_tags(json.loads(told.read_text()))
+    process = mlflow_client.from_tags(json.loads(told.read_text()))
     assert process is not None and not is_gone(process)
     assert leash.stdin is not None
     leash.stdin.close()  # what the kernel does when the starter is killed

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from pipelines.cli.serve_verb import served_model
-from pipelines.services.health import wait_for
 from pipelines.services.home import Home
 from pipelines.services.policy_server import (
     ServedModel,
@@ -28,6 +27,7 @@ from pipelines.services.policy_server import (
     serving,
     token_of,
 )
+from pipelines.services.running import wait_for
 from rlhf_core.errors import ConfigError
 from rlhf_core.processes.identity import process_stat
 from rlhf_core.store.artifacts import ArtifactStore
@@ -117,7 +117,7 @@ def test_a_note_counts_only_while_the_process_that_wrote_it_runs(home: Home) -> 
 
 def published(home: Home, policy: Path) -> PolicyRef:
     """Put a policy into the store, and make it the champion of the registry, as `publish` does."""
-    from rlhf_core.tracking.champion_tags import move_tag
+    from rlhf_core.tracking.champions import move_tag
     from rlhf_core.tracking.mlflow import MlflowTracker
 
     store, out = ArtifactStore(home.store), home.root / "out"

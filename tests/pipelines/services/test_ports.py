@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from pipelines.services.health import ServiceError
-from pipelines.services.ports import LAST_PORT, bound_port, is_free, port_of
+from pipelines.services.running import LAST_PORT, ServiceError, bound_port, is_free, port_of
 
 
 def test_no_port_after_the_last_one_is_tried() -> None:
@@ -30,7 +29,7 @@ def test_a_port_is_given_once_whatever_the_temporary_folder_and_again_when_it_is
     with bound_port(43210) as first:
         port = port_of(first)
         assert not is_free(port)
-        code = f"from pipelines.services.ports import *; print(port_of(bound_port({port})))"
+        code = f"from pipelines.services.running import *; print(port_of(bound_port({port})))"
         monkeypatch.setenv("TMPDIR", str(tmp_path))  # as another Slurm job has it
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert int(other.stdout) > port

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pipelines.flows.graph import Stages
-from pipelines.services import registry as module
+from pipelines.services import user_servers as module
 from pipelines.services.home import Home
-from pipelines.services.registry import registry
+from pipelines.services.user_servers import registry
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.stage.decision import decide, remember, target_of
 from rlhf_core.stage.key import StageSpec, Strictness

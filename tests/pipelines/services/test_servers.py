@@ -15,18 +15,16 @@ import pytest
 
 from pipelines.cli.main import main
 from pipelines.services import servers
-from pipelines.services.health import healthy, wait_for
 from pipelines.services.home import Home
-from pipelines.services.ports import is_free
-from pipelines.services.running import Services, running
+from pipelines.services.running import Services, healthy, is_free, running, wait_for
 from pipelines.services.sign_in import basic
-from rlhf_core.tracking import owner
+from rlhf_core.tracking import mlflow_client
 
 
 def test_services_that_do_not_answer_are_not_well(
     home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Services(owner.tags(), 1, 2, ready=True).write(home)
+    Services(mlflow_client.tags(), 1, 2, ready=True).write(home)
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     assert main(["status"]) == 1
     assert capsys.readouterr().out.count("does not answer") == 2

@@ -8,7 +8,7 @@ import pytest
 from pipelines.services import supervisor
 from pipelines.services.home import Home
 from pipelines.services.running import Services
-from rlhf_core.tracking import owner
+from rlhf_core.tracking import mlflow_client
 
 
 def test_a_new_supervisor_waits_until_the_services_of_a_killed_one_are_gone(
@@ -19,7 +19,7 @@ def test_a_new_supervisor_waits_until_the_services_of_a_killed_one_are_gone(
         still_there.bind(("127.0.0.1", 0))
         still_there.listen()
         port = still_there.getsockname()[1]
-        Services(owner.tags() | {"owner.pid_started": "1"}, port, 1, ready=True).write(home)
+        Services(mlflow_client.tags() | {"owner.pid_started": "1"}, port, 1, ready=True).write(home)
         closing = threading.Timer(0.5, still_there.close)
         closing.start()
         supervisor.await_end_of_last(home)
@@ -28,5 +28,5 @@ def test_a_new_supervisor_waits_until_the_services_of_a_killed_one_are_gone(
     with socket.socket() as stays:
         stays.bind(("127.0.0.1", 0))
         stays.listen()
-        Services(owner.tags(), stays.getsockname()[1], 1, ready=True).write(home)
+        Services(mlflow_client.tags(), stays.getsockname()[1], 1, ready=True).write(home)
         supervisor.await_end_of_last(home)  # a stranger's: we take another port in the end

@@ -9,7 +9,7 @@ from pipelines.services.home import Home
 from pipelines.services.running import Services
 from pipelines.services.user_servers import user_prefect
 from rlhf_core.http.door import Door
-from rlhf_core.tracking import owner
+from rlhf_core.tracking import mlflow_client
 from tests.support.reward_servers import serving
 
 
@@ -20,7 +20,7 @@ def test_the_address_that_up_printed_is_not_the_users_own(home: Home, monkeypatc
         for host in ("127.0.0.1", "localhost"):
             monkeypatch.setenv("PREFECT_API_URL", f"http://{host}:{port}/api")
             assert user_prefect(home) == f"http://{host}:{port}/api"
-            Services(owner.tags(), port, 2, ready=True).write(home)
+            Services(mlflow_client.tags(), port, 2, ready=True).write(home)
             assert user_prefect(home) == ""
             home.services.unlink()  # as `rlhf down` leaves it; the export stays in the shell
             port_of_ours.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.services import user_settings
+from pipelines.services import home as user_settings
 from pipelines.services.home import Home, client_environment, quiet_environment
 from rlhf_core.errors import ConfigError
 from tests.pipelines.conftest import servers_forgotten

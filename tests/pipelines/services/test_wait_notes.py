@@ -13,8 +13,8 @@ import pytest
 
 from pipelines.services.home import Home
 from pipelines.services.wait_notes import forget_wait, met, note_wait, waiting_runs
-from rlhf_core.annotation.comparisons import Comparison, write_comparisons
 from rlhf_core.annotation.people import condition
+from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.types import Message
 

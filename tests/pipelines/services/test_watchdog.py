@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.services import watchdog
-from pipelines.services.health import wait_for
-from pipelines.services.watchdog import Child, keep_alive
+from pipelines.services import servers
+from pipelines.services.running import wait_for
+from pipelines.services.servers import Child, keep_alive
 
 SERVE = """
 import os, sys, time
@@ -44,7 +44,7 @@ def at_work(pid: int) -> bool:
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("LOOK_EVERY_S", 0.05), ("ASK_EVERY_S", 0.2), ("LONGEST_PAUSE_S", 0.2)):
-        monkeypatch.setattr(watchdog, name, seconds)
+        monkeypatch.setattr(servers, name, seconds)
 
 
 @contextmanager

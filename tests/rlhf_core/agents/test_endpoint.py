@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from rlhf_core.agents.endpoint import Endpoint, Session
-from rlhf_core.http.body import BodyLimits
+from rlhf_core.http.serving import BodyLimits
 from tests.rlhf_core.agents.scripted import chat
 from tests.rlhf_core.agents.test_conversation import TOOL, SpelledEngine, with_tools
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.agents.conversation import EpisodeResult
 from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.process import Environments
-from rlhf_core.agents.transcript import EpisodeResult
 from rlhf_core.config.agents import EnvironmentAgent
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.types import SamplingRequest

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.agents.conversation import EpisodeResult
 from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.openrlhf import MODULES, AgentExecutorBase, as_result, open_executor, provide_modules
 from rlhf_core.agents.process import Environments
-from rlhf_core.agents.transcript import EpisodeResult
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.config.policy_parts import DynamicSampling
+from rlhf_core.config.policy import DynamicSampling
 from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.terms import episode_reward
-from rlhf_core.rollouts.dynamic_sampling import is_decided
+from rlhf_core.rollouts.scored_step import is_decided
 from rlhf_core.types import Generation, SamplingRequest
 from tests.rlhf_core.agents.scripted import ScriptedSampler, chat, chat_folder, prompt
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.agents.transcript import Transcript, turn_seed
+from rlhf_core.agents.conversation import Transcript, turn_seed
 from rlhf_core.types import ActionSpan, Completion
 
 

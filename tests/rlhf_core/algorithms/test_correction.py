@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhf_core.algorithms.correction import CorrectionConfig, fraction_corrected, importance_weights, mismatch_metrics
+from rlhf_core.algorithms.token_math import CorrectionConfig, fraction_corrected, importance_weights, mismatch_metrics
 from rlhf_core.errors import DataError
 from rlhf_core.schema.base import keyed
 

@@ -14,9 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.algorithms.distillation import distillation_loss, topk_distillation_loss
-from rlhf_core.algorithms.multi_teacher import multi_teacher_loss
-from rlhf_core.algorithms.output import LossOutput
+from rlhf_core.algorithms.distillation import distillation_loss, multi_teacher_loss, topk_distillation_loss, uld_loss
 from rlhf_core.algorithms.policy.cispo import cispo_loss
 from rlhf_core.algorithms.policy.clip import clipped_policy_loss
 from rlhf_core.algorithms.policy.dppo import dppo_loss
@@ -40,11 +38,7 @@ from rlhf_core.algorithms.preference.orpo import orpo_loss
 from rlhf_core.algorithms.preference.robust import robust_dpo_loss
 from rlhf_core.algorithms.preference.simpo import simpo_loss
 from rlhf_core.algorithms.preference.sppo import sppo_loss
-from rlhf_core.algorithms.process_reward import step_loss
-from rlhf_core.algorithms.reward import bradley_terry_loss
-from rlhf_core.algorithms.supervised import sft_loss
-from rlhf_core.algorithms.uld import uld_loss
-from rlhf_core.algorithms.value import clipped_value_loss
+from rlhf_core.algorithms.token_math import LossOutput, bradley_terry_loss, clipped_value_loss, sft_loss, step_loss
 
 B, L, V, K = 6, 5, 7, 3
 generator = torch.Generator().manual_seed(7)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from rlhf_core.algorithms.kl import AdaptiveKL, FixedKL, KLInLoss, k1, k2, k3, kl_in_loss
+from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL, KLInLoss, k1, k2, k3, kl_in_loss
 from rlhf_core.errors import ConfigError
 
 

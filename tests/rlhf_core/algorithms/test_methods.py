@@ -110,7 +110,7 @@ def test_the_code_of_a_method_is_part_of_the_code_of_its_stage() -> None:
 
 def test_options_are_read_without_torch() -> None:
     program = (
-        "import sys; from rlhf_core.config import policy, preference; from stages.config import dpo\n"
+        "import sys; from rlhf_core.config import policy, policy as preference; from stages.config import dpo\n"
         "assert policy.PPOConfig(loss='cispo').loss.clip_high == 4.0\n"
         "assert 'torch' not in sys.modules\n"
         "from rlhf_core.algorithms.lazy_torch import torch\n"

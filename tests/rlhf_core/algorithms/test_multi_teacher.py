@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.algorithms.distillation import distillation_loss, topk_distillation_loss
-from rlhf_core.algorithms.multi_teacher import multi_teacher_loss, normalized_weights
+from rlhf_core.algorithms.distillation import (
+    distillation_loss,
+    multi_teacher_loss,
+    normalized_weights,
+    topk_distillation_loss,
+)
 
 WEIGHTS = normalized_weights({"one": 1.0, "two": 4.0, "three": 3.0})
 NO_IDS = torch.empty(7, 0, dtype=torch.long)

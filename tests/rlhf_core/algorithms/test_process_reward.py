@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhf_core.algorithms.process_reward import reduce_steps, step_loss
+from rlhf_core.algorithms.token_math import reduce_steps, step_loss
 from rlhf_core.errors import DataError
 
 

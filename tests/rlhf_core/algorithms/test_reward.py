@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhf_core.algorithms.reward import bradley_terry_loss, ensemble_score
+from rlhf_core.algorithms.token_math import bradley_terry_loss, ensemble_score
 
 
 def test_two_pairs_match_hand_computed_numbers() -> None:

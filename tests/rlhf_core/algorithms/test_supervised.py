@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlhf_core.algorithms.supervised import sft_loss
+from rlhf_core.algorithms.token_math import sft_loss
 
 
 def test_the_loss_is_the_mean_over_trained_tokens_only() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.algorithms.uld import group_outcomes, other_tokens, uld_loss
+from rlhf_core.algorithms.distillation import group_outcomes, other_tokens, uld_loss
 
 STUDENT_SPANS, TEACHER_SPANS = [(0, 1), (1, 3), (4, 5), (5, 9)], [(0, 3), (3, 4), (4, 5), (7, 9)]
 """Groups of 1, 2, 1 and 4 tokens of the student are 3, 1, 1 and 2 of the teacher; tokens between them are in no group."""

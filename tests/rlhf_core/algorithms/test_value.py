@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_core.algorithms.value import clipped_value_loss, explained_variance
+from rlhf_core.algorithms.token_math import clipped_value_loss, explained_variance
 
 
 def test_the_worse_of_the_clipped_and_the_plain_error_counts() -> None:

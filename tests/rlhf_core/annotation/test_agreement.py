@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.annotation.agreement import judgment_report, krippendorff_alpha
-from rlhf_core.annotation.comparisons import Choice, Comparison, Judgment
+from rlhf_core.annotation.proposing import Choice, Comparison, Judgment
 from rlhf_core.types import Message
 
 

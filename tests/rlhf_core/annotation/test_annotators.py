@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.annotation.annotators import EXPORT, IMPORT, NotJudgedYet, ask_file, ask_program
-from rlhf_core.annotation.comparisons import Comparison, Judgment
+from rlhf_core.annotation.proposing import Comparison, Judgment
 from rlhf_core.config.annotators import FileAnnotator, ProgramAnnotator
 from rlhf_core.errors import DataError
 from rlhf_core.types import Generation, Message

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.annotation.comparisons import Comparison
 from rlhf_core.annotation.judge import (
     CORRECTION,
     Judged,
@@ -21,6 +20,7 @@ from rlhf_core.annotation.judge import (
     read_choice,
     read_verdicts,
 )
+from rlhf_core.annotation.proposing import Comparison
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.errors import RewardError
 from rlhf_core.schema.base import keyed

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from rlhf_core.annotation import people
 from rlhf_core.annotation.annotators import NotJudgedYet
-from rlhf_core.annotation.comparisons import Comparison, Judgment, write_comparisons
 from rlhf_core.annotation.people import ask_people, condition, is_met, shared_out, shown
+from rlhf_core.annotation.proposing import Comparison, Judgment, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator, ReviewAnnotator
 from rlhf_core.errors import DataError
 from rlhf_core.tracking.review_queues import Answer, QueueState, ReviewItem

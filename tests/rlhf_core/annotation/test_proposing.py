@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.annotation.comparisons import Comparison
-from rlhf_core.annotation.proposing import Candidate, candidates, chosen, comparisons, require_components
+from rlhf_core.annotation.proposing import Candidate, Comparison, candidates, chosen, comparisons, require_components
 from rlhf_core.errors import DataError
 from rlhf_core.types import Rollout
 from tests.support.workshop import rollout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.schema.base import keyed
 
 

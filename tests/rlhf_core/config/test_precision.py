@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config import precision
-from rlhf_core.config.engines import RuntimeConfig, TrainerConfig, VllmSamplerConfig, VllmServerSamplerConfig
-from rlhf_core.config.precision import multiplies_bfloat16
+from rlhf_core.config import engines
+from rlhf_core.config.engines import (
+    RuntimeConfig,
+    TrainerConfig,
+    VllmSamplerConfig,
+    VllmServerSamplerConfig,
+    multiplies_bfloat16,
+)
 from rlhf_core.schema.base import keyed
 
 ZEN_4 = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 avx512vl\n\nprocessor\t: 1\nflags\t\t: fpu avx2\n"
@@ -35,13 +40,13 @@ def test_a_system_that_says_nothing_computes_in_float32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32")])
 def test_auto_is_what_the_processor_multiplies(monkeypatch: pytest.MonkeyPatch, native: bool, dtype: str) -> None:
-    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr(engines, "multiplies_bfloat16", lambda: native)
     runtime = RuntimeConfig.model_validate({"trainer": {"dtype": "auto"}, "sampler": {"type": "hf", "dtype": "auto"}})
     assert (runtime.trainer.dtype, runtime.sampler.dtype) == (dtype, dtype)
 
 
 def test_auto_is_bfloat16_on_gpus_whatever_plans_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(engines, "multiplies_bfloat16", lambda: False)
     auto = {"trainer": {"dtype": "auto"}, "sampler": {"type": "vllm", "dtype": "auto"}}
     runtime = RuntimeConfig.model_validate(auto | {"gpus_per_train_worker": 1})
     assert (runtime.trainer.dtype, runtime.sampler.dtype) == ("bfloat16", "float32")
@@ -53,7 +58,7 @@ def test_auto_is_bfloat16_on_gpus_whatever_plans_the_run(monkeypatch: pytest.Mon
     ("gpus", "dtype"), [(0, "float32"), ("0", "float32"), ("0.0", "float32"), ("1", "bfloat16"), (0.5, "bfloat16")]
 )
 def test_the_number_of_gpus_may_be_text(monkeypatch: pytest.MonkeyPatch, gpus: Any, dtype: str) -> None:
-    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(engines, "multiplies_bfloat16", lambda: False)
     table = MappingProxyType({"gpus_per_train_worker": gpus, "trainer": {"dtype": "auto"}})
     assert RuntimeConfig.model_validate(table).trainer.dtype == dtype
 
@@ -64,7 +69,7 @@ def test_a_server_has_the_precision_that_it_was_started_with() -> None:
 
 
 def test_keys_have_the_precision_and_not_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(engines, "multiplies_bfloat16", lambda: True)
     for kind in (TrainerConfig, VllmSamplerConfig):
         assert keyed(kind.model_validate({"dtype": "auto"})) == keyed(kind.model_validate({"dtype": "bfloat16"}))
         assert keyed(kind.model_validate({"dtype": "auto"})) != keyed(kind())

@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_core.config.preference import REFERENCE_FREE, PreferenceLoss
-from rlhf_core.schema.custom import CustomFunction
+from rlhf_core.config.policy import REFERENCE_FREE, PreferenceLoss
+from rlhf_core.schema.base import CustomFunction
 
 LOSS: TypeAdapter[Any] = TypeAdapter(PreferenceLoss)
 KINDS = [kind for kind in get_args(get_args(PreferenceLoss)[0]) if not issubclass(kind, CustomFunction)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_core.data.answers import answer_message
+from rlhf_core.data.chat import answer_message
 from rlhf_core.errors import DataError
 from rlhf_core.types import ActionSpan, Message
 from tests.support.workshop import rollout

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_core.data.cleaning import decontaminate, deduplicate, exact, normalize, without_repeated_prompts
 from rlhf_core.data.formats import Example, Turns
-from rlhf_core.data.validation import DropReport, Origin
+from rlhf_core.data.limits import DropReport, Origin
 from rlhf_core.types import Message
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.data import Columns
-from rlhf_core.data.columns import Reading
-from rlhf_core.data.detection import detect
+from rlhf_core.data.columns import Reading, detect
 from rlhf_core.data.formats import convert, convert_all
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.data.columns import detect
 from rlhf_core.data.comparisons import Tie, compared, ranked, responses, verdict_coding
-from rlhf_core.data.detection import detect
 from rlhf_core.data.formats import Content, convert_all
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.data import Files, Source
+from rlhf_core.data.columns import detect
 from rlhf_core.data.comparisons import Tie, Unrated
-from rlhf_core.data.detection import detect
 from rlhf_core.data.exports import preference_rows, read_record
 from rlhf_core.data.files import make_tables
-from rlhf_core.data.validation import DropReport
+from rlhf_core.data.limits import DropReport
 from rlhf_core.errors import DataError
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_core.config.data import Files
 from rlhf_core.data.files import make_tables
+from rlhf_core.data.limits import DropReport, Origin
 from rlhf_core.data.tables import Tables
-from rlhf_core.data.validation import DropReport, Origin
 from rlhf_core.errors import DataError
 
 

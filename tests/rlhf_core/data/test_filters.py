@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.data import Files, Filters
+from rlhf_core.data.cleaning import RowFilter
 from rlhf_core.data.files import make_tables
-from rlhf_core.data.filters import RowFilter
 from rlhf_core.data.formats import Example
-from rlhf_core.data.validation import DropReport, Origin
+from rlhf_core.data.limits import DropReport, Origin
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import keyed
 from rlhf_core.types import Message

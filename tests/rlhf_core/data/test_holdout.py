@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.data.holdout import held_out
+from rlhf_core.data.mixing import held_out
 
 PROMPTS = [f"p{i}" for i in range(40)]
 

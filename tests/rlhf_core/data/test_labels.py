@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.data import Source, Use
-from rlhf_core.data.labels import label_reading, refuse_verdict
+from rlhf_core.data.columns import label_reading, refuse_verdict
 from rlhf_core.errors import DataError
 
 LEARN, COMPARE, ASK = {"demonstrations": 1.0}, {"preferences": 1.0}, {"prompts": 1.0}

@@ -8,9 +8,8 @@ import pytest
 from tokenizers import AddedToken
 
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.limits import limit, parts
+from rlhf_core.data.limits import DropReport, Origin, limit, parts
 from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tables
-from rlhf_core.data.validation import DropReport, Origin
 from rlhf_core.types import Message, Prompt
 
 

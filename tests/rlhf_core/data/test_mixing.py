@@ -8,8 +8,8 @@ import pytest
 
 from rlhf_core.config.data import Use
 from rlhf_core.data.formats import Example
+from rlhf_core.data.limits import Origin
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, place, shuffled, table_of
-from rlhf_core.data.validation import Origin
 from rlhf_core.types import Message
 
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from rlhf_core.data.cleaning import NearDuplicates, shingles
 from rlhf_core.data.formats import Example
-from rlhf_core.data.near_duplicates import NearDuplicates, shingles
-from rlhf_core.data.validation import DropReport, Origin
+from rlhf_core.data.limits import DropReport, Origin
 from rlhf_core.types import Message
 
 pytest.importorskip("datasketch")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rlhf_core.data.order import rows_at, shuffled
+from rlhf_core.data.mixing import rows_at, shuffled_indices
 from rlhf_core.training.fit import batch_at
 
 ROWS = ["a", "b", "c", "d", "e"]
@@ -25,7 +25,7 @@ def test_the_order_of_an_epoch_is_drawn_once(monkeypatch: pytest.MonkeyPatch) ->
             drawn.append(seed)
 
     monkeypatch.setattr(random, "Random", Counted)
-    shuffled.cache_clear()
+    shuffled_indices.cache_clear()
     for step in range(4):  # rows 0 to 15, of four epochs
         rows_at(step, ROWS, count=4, seed=3)
         batch_at(step, ROWS, batch_size=2, seed=3)
@@ -33,8 +33,8 @@ def test_the_order_of_an_epoch_is_drawn_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_order_holds_every_position_once_and_depends_on_the_seed() -> None:
-    assert sorted(shuffled(50, 1)) == list(range(50))
-    assert shuffled(50, 1) != shuffled(50, 2)
+    assert sorted(shuffled_indices(50, 1)) == list(range(50))
+    assert shuffled_indices(50, 1) != shuffled_indices(50, 2)
     expected = list(range(50))
     random.Random(1).shuffle(expected)
-    assert list(shuffled(50, 1)) == expected
+    assert list(shuffled_indices(50, 1)) == expected

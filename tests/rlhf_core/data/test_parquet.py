@@ -7,8 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rlhf_core.data import parquet
-from rlhf_core.data.parquet import MESSAGES, plain_messages, read_table, replace_file, to_messages, write_table
+from rlhf_core.data import shards
+from rlhf_core.data.shards import MESSAGES, plain_messages, read_table, replace_file, to_messages, write_table
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
@@ -51,7 +51,7 @@ def test_a_write_that_is_interrupted_leaves_what_was_there(tmp_path: Path, monke
     def power_cut(path: Path) -> None:
         raise OSError("no space left on the disk")
 
-    monkeypatch.setattr(parquet, "fsync_path", power_cut)
+    monkeypatch.setattr(shards, "fsync_path", power_cut)
     with pytest.raises(OSError, match="no space"):
         write_table(tmp_path / "a.parquet", SCHEMA, rows("new"))
     with pytest.raises(OSError, match="no space"):
@@ -64,7 +64,7 @@ def test_a_write_that_is_interrupted_leaves_what_was_there(tmp_path: Path, monke
 def test_a_file_has_its_name_only_once_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, bool]] = []
     target = tmp_path / "b.json"
-    monkeypatch.setattr(parquet, "fsync_path", lambda path: synced.append((path.name, target.exists())))
+    monkeypatch.setattr(shards, "fsync_path", lambda path: synced.append((path.name, target.exists())))
     replace_file(target, b"new")
     assert [there for _, there in synced] == [False, True] and synced[1][0] == tmp_path.name
     assert target.read_bytes() == b"new" and [path.name for path in tmp_path.iterdir()] == ["b.json"]

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.steps import StepSplitter
+from rlhf_core.data.tables import StepSplitter
 from rlhf_core.types import Message, TokenSample
 from tests.rlhf_core.data.sentencepiece import KINDS, LLAMA2, VICUNA, ZEPHYR, tokenizer_of
 

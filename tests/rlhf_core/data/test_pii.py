@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from rlhf_core.data.pii import find, luhn, mask, mask_json
+from rlhf_core.data.cleaning import find, luhn, mask, mask_json
 
 GITHUB = "ghp_" + "a1B2" * 9
 TOKEN = ".".join(("eyJ" + "hbGciOiJI", "eyJ" + "zdWIiOiIx", "c2lnbmF0dXJl"))

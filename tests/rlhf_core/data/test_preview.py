@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.preview import preview
-from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tables
+from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tables, preview
 from rlhf_core.types import Message, Prompt
 
 ASK, SAY, NAY = (Message("user", "1"),), (Message("assistant", "2"),), (Message("assistant", "3"),)

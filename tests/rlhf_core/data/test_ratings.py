@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.data import RankingPairs
+from rlhf_core.data.columns import detect
 from rlhf_core.data.comparisons import Tie, Unrated
-from rlhf_core.data.detection import detect
 from rlhf_core.data.formats import Content, convert_all
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_core.data.rollout_log import RolloutLog, ScoredStep
+from rlhf_core.data.shards import RolloutLog, ScoredStep
 from rlhf_core.types import Completion, Message, Prompt, Rollout
 
 PROMPT = Prompt("p0", (Message("user", "How?"),), "so", "test")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.steps import StepSplitter
+from rlhf_core.data.tables import StepSplitter
 from rlhf_core.errors import ConfigError
 
 

@@ -162,7 +162,7 @@ def test_demonstrations_keep_tool_calls_and_other_tables_keep_their_bytes(tmp_pa
 
 
 def test_a_table_without_tool_calls_refuses_them() -> None:
-    from rlhf_core.data.parquet import plain_messages
+    from rlhf_core.data.shards import plain_messages
 
     with pytest.raises(DataError, match="this table holds no tool calls; use them in demonstrations"):
         plain_messages(TALK)

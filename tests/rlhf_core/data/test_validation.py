@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.data.validation import Drop, DropReport, Origin
+from rlhf_core.data.limits import Drop, DropReport, Origin
 from rlhf_core.errors import DataError
 
 

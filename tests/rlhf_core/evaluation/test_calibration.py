@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from rlhf_core.evaluation.calibration import FEWEST, FLATTEST, SHARPEST, calibration_report, fit_temperature
+from rlhf_core.evaluation.metrics import FEWEST, FLATTEST, SHARPEST, calibration_report, fit_temperature
 
 
 def drawn_margins(count: int, *, scale: float, seed: int = 3) -> list[float]:

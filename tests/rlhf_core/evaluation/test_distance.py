@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.evaluation import distance
+from rlhf_core.evaluation import metrics
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, PolicyRef, Prompt, TokenSample
 
 REFERENCE = PolicyRef(uri="file:///reference", digest="d")
@@ -42,7 +42,7 @@ class ConstantReference:
 
 def ratios(rows: list[Generation], context: ConstantReference) -> tuple[float, ...]:
     sampling = {"ppo": SamplingConfig(max_tokens=8)}
-    return distance.log_ratios(REFERENCE, {"ppo": rows}, sampling, context)["ppo"]  # type: ignore[arg-type]
+    return metrics.log_ratios(REFERENCE, {"ppo": rows}, sampling, context)["ppo"]  # type: ignore[arg-type]
 
 
 def generation(logprobs: tuple[float, ...], spans: tuple[ActionSpan, ...] = ()) -> Generation:
@@ -57,7 +57,7 @@ def test_what_an_environment_wrote_does_not_count_as_distance() -> None:
 
 
 def test_answers_go_to_the_reference_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distance, "KL_BATCH", 2)
+    monkeypatch.setattr(metrics, "KL_BATCH", 2)
     context = ConstantReference()
     assert ratios([generation((float(-n),)) for n in range(5)], context) == (3.0, 2.0, 1.0, 0.0, -1.0)
     assert context.calls == 3

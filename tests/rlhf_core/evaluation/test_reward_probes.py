@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rlhf_core.evaluation.reward_probes import (
+from rlhf_core.evaluation.reward_report import (
     EDITS,
     FILLER,
     NOT_APPLICABLE,

@@ -11,7 +11,7 @@ import pytest
 from rlhf_core.config.data import Suite
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.reward_suites import SuiteRow, read_suite, suite_metrics, suite_report
+from rlhf_core.evaluation.reward_report import SuiteRow, read_suite, suite_metrics, suite_report
 from rlhf_core.models.initialise import train_tokenizer
 from rlhf_core.types import Message
 

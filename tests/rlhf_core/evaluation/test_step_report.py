@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from rlhf_core.evaluation.step_report import step_report
+from rlhf_core.evaluation.reward_report import step_report
 
 SURE = math.log(9)  # probability 0.9, and 0.1 negated
 

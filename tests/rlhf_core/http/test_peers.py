@@ -16,8 +16,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from rlhf_core.http.door import Door
-from rlhf_core.http.peers import CONNECTIONS, user_at
+from rlhf_core.http.door import CONNECTIONS, Door, user_at
 from tests.support.reward_servers import serving
 
 pytestmark = pytest.mark.skipif(not CONNECTIONS[0].exists(), reason="needs Linux")

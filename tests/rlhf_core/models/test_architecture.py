@@ -18,7 +18,7 @@ from rlhf_core.models.batches import collate, unpack
 from rlhf_core.models.forward import check_rows, token_logprobs
 from rlhf_core.models.loading import load_model
 from rlhf_core.sampling.hf_sampler import HFSampler
-from rlhf_core.sampling.policy_folder import PolicyFolder
+from rlhf_core.sampling.requests import PolicyFolder
 from rlhf_core.types import SamplingRequest, TokenSample
 
 SHORT, LONG = 16, 64

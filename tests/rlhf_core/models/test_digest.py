@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.models.digest import weights_digest
+from rlhf_core.models.lora import weights_digest
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.models.drawn_tokens import logprobs_and_entropy
+from rlhf_core.models.forward import logprobs_and_entropy
 
 EPSILON = torch.finfo(torch.float32).eps
 

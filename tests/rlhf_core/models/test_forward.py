@@ -12,8 +12,7 @@ from rlhf_core.config.engines import InitModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.models import forward
 from rlhf_core.models.batches import collate, unpack
-from rlhf_core.models.forward import check_head, sequence_scores, token_logprobs, token_values
-from rlhf_core.models.heads import ValueModel
+from rlhf_core.models.forward import ValueModel, check_head, sequence_scores, token_logprobs, token_values
 from rlhf_core.types import TokenSample
 from tests.support.tolerances import of_model
 

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.export import export_model
-from rlhf_core.models.heads import initial_head, read_head
+from rlhf_core.models.forward import initial_head, read_head
 from rlhf_core.models.loading import load_model
 
 IDS = torch.tensor([[1, 20, 30, 40, 4, 2, 50]])

@@ -9,8 +9,7 @@ import pytest
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.kernels import check_kernels, use_liger
-from rlhf_core.models.loading import load_model
+from rlhf_core.models.loading import check_kernels, load_model, use_liger
 
 
 def test_what_is_always_there_is_not_asked_about() -> None:

@@ -20,11 +20,10 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.batches import collate
 from rlhf_core.models.export import export_model
-from rlhf_core.models.forward import hidden_states, sequence_scores, token_logprobs, token_values
-from rlhf_core.models.heads import initial_head
+from rlhf_core.models.forward import hidden_states, initial_head, sequence_scores, token_logprobs, token_values
 from rlhf_core.models.loading import load_model, load_tokenizer, materialize
 from rlhf_core.models.packages import local_folder
-from rlhf_core.rewards.external import check_classifier
+from rlhf_core.rewards.model import check_classifier
 from rlhf_core.types import Message, TokenSample
 from tests.rlhf_core.models.conftest import TINY
 from tests.support.tolerances import of_model

@@ -11,7 +11,7 @@ import torch
 from rlhf_core.config.engines import LoraConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models import quantised
+from rlhf_core.models import lora as quantised
 from rlhf_core.models.export import export_model
 from rlhf_core.models.loading import load_model
 from rlhf_core.models.lora import merged_state_dict

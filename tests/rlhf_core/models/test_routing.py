@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.batches import TokenBatch, collate
-from rlhf_core.models.routing import Routing, check_routers, note_routing, routing_arguments, watching
+from rlhf_core.models.forward import Routing, check_routers, note_routing, routing_arguments, watching
 from rlhf_core.types import TokenSample
 
 EXPERTS, CHOSEN = 4, 2

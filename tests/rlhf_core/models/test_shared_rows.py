@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config.engines import InitModel
-from rlhf_core.models import forward, shared_rows
+from rlhf_core.models import batches, forward
 from rlhf_core.models.batches import TokenBatch, collate
 from rlhf_core.models.forward import hidden_states, token_logprobs
 from rlhf_core.types import TokenSample
@@ -63,7 +63,7 @@ def real(hidden_BLH: Tensor, batch: TokenBatch) -> Tensor:
 
 def test_samples_are_laid_first_fit_from_the_longest_down() -> None:
     batch = batch_of(*LENGTHS)
-    layout = shared_rows.shared_rows(batch)
+    layout = batches.shared_rows(batch)
     assert layout is not None
     # 9 | 5 + 4 | 3 + 2 + 1: three rows of 9; the last sample of a row counts on through the padding
     assert layout.position_ids_RL.tolist() == [
@@ -85,12 +85,12 @@ def test_samples_are_laid_first_fit_from_the_longest_down() -> None:
     ],
 )
 def test_rows_stay_where_sharing_them_is_useless(batch: TokenBatch) -> None:
-    assert shared_rows.shared_rows(batch) is None
+    assert batches.shared_rows(batch) is None
 
 
 def test_long_rows_are_left_alone_for_the_mask_they_would_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_rows, "LONGEST", 8)
-    assert shared_rows.shared_rows(batch_of(*LENGTHS)) is None
+    monkeypatch.setattr(batches, "LONGEST", 8)
+    assert batches.shared_rows(batch_of(*LENGTHS)) is None
 
 
 @torch.no_grad()
@@ -154,7 +154,7 @@ def seen_masks(model: Any) -> list[Tensor | None]:
 def test_the_answers_to_a_prompt_follow_it_in_one_row() -> None:
     one, other, third = (5, 6, 7, 8, 1, 2), (5, 6, 7, 8, 3), (9, 9)
     batch = collate([TokenSample(ids, (0,) + (1,) * (len(ids) - 1)) for ids in (one, third, other)], pad_id=0)
-    layout = shared_rows.shared_rows(batch, prefixes_of=32)
+    layout = batches.shared_rows(batch, prefixes_of=32)
     assert layout is not None
     assert layout.mask_R1LL is not None
     # Two rows of 7, the longest block: 9 9 would not fit after it. Padding reads the first token.
@@ -210,7 +210,7 @@ def test_an_answer_does_not_see_the_others_at_all() -> None:
 
     model.get_input_embeddings().register_forward_hook(opened)
     logprobs_BL, _ = token_logprobs(model, GROUPS, temperature=1.0, with_entropy=False)
-    layout = shared_rows.shared_rows(GROUPS, prefixes_of=32)
+    layout = batches.shared_rows(GROUPS, prefixes_of=32)
     assert layout is not None
     width = GROUPS.token_ids_BL.shape[1]
     for row, _, length in GROUPS.rows:
@@ -249,13 +249,13 @@ def test_beginnings_are_shared_only_where_surely_no_layer_has_a_window(
 
     config = AutoConfig.for_model(model_type, hidden_size=32, num_hidden_layers=2, **further)
     config._attn_implementation = "sdpa"
-    assert shared_rows.prefix_width(config) == width
+    assert batches.prefix_width(config) == width
 
 
 def test_equal_answers_are_computed_once() -> None:
     one, other = (5, 6, 7, 8, 1, 2), (5, 6, 7, 8, 3)
     batch = collate([TokenSample(ids, (0,) + (1,) * (len(ids) - 1)) for ids in (one, other, one, one)], pad_id=0)
-    layout = shared_rows.shared_rows(batch, prefixes_of=32)
+    layout = batches.shared_rows(batch, prefixes_of=32)
     assert layout is not None
     assert sorted(layout.token_ids_RL.flatten().tolist()) == sorted([5, 6, 7, 8, 1, 2, 3])
     restored = layout.restore(layout.token_ids_RL.unsqueeze(-1), batch)
@@ -286,18 +286,18 @@ def test_the_order_of_samples_does_not_change_a_bit_even_with_equal_ones() -> No
 def test_a_long_prompt_is_computed_once_where_that_is_cheaper() -> None:
     """Blocks have no limit of their own: it is the cost of attention that decides."""
     answers_of = answers((1000, (20,) * 8), most=50_000)
-    layout = shared_rows.shared_rows(answers_of, prefixes_of=576)
+    layout = batches.shared_rows(answers_of, prefixes_of=576)
     assert layout is not None
     assert layout.token_ids_RL.numel() == 1000 + 8 * 20
-    narrow = shared_rows.shared_rows(answers((60, (400,) * 8), most=50_000), prefixes_of=32)
+    narrow = batches.shared_rows(answers((60, (400,) * 8), most=50_000), prefixes_of=32)
     assert narrow is None  # attention to 3260 positions would cost more than the prompt
 
 
 def test_a_mask_that_would_be_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_rows, "LARGEST_MASK", 100)
-    assert shared_rows.shared_rows(answers((20, (3, 4, 5))), prefixes_of=32) is None
+    monkeypatch.setattr(batches, "LARGEST_MASK", 100)
+    assert batches.shared_rows(answers((20, (3, 4, 5))), prefixes_of=32) is None
 
 
 def test_a_beginning_that_saves_little_is_not_worth_a_mask() -> None:
     alike = answers((3, (30, 30, 30, 30)))
-    assert shared_rows.shared_rows(alike, prefixes_of=32) is None
+    assert batches.shared_rows(alike, prefixes_of=32) is None

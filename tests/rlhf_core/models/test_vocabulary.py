@@ -7,7 +7,7 @@ import pytest
 from rlhf_core.config.engines import InitModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
-from rlhf_core.models.vocabulary import shared_vocabulary
+from rlhf_core.models.loading import shared_vocabulary
 
 
 def policy(folder: Path, *, text: str, width: int = 32, vocabulary: int = 320) -> Path:

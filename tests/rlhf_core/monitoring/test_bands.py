@@ -14,10 +14,10 @@ from rlhf_core.monitoring.bands import (
     EndToken,
     ExplainedVariance,
     Invalid,
+    MonitorConfig,
     Skipped,
     ZeroVariance,
 )
-from rlhf_core.monitoring.base import MonitorConfig
 from tests.support.monitoring import found
 
 

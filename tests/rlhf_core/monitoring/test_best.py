@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from rlhf_core.monitoring.best import Best
+from rlhf_core.rollouts.guard import Best
 
 
 def test_only_a_larger_value_is_better() -> None:

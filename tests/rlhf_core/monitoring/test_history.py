@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from rlhf_core.monitoring.history import EVALUATIONS, FIRST, LAST, History
+from rlhf_core.monitoring.bands import EVALUATIONS, FIRST, LAST, History
 
 
 def test_first_and_last_values_are_kept_and_those_between_are_not() -> None:

@@ -8,8 +8,7 @@ import random
 import pytest
 from scipy import stats
 
-from rlhf_core.monitoring.history import History
-from rlhf_core.monitoring.over_optimization import INDEPENDENT, PROXY, OverOptimization, mean_test, slope_test
+from rlhf_core.monitoring.bands import INDEPENDENT, PROXY, History, OverOptimization, mean_test, slope_test
 
 PROMPTS, EVALUATIONS = 32, 10
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.monitoring.bands import Band, Collapse
-from rlhf_core.monitoring.watch import Watch
+from rlhf_core.rollouts.guard import Watch
 
 
 def band(**changes: Any) -> Band:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.processes.guarded import guarded_process
+from rlhf_core.processes.child import guarded_process
 from tests.rlhf_core.processes.test_parent_death_guard import assert_gone
 
 

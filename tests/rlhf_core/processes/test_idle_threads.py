@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from rlhf_core.processes.idle_threads import SPINS, idle_threads
+from rlhf_core.processes.child import SPINS, idle_threads
 
 
 def test_idle_threads_sleep_sooner_than_by_default() -> None:

@@ -12,9 +12,7 @@ import pytest
 
 from rlhf_core.config.rewards import Compares, OnFailure
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.batches import FAILED_CALLS, BatchedReward, whole_groups
-from rlhf_core.rewards.cache import ResultCache
-from rlhf_core.rewards.outcomes import BatchFailed, RewardOutcome
+from rlhf_core.rewards.batches import FAILED_CALLS, BatchedReward, BatchFailed, ResultCache, RewardOutcome, whole_groups
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.rewards.cache import ResultCache
+from rlhf_core.rewards.batches import ResultCache
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
 
 PROMPT = Prompt("p", (Message("user", "2+2?"),), "4", "sums")

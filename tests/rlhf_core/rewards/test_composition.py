@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_core.config.rewards import GatedProduct, Gdpo, WeightedSum
 from rlhf_core.errors import RewardError
-from rlhf_core.rewards.composition import compose, gated_product, in_group, weighted_sum
+from rlhf_core.rewards.scoring import compose, gated_product, in_group, weighted_sum
 
 COMPONENTS = {"form": [1.0, 0.0, 0.5], "quality": [2.0, 2.0, 4.0], "brevity": [-1.0, -1.0, 0.0]}
 

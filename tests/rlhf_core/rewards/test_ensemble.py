@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlhf_core.algorithms.reward import EnsembleReduction
-from rlhf_core.rewards.ensemble import score_with_ensemble
+from rlhf_core.algorithms.token_math import EnsembleReduction
+from rlhf_core.rewards.terms import score_with_ensemble
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 PROMPT = Prompt("p", (Message("user", "hi"),), "", "test")

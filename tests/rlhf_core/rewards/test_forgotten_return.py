@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.rewards.batches import BatchFailed
 from rlhf_core.rewards.isolation import IsolatedReward
-from rlhf_core.rewards.outcomes import BatchFailed
-from rlhf_core.user_code.loading import load_callable
+from rlhf_core.user_code.modules import load_callable
 from tests.rlhf_core.rewards.test_protocols import scored
 from tests.support.workshop import generation
 

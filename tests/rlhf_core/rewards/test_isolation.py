@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.batches import BatchFailed
 from rlhf_core.rewards.isolation import IsolatedReward
-from rlhf_core.rewards.outcomes import BatchFailed
 from rlhf_core.rewards.sandbox.local import find_isolation
 from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.types import Completion, Generation, Message, Prompt

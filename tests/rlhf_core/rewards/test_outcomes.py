@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.errors import RewardError
-from rlhf_core.rewards.outcomes import (
+from rlhf_core.rewards.batches import (
     BatchFailed,
     RewardOutcome,
     as_outcome,

@@ -12,10 +12,10 @@ from typing import cast
 
 import pytest
 
-from rlhf_core.algorithms.process_reward import StepReduction
+from rlhf_core.algorithms.token_math import StepReduction
 from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.interfaces import Trainer
-from rlhf_core.rewards.process_model import (
+from rlhf_core.rewards.model import (
     ProcessContract,
     judged,
     score_with_process_reward_model,

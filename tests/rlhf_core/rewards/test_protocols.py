@@ -15,10 +15,10 @@ import pytest
 
 from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError
-from rlhf_core.rewards.outcomes import RewardOutcome
+from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.protocols import adapt, prompt_text
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
-from rlhf_core.user_code.loading import load_callable
+from rlhf_core.user_code.modules import load_callable
 
 
 def generation(text: str, label: str = "4", *, asked: str = "2+2?", conversational: bool = False) -> Generation:

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
-from rlhf_core.rewards.outcomes import BatchFailed
+from rlhf_core.rewards.batches import BatchFailed
 from rlhf_core.rewards.remote import RemoteRewardClient
 from rlhf_core.types import Completion, Generation, Message, Prompt
 from tests.support.reward_servers import lengths, scripted

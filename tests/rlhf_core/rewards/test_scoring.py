@@ -20,8 +20,7 @@ from rlhf_core.config.rewards import (
     TruncatedReward,
 )
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.batches import BatchedReward
-from rlhf_core.rewards.outcomes import RewardOutcome
+from rlhf_core.rewards.batches import BatchedReward, RewardOutcome
 from rlhf_core.rewards.scoring import Scorer, check_reward_models, component_means
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, ProcessRewardModelRef, Prompt, RewardModelRef
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from rlhf_core.errors import RewardError
-from rlhf_core.rewards.outcomes import RewardOutcome
-from rlhf_core.rewards.served import as_it_stands, function_score, rendered, reward_model_score
-from rlhf_core.rewards.server import Query
+from rlhf_core.rewards.batches import RewardOutcome
+from rlhf_core.rewards.server import Query, as_it_stands, function_score, rendered, reward_model_score
 from rlhf_core.types import Generation, Message
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from rlhf_core.errors import RewardError
 from rlhf_core.http import serving as http_serving
-from rlhf_core.http.body import BodyLimits
-from rlhf_core.rewards.outcomes import RewardOutcome
+from rlhf_core.http.serving import BodyLimits
+from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.remote import RemoteRewardClient
 from rlhf_core.rewards.server import Query, ServerLimits, create_app, read_request
 from tests.rlhf_core.rewards.test_remote import answers

@@ -18,8 +18,7 @@ from pydantic import TypeAdapter
 from rlhf_core.config.rewards import FunctionReward, JudgeReward, RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import terms
-from rlhf_core.rewards.batches import BatchedReward
-from rlhf_core.rewards.outcomes import RewardOutcome
+from rlhf_core.rewards.batches import BatchedReward, RewardOutcome
 from rlhf_core.rewards.terms import episode_reward, identity, open_elsewhere
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
 from tests.support.reward_servers import scripted

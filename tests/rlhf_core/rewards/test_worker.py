@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from rlhf_core.rewards.outcomes import RewardOutcome
+from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.types import Completion, Generation, Message, Prompt
 

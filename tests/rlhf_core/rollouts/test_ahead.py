@@ -8,8 +8,8 @@ import time
 import pytest
 
 from rlhf_core.errors import SamplerLostError, SamplingError
-from rlhf_core.rollouts import ahead
-from rlhf_core.rollouts.ahead import Background
+from rlhf_core.rollouts import answers
+from rlhf_core.rollouts.answers import Background
 
 
 def test_jobs_run_in_order_in_one_other_thread() -> None:
@@ -41,7 +41,7 @@ def test_a_failure_has_its_own_message_and_no_later_job_runs() -> None:
 
 
 def test_an_interrupted_stage_leaves_a_job_behind_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "INTERRUPT_PATIENCE_S", 0.1)
+    monkeypatch.setattr(answers, "INTERRUPT_PATIENCE_S", 0.1)
     go_on = threading.Event()
     jobs = Background("sampling")
     dropped: list[int] = []
@@ -72,7 +72,7 @@ def test_closing_waits_for_the_job_that_runs() -> None:
 
 
 def test_nobody_waits_for_a_thread_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(answers, "LOOK_EVERY_S", 0.05)
     jobs = Background("sampling")
     jobs.close(interrupted=False)
     with pytest.raises(SamplingError, match="the sampling thread ended before it had finished"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.rollouts.answer_metrics import answer_metrics, zero_variance
+from rlhf_core.rollouts.scored_step import answer_metrics, zero_variance
 from rlhf_core.types import Completion, FinishReason
 
 END = 2

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_core.config.policy_parts import DynamicSampling
+from rlhf_core.config.policy import DynamicSampling
 from rlhf_core.errors import RewardError
-from rlhf_core.rollouts.dynamic_sampling import is_decided, sampled_until_decided
+from rlhf_core.rollouts.scored_step import is_decided, sampled_until_decided
 from rlhf_core.types import Completion, Message, Prompt, Rollout
 
 

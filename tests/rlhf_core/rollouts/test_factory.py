@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import PPOConfig
-from rlhf_core.data.rollout_log import RolloutLog
+from rlhf_core.data.shards import RolloutLog
 from rlhf_core.errors import DataError, RewardError, SamplerLostError
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rollouts.factory import open_rollouts

@@ -14,9 +14,9 @@ from rlhf_core.config.monitors import HeldOutConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics
-from rlhf_core.rewards.outcomes import RewardOutcome
+from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.scoring import Scorer
-from rlhf_core.rollouts.held_out import HeldOut, hold_out
+from rlhf_core.rollouts.guard import HeldOut, hold_out
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import Completion, Generation, Message, Prompt, SamplingRequest
 

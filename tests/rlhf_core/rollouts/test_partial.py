@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import PPOConfig
-from rlhf_core.data.rollout_log import Pool
+from rlhf_core.data.shards import Pool
 from rlhf_core.errors import SamplingError
-from rlhf_core.rollouts.partial import draw_groups
+from rlhf_core.rollouts.answers import draw_groups
 from rlhf_core.types import Generation, SamplingRequest, derive_seed
 from tests.rlhf_core.rollouts.fake_engines import PROMPT_LENGTH, PROMPTS, FakeChat, FakeSampler
 

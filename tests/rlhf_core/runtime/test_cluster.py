@@ -11,7 +11,7 @@ import pytest
 import rlhf_core
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.processes.idle_threads import idle_threads
+from rlhf_core.processes.child import idle_threads
 from rlhf_core.runtime.cluster import available_cores, free_port, threads_per_worker, worker_environment
 from rlhf_core.runtime.factory import open_runtime
 

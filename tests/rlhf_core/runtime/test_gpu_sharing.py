@@ -5,8 +5,8 @@ from typing import Any
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.interfaces import Weights
-from rlhf_core.runtime.gpu_sharing import GpuSharing
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
+from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.weight_sync import StoredWeights
 from rlhf_core.types import SamplingRequest, TokenSample

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rlhf_core.runtime.priority import LOW, at_low_priority
+from rlhf_core.runtime.sample_worker import LOW, at_low_priority
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities per thread are Linux's")

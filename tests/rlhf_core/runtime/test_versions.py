@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from rlhf_core.config.engines import TrainerConfig
-from rlhf_core.runtime.versions import trainer_versions
+from rlhf_core.runtime.connection import trainer_versions
 
 
 def test_versions_name_only_the_engines_of_the_config() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
 from rlhf_core.interfaces import Weights
-from rlhf_core.models.digest import weights_digest
+from rlhf_core.models.lora import weights_digest
 from rlhf_core.sampling.vllm_sampler import VllmSampler
 from rlhf_core.types import SamplingRequest
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Weights
-from rlhf_core.models.digest import weights_digest
+from rlhf_core.models.lora import weights_digest
 from rlhf_core.sampling.hf_sampler import HFSampler, inverse_cdf, processed_logprobs
 from rlhf_core.types import Completion, SamplingRequest
 from tests.rlhf_core.conftest import TINY

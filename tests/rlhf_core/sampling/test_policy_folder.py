@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import ConfigError, SamplingError
-from rlhf_core.sampling.policy_folder import PolicyFolder, architecture
+from rlhf_core.sampling.requests import PolicyFolder, architecture
 from rlhf_core.types import SamplingRequest
 
 REQUEST = SamplingRequest((5, 6), seed=50)

@@ -5,8 +5,8 @@ import torch
 
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Weights
-from rlhf_core.models.digest import weights_digest
-from rlhf_core.sampling.received_weights import received_tensors, tensors_of
+from rlhf_core.models.lora import weights_digest
+from rlhf_core.sampling.requests import received_tensors, tensors_of
 
 SENT = {"norm": torch.ones(8), "head": torch.arange(12.0).reshape(3, 4)}
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.errors import SamplerLostError
 from rlhf_core.interfaces import Weights
-from rlhf_core.models.digest import weights_digest
+from rlhf_core.models.lora import weights_digest
 from rlhf_core.sampling.vllm_server_sampler import VllmServerSampler
 from rlhf_core.types import Completion, SamplingRequest
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError, SamplerLostError, SamplingError
 from rlhf_core.interfaces import Weights
-from rlhf_core.models.digest import weights_digest
+from rlhf_core.models.lora import weights_digest
 from rlhf_core.sampling import vllm_server_sampler
 from rlhf_core.sampling.vllm_server_sampler import VllmServerSampler
 from rlhf_core.types import Completion, SamplingRequest

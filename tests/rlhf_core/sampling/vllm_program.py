@@ -65,7 +65,7 @@ def reloads(sampler: VllmSampler, policy: Path, other: Path) -> dict[str, Any]:
     """Weights from memory, then a policy from its folder, then memory that lies about what it holds."""
     from safetensors.torch import load_file
 
-    from rlhf_core.models.digest import weights_digest
+    from rlhf_core.models.lora import weights_digest
 
     payload = load_file(other / "model.safetensors")
     sampler.load_weights(Weights(payload, weights_digest(payload)), version=5)

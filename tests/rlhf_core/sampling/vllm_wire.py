@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlhf_core.models.digest import weights_digest
+from rlhf_core.models.lora import weights_digest
 from rlhf_core.sampling.vllm_worker import read_tensors
 
 Answer = tuple[int, Any]

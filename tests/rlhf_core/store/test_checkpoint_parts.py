@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ArtifactError
-from rlhf_core.store.checkpoint_parts import wait_for_parts, write_part
+from rlhf_core.store.checkpoints import wait_for_parts, write_part
 
 FORK = multiprocessing.get_context("fork")
 

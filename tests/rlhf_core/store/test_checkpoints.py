@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import ArtifactError, ConfigError
-from rlhf_core.store.checkpoint_parts import write_part
-from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.checkpoints import Checkpoints, write_part
 
 FORK = multiprocessing.get_context("fork")
 

@@ -12,7 +12,7 @@ from rlhf_core.stage.key import StageSpec, stage_key
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
-from rlhf_core.store.damage import CLOCKS_APART_S, findings, last_good, suspicion
+from rlhf_core.store.object_check import CLOCKS_APART_S, findings, last_good, suspicion
 from rlhf_core.types import PolicyRef
 from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
 

@@ -10,7 +10,7 @@ from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.gate_decisions import GateDecisions, Question
-from rlhf_core.store.roots import forget_wait, note_wait
+from rlhf_core.store.maintenance import forget_wait, note_wait
 from rlhf_core.types import PolicyRef
 from tests.support.records import provenance
 

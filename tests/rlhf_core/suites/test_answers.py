@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from rlhf_core.errors import DataError
-from rlhf_core.suites.answers import check_counts, mean_rows, pass_at_k, pass_at_k_rows
+from rlhf_core.suites.results import check_counts, mean_rows, pass_at_k, pass_at_k_rows
 from tests.support.workshop import generation
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf_core.errors import DataError
-from rlhf_core.suites.instructions import instruction_rows
-from rlhf_core.suites.results import means
+from rlhf_core.suites.results import instruction_rows, means
 from rlhf_core.types import Generation
 from tests.support.workshop import generation
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.evaluation.intervals import SHARE, mean_interval
-from rlhf_core.suites.win_rate import length_controlled
+from rlhf_core.suites.results import length_controlled
 
 
 def preferences(theta: float, phi: float, lengths: np.ndarray, others: np.ndarray) -> np.ndarray:

@@ -10,8 +10,14 @@ from mlflow import MlflowClient
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import RegistryState
-from rlhf_core.tracking.champion_tags import move_tag
-from rlhf_core.tracking.champions import champion_digests, model_names, read_champions, registry_state, roll_back
+from rlhf_core.tracking.champions import (
+    champion_digests,
+    model_names,
+    move_tag,
+    read_champions,
+    registry_state,
+    roll_back,
+)
 from rlhf_core.tracking.mlflow import MlflowTracker
 from rlhf_core.tracking.mlflow_client import TrackingError
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from rlhf_core.tracking import owner
+from rlhf_core.tracking import mlflow_client
 from rlhf_core.tracking.mlflow import MlflowTracker, reconcile, reconcile_all
 from rlhf_core.tracking.mlflow_client import TrackingError
 
@@ -297,7 +297,7 @@ def test_what_a_killed_process_could_not_send_is_sent_by_the_next(
 ) -> None:
     program = f"""
 import os
-from rlhf_core.tracking import outbox
+from rlhf_core.tracking import mlflow_delivery as outbox
 from rlhf_core.tracking.mlflow import MlflowTracker
 from pathlib import Path
 tracker = MlflowTracker("sqlite:///{database}", experiment="rlhf", artifact_root=Path("{tmp_path}/files"))
@@ -322,7 +322,7 @@ def test_only_runs_whose_process_is_gone_are_ended(make: Made, client: MlflowCli
     tracker = make()
     living = tracker.start("run", run_id=None, params={}, tags={})
     experiment = client.get_experiment_by_name("rlhf").experiment_id
-    dead = client.create_run(experiment, tags=owner.tags() | {"owner.pid_started": "1"}).info.run_id
+    dead = client.create_run(experiment, tags=mlflow_client.tags() | {"owner.pid_started": "1"}).info.run_id
     foreign = client.create_run(experiment).info.run_id
     assert [run.run_id for run in reconcile(client, experiment)] == [dead]
     assert [client.get_run(run).info.status for run in (living, dead, foreign)] == ["RUNNING", "KILLED", "RUNNING"]
@@ -331,7 +331,7 @@ def test_only_runs_whose_process_is_gone_are_ended(make: Made, client: MlflowCli
 def test_every_experiment_is_reconciled_and_what_was_ended_is_named(client: MlflowClient, database: Path) -> None:
     elsewhere = client.create_experiment("another")
     changes = {"owner.pid_started": "1", "mlflow.runName": "night"}
-    dead = client.create_run(elsewhere, tags=owner.tags() | changes).info.run_id
+    dead = client.create_run(elsewhere, tags=mlflow_client.tags() | changes).info.run_id
     (ended,) = reconcile_all(f"sqlite:///{database}")
     assert (ended.experiment, ended.name, ended.run_id) == ("another", "night", dead)
     assert client.get_run(dead).info.status == "KILLED"

@@ -9,8 +9,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
-from rlhf_core.tracking.mlflow_delivery import TRIES_OF_ONE_RECORD, Delivery
-from rlhf_core.tracking.outbox import Unreachable
+from rlhf_core.tracking.mlflow_delivery import TRIES_OF_ONE_RECORD, Delivery, Unreachable
 
 
 def opened(run: str, **changes: Any) -> dict[str, Any]:

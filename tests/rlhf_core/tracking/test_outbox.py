@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.tracking.outbox import Outbox, Record, Unreachable
+from rlhf_core.tracking.mlflow_delivery import Outbox, Record, Unreachable
 
 
 class Server:
@@ -109,7 +109,7 @@ def test_a_line_that_a_kill_or_a_full_disk_cut_short_is_left_out(tmp_path: Path)
 
 
 def test_five_hundred_points_do_not_wait_for_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.tracking.outbox.FLUSH_SECONDS", 3600.0)
+    monkeypatch.setattr("rlhf_core.tracking.mlflow_delivery.FLUSH_SECONDS", 3600.0)
     server = Server()
     outbox = Outbox(tmp_path, server)
     outbox.append({"op": "metrics", "number": 0, "values": dict.fromkeys(map(str, range(499)), 1.0)})

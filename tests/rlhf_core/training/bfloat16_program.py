@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from rlhf_core.algorithms.correction import CorrectionConfig
 from rlhf_core.algorithms.policy.clip import ClipLoss
+from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.store.checkpoint_parts import wait_for_parts
-from rlhf_core.training.distributed import rank_and_world
+from rlhf_core.store.checkpoints import wait_for_parts
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
+from rlhf_core.training.state import rank_and_world
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import PolicySample, TokenSample
 from tests.support.rounding import round_by_batch_if_asked

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.training.distributed import LAUNCHER
+from rlhf_core.training.state import LAUNCHER
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,7 +14,7 @@ import torch
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.training.distributed import rank_and_world
+from rlhf_core.training.state import rank_and_world
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample
 from tests.support.rounding import round_by_batch_if_asked

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.training.distributed import LAUNCHER
+from rlhf_core.training.state import LAUNCHER
 
 PROGRAM = Path(__file__).with_name("bfloat16_program.py")
 ROOT = Path(__file__).parents[3]

@@ -12,8 +12,7 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.training import distillation_trainer
 from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.objectives.base import SftObjective
-from rlhf_core.training.objectives.distillation import DistillationObjective
-from rlhf_core.training.teachers import SameVocabulary
+from rlhf_core.training.objectives.distillation import DistillationObjective, SameVocabulary
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample
 from tests.rlhf_core.training.conftest import TINY

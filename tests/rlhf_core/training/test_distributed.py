@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.training.distributed import LAUNCHER, rank_and_world
+from rlhf_core.training.state import LAUNCHER, rank_and_world
 
 
 def test_a_process_without_a_launcher_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ import json, sys
 from tests.support.hostname import listening, reachable_address, rename
 renamed = rename(reachable_address())
 import torch, torch.distributed as dist
-from rlhf_core.training.distributed import join
+from rlhf_core.training.state import join
 join()
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)

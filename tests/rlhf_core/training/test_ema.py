@@ -12,10 +12,9 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.loading import load_model
-from rlhf_core.training.ema import WeightAverage, average_of
 from rlhf_core.training.engines.base import open_engine
 from rlhf_core.training.objectives.base import SftObjective
-from rlhf_core.training.trainer import LocalTrainer
+from rlhf_core.training.trainer import LocalTrainer, WeightAverage, average_of
 from rlhf_core.types import TokenSample
 
 TORCH = TrainerConfig(engine="torch", micro_batch=4)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.loop import LoopConfig
+from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.tables import write_demonstrations
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_core.config.policy_parts import ReferenceSync
+from rlhf_core.config.policy import ReferenceSync
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.training.moving_reference import MovingReference, mix_weights

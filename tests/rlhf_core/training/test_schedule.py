@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.training.schedule import Schedule, learning_rate, scheduled_rate
+from rlhf_core.training.adamw import Schedule, learning_rate, scheduled_rate
 
 
 def rates(total: int, schedule: Schedule, warmup: float = 0.0, minimum: float = 0.0) -> list[float]:

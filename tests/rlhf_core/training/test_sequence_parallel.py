@@ -12,18 +12,18 @@ import torch
 from pydantic import ValidationError
 from transformers import MistralConfig, MistralForCausalLM
 
-from rlhf_core.algorithms.correction import CorrectionConfig
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.preference.dpo import DPOLoss
+from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import InitModel, RuntimeConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialise import initialise_llama
 from rlhf_core.models.loading import load_model
-from rlhf_core.training.distributed import LAUNCHER
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective, ValueObjective
 from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.sequence_parallel import spread
+from rlhf_core.training.state import LAUNCHER
 from tests.rlhf_core.training.conftest import TINY
 from tests.rlhf_core.training.ranks import load, run_ranks
 from tests.support.tolerances import near, of_training

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.errors import TrainingError
-from rlhf_core.training.skipped import check_updated, count_skipped
+from rlhf_core.training.trainer import check_updated, count_skipped
 
 
 def test_updates_that_are_skipped_in_a_row_end_the_stage_and_a_good_one_forgives() -> None:

@@ -15,8 +15,7 @@ from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.training.objectives.cross_tokenizer import CrossTokenizerObjective
-from rlhf_core.training.objectives.distillation import DistillationObjective
-from rlhf_core.training.teachers import OtherVocabularies, SameVocabulary
+from rlhf_core.training.objectives.distillation import DistillationObjective, OtherVocabularies, SameVocabulary
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import Message, TokenSample
 from tests.rlhf_core.training.conftest import TINY

@@ -16,7 +16,7 @@ from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.types import Completion, Generation, Message, Prompt
 from rlhf_core.user_code.dependencies import check_files, check_functions, unseen_reads, user_code, user_code_digest
-from rlhf_core.user_code.loading import load_callable
+from rlhf_core.user_code.modules import load_callable
 
 REWARD = '''
 """Rewards."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.user_code.loading import load_callable
+from rlhf_core.user_code.modules import load_callable
 
 
 def test_a_function_is_loaded_from_a_module() -> None:
@@ -24,7 +24,7 @@ def test_a_function_is_loaded_from_a_file(tmp_path: Path) -> None:
         ("rlhf_core.rewards.verifiable:exact_macth", "has no exact_macth; did you mean exact_match"),
         ("rlhf_core.rewards.verifable:exact_match", "no module rlhf_core.rewards.verifable; did you mean verifiable"),
         ("no_such_package.rewards:f", "there is no module no_such_package"),
-        ("rlhf_core.rewards.outcomes:LARGEST_REWARD", "LARGEST_REWARD is a float; name a function or a class"),
+        ("rlhf_core.rewards.batches:LARGEST_REWARD", "LARGEST_REWARD is a float; name a function or a class"),
         ("rlhf_core.rewards.verifiable", "must read module:name"),
     ],
 )

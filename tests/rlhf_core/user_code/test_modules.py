@@ -16,7 +16,7 @@ import pytest
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.user_code.dependencies import UserFunction, user_code_digest
-from rlhf_core.user_code.loading import UserFile, load_callable, load_callables
+from rlhf_core.user_code.modules import UserFile, load_callable, load_callables
 
 BESIDE = {
     "helpers.py": "class Kind: ...\nVALUE = {value}\ndef late():\n    from constants import VALUE\n    return VALUE\n",
@@ -200,7 +200,7 @@ def test_the_only_load_of_a_process_has_plain_names_that_new_processes_find(tmp_
         "        return pool.submit(helpers.late).result()\n",
         4,
     )
-    program = f"from rlhf_core.user_code.loading import load_callable\nif __name__ == '__main__': print(load_callable('k', {spec!r})())\n"
+    program = f"from rlhf_core.user_code.modules import load_callable\nif __name__ == '__main__': print(load_callable('k', {spec!r})())\n"
     (tmp_path / "start.py").write_text(program)
     found = subprocess.run([sys.executable, "start.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert found.stdout == "4\n", found.stderr

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.user_code.dependencies import UserFunction, user_code_digest
-from rlhf_core.user_code.loading import load_callable
+from rlhf_core.user_code.modules import load_callable
 from rlhf_core.user_code.watch import MOST_NOTES, noted
 
 HEAD = """
@@ -119,7 +119,7 @@ def test_threads_of_libraries_are_watched_in_a_process_that_runs_nothing_else(fo
         f"{HEAD}\ndef f():\n    return asyncio.run(asyncio.to_thread((HERE / 'data.json').read_text))\n"
     )
     program = (
-        "from rlhf_core.user_code import loading, watch\n"
+        "from rlhf_core.user_code import modules as loading, watch\n"
         f"f = loading.load_callable('k', '{folder}/mine.py:f', notes='{notes(folder)}')\nwatch.watch_process()\nf()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.policy.base import aggregate
 from rlhf_core.algorithms.policy.cispo import cispo_loss
 from rlhf_core.algorithms.policy.clip import clipped_policy_loss
 from rlhf_core.algorithms.policy.gspo import gspo_loss
+from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.errors import ConfigError
 
 DEFAULTS: dict[str, Any] = {

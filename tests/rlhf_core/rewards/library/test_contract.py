@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.rewards.protocols import adapt
 from rlhf_core.types import Completion, Generation, Message, Prompt
-from rlhf_core.user_code.loading import load_callable
+from rlhf_core.user_code.modules import load_callable
 
 ENTRY = '{"question": "?", "answer": "4", "metadata": {"source_dataset": "basic_arithmetic"}}'
 

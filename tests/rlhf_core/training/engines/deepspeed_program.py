@@ -22,12 +22,10 @@ import torch
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.digest import weights_digest
-from rlhf_core.models.lora import merged_state_dict
-from rlhf_core.training.distributed import rank_and_world
+from rlhf_core.models.lora import merged_state_dict, weights_digest
 from rlhf_core.training.engines.base import Engine, open_engine
 from rlhf_core.training.objectives.base import SftObjective, ValueObjective
-from rlhf_core.training.state import save_engine_settings
+from rlhf_core.training.state import rank_and_world, save_engine_settings
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import TokenSample, ValueSample
 from tests.support.rounding import round_by_batch_if_asked

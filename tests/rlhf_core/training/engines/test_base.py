@@ -8,9 +8,8 @@ import torch
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.training.distributed import LAUNCHER
-from rlhf_core.training.engines.base import open_engine
-from rlhf_core.training.engines.torch_engine import TorchEngine
+from rlhf_core.training.engines.base import TorchEngine, open_engine
+from rlhf_core.training.state import LAUNCHER
 
 
 def test_a_frozen_model_needs_nothing_of_deepspeed_below_stage_3(policy_spec: ModelSpec) -> None:

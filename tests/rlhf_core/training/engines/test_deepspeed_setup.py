@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.training.engines.deepspeed_setup import deepspeed_config, one_at_a_time, remove_stale_locks
+from rlhf_core.training.engines.deepspeed_engine import deepspeed_config, one_at_a_time, remove_stale_locks
 
 BUILDER = """
 import sys, time

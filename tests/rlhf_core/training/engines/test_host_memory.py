@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_core.training.engines import host_memory
-from rlhf_core.training.engines.host_memory import SHORT, _glibc, release_if_short
+from rlhf_core.training.engines import offload
+from rlhf_core.training.engines.offload import SHORT, _glibc, release_if_short
 
 PAGES_OF_A_STEP = 320 * 2**20 // resource.getpagesize()
 
@@ -19,7 +19,7 @@ PROGRAM = """
 import resource
 import psutil
 import torch
-from rlhf_core.training.engines.host_memory import keep_freed_memory, release_freed_memory
+from rlhf_core.training.engines.offload import keep_freed_memory, release_freed_memory
 
 def faults_of_a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -65,8 +65,8 @@ def test_it_goes_back_where_the_machine_has_little_left(
     monkeypatch: pytest.MonkeyPatch, left: float, times: int
 ) -> None:
     released: list[None] = []
-    monkeypatch.setattr(host_memory, "release_freed_memory", lambda: released.append(None))
+    monkeypatch.setattr(offload, "release_freed_memory", lambda: released.append(None))
     memory = SimpleNamespace(available=left * 2**30, total=2**30)
-    monkeypatch.setattr(host_memory, "psutil", SimpleNamespace(virtual_memory=lambda: memory))
+    monkeypatch.setattr(offload, "psutil", SimpleNamespace(virtual_memory=lambda: memory))
     release_if_short()
     assert len(released) == times

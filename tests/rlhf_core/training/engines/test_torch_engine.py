@@ -8,7 +8,7 @@ from torch import nn
 
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.errors import TrainingError
-from rlhf_core.training.engines.torch_engine import TorchEngine
+from rlhf_core.training.engines.base import TorchEngine
 
 OPTIMIZER = OptimizerConfig(max_grad_norm=100.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlhf_core.training.engines.universal import _own_groups_and_steps
+from rlhf_core.training.engines.deepspeed_engine import _own_groups_and_steps
 
 
 def test_groups_keep_their_weight_decay_and_parameters_count_their_own_steps() -> None:

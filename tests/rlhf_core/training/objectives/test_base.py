@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.algorithms.correction import CorrectionConfig
-from rlhf_core.algorithms.output import LossOutput
 from rlhf_core.algorithms.policy.cispo import CISPOLoss
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.policy.gspo import GSPOLoss
@@ -28,6 +26,7 @@ from rlhf_core.algorithms.preference.orpo import ORPOLoss
 from rlhf_core.algorithms.preference.robust import RobustDPOLoss
 from rlhf_core.algorithms.preference.simpo import SimPOLoss
 from rlhf_core.algorithms.preference.sppo import SPPOLoss
+from rlhf_core.algorithms.token_math import CorrectionConfig, LossOutput
 from rlhf_core.errors import DataError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.loading import load_model
