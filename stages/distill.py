@@ -123,7 +123,7 @@ def named_teachers(
 
 
 class Method(Protocol):
-    """How a student is compared with its teachers: what of a conversation it trains on, and the loss."""
+    """A distillation method: the trained tokens and the loss against the teachers."""
 
     @property
     def objective(self) -> Objective:
@@ -265,10 +265,10 @@ def needed(ref: R | None, name: str, rule: str, context: StageContext) -> R:
 
 
 def answering(sampler: Sampler, method: Method, sampling: SamplingConfig, *, seed: int) -> LookAhead:
-    """Return what lets the student of the moment answer the prompts of a step before it is taught on its answers.
+    """Return a function that samples the student's answers before each step (on-policy distillation).
 
-    An answer depends on the student's weights and on a seed of its own, and a step asks for all of its answers together: a
-    resumed run draws what the killed one drew.
+    An answer depends on the student's weights and its own seed, and all answers of a step are sampled in one call, so a
+    resumed run samples the same answers.
     """
     versions = itertools.count(1)
 

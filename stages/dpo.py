@@ -158,7 +158,7 @@ def prepared(
 
 
 def look_ahead_of(objective: PairObjective | KTOObjective | BCOObjective) -> LookAhead | None:
-    """Return what looks at a whole step before its gradient; None for losses that are sums over samples alone."""
+    """Return the step-level pre-pass of the loss; None if the loss is a sum over samples."""
     if isinstance(objective, BCOObjective):
         return RunningShift(objective)
     return objective.look_ahead if objective.loss.looks_ahead else None
@@ -198,8 +198,8 @@ def answer_samples(
 ) -> list[AnswerSample]:
     """Return the answers with the one to another prompt that KTO's KL is measured on: of the same split, else of `others`.
 
-    The stranger of an answer is the same in every epoch, so that the reference is asked once, and is an answer to another
-    prompt whatever else is in the step. Without `strangers` the answer itself stands for it.
+    Each answer is paired with one fixed mismatched answer (to another prompt) for all epochs, so the reference scores it
+    once. Without `strangers` it is paired with itself.
     """
     answers = [row.answer for row in judged]
     if not strangers:

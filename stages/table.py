@@ -73,7 +73,7 @@ class Input:
 
     `start` is the name that the form in Prefect starts with: a label of the store, or several by name where the stage
     takes a table of artifacts. An `optional` input may be left out. The stage reads the input only if `when` holds for
-    its configuration; otherwise the input named by `instead` takes its place, so that what nothing reads is in no key.
+    its configuration; otherwise the input named by `instead` is used, so unused inputs do not enter the key.
 
     >>> Input(kind=PolicyRef, start="sft").many
     False
@@ -262,7 +262,7 @@ _ROWS = (
         engines=("sampler",),
         section="rejection_sampling.generate",
         page="generate.md",
-        about="Answers of `policy` to `prompts`, which `asked` may put to it in other words (`conditional_sft/ask`).",
+        about="Completions of `policy` for `prompts`. `asked`: reworded prompts to send instead (`conditional_sft/ask`).",
     ),
     Stage(
         name="score",

@@ -1,4 +1,4 @@
-"""Hold what several verbs of `rlhf` share: the console, and the store that their options name."""
+"""Helpers shared by the commands: the console, the store option and the metric of a table's column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `rlhf`: verbs only. Hyper-parameters live in profiles; `--set key=value` changes one for a run."""
+"""Parse the command line `rlhf` and run one of its commands. Hyperparameters live in profiles, not in options."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import RlhfError, nearest
 from rlhf_core.processes.large_imports import skip_last_collections
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageWaiting, leave_lost_terminal, terminations
 
 EXIT_REFUSED = 2
 EXIT_WAITING = 75
-"""For a run that waits for people: EX_TEMPFAIL of sysexits.h, try again later."""
+"""A run waits for a person; EX_TEMPFAIL of sysexits.h."""
 EXIT_BLOCKED = 77
-"""For a run in which a gate does not hold: EX_NOPERM of sysexits.h."""
+"""A gate failed or was rejected; EX_NOPERM of sysexits.h."""
 EXIT_OVER_BUDGET = 69
-"""For a run that has spent its budget: EX_UNAVAILABLE of sysexits.h."""
-EXIT_INTERRUPTED = 130
+"""A run has spent its budget; EX_UNAVAILABLE of sysexits.h."""
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+PACKAGE = "rlhf-lifecycle"
+DESCRIPTION = """Train language models from human feedback as cached, resumable stages. A profile (a TOML file) holds all
+settings of a pipeline; `--set KEY=VALUE` changes one of them."""
+EPILOG = """`rlhf COMMAND --help` describes a command. Exit status: 0 success, 2 invalid input, 69 budget spent, 75 waiting for
+a person, 77 blocked by a gate, 130 interrupted."""
+STORE_HELP = "artifact store; default: the store of the {}"
 
 VERBS = {
     "up": "pipelines.cli.serve_verb:up",
@@ -32,7 +39,7 @@ VERBS = {
     "run": "pipelines.cli.run_command:run",
     "sweep": "pipelines.cli.sweep_verb:sweep",
     "plan": "pipelines.cli.plan_verbs:plan",
-    "explain": "pipelines.cli.plan_verbs:explain",
+    "explain": "pipelines.cli.plan_verbs:explain_stage",
     "diff": "pipelines.cli.diff_verb:diff",
     "reproduce": "pipelines.cli.plan_verbs:reproduce",
     "approve": "pipelines.cli.serve_verb:approve",
@@ -50,14 +57,11 @@ VERBS = {
     "store": "pipelines.cli.store_verbs:store",
     "store ls": "pipelines.cli.store_lists:store_ls",
 }
-"""Verb -> the function that does it, which is given the options. Only the module of the verb is imported."""
+"""Command -> its function, which takes the parsed options. Only the module of the command is imported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; return 0, 2 after a one-line error message, 130 after an interruption, or how a run has halted.
-
-    That is 75 if people are waited for, 77 if a gate blocks, 69 if the budget is spent.
-    """
+    """Run one command and return its exit status, one of the constants above. Errors are printed in one line."""
     options = _parser().parse_args(arguments)
     show_warnings()
     skip_last_collections()
@@ -68,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{without_secrets(str(error))}\n")
         return EXIT_REFUSED
     except StageWaiting as waiting:
-        sys.stderr.write(f"{without_secrets(str(waiting))}; then the same command goes on\n")
+        sys.stderr.write(f"{without_secrets(str(waiting))}; run the same command again to continue\n")
         return EXIT_WAITING
     except (RunBlocked, RunOverBudget) as halted:
         sys.stderr.write(f"{without_secrets(str(halted))}\n")
         return EXIT_BLOCKED if isinstance(halted, RunBlocked) else EXIT_OVER_BUDGET
     except KeyboardInterrupt:
-        sys.stderr.write(f"stopped; what was done is kept: {_resume(options)}\n")
+        sys.stderr.write(f"interrupted; finished work is kept{_resume(options)}\n")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -96,208 +100,225 @@ def show_warnings() -> None:
         warnings.simplefilter("default")
 
 
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that suggests the nearest command or choice for a misspelled one."""
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None and value not in action.choices:
+            remedy = nearest(str(value), [str(choice) for choice in action.choices])
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {remedy}")
+
+
+class _Version(argparse.Action):
+    """Print the version of the package; `importlib.metadata` is imported only for it, which keeps `--help` fast."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        sys.stdout.write(f"rlhf {importlib.import_module('importlib.metadata').version(PACKAGE)}\n")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     # argparse, not cyclopts: `_verb` already imports a verb's module only when it runs, and `rlhf resume` rebuilds the
     # options of a run as a Namespace from its flow parameters. Completion alone is not worth a dependency.
-    parser = argparse.ArgumentParser(prog="rlhf", description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    parser = _Parser(prog="rlhf", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
 
-    up = verbs.add_parser("up", help="start Prefect, MLflow and the deployments on 127.0.0.1")
-    up.add_argument("--foreground", action="store_true", help="stay and supervise until Ctrl-C")
-    verbs.add_parser("down", help="stop what `rlhf up` started")
-    verbs.add_parser("status", help="say what is running and where")
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        return verbs.add_parser(name, help=text, description=text)
 
-    run = verbs.add_parser("run", help="run a pipeline here and now; what is done is not done again")
+    up = command("up", "Start Prefect, MLflow and the deployments on 127.0.0.1.")
+    up.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
+    command("down", "Stop the services that `rlhf up` started.")
+    command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
+
+    run = command("run", "Run a pipeline on this machine; finished stages are reused.")
     _profile_options(run)
-    run.add_argument(
-        "--wait", action="store_true", help="stay while people judge or decide, and go on when they are done"
-    )
-    _sweep_verb(verbs.add_parser("sweep", help="run a profile with several values of its options, and compare"))
-    plan = verbs.add_parser("plan", help="say what `run` would do, and why, without doing it")
-    _profile_options(plan)
-    explain = verbs.add_parser("explain", help="say everything about the decision for one stage")
-    explain.add_argument("stage", help="label of a stage, as `rlhf plan` shows it")
+    run.add_argument("--wait", action="store_true", help="wait for annotations and approvals, then continue")
+    _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
+    _profile_options(command("plan", "Show which stages a run would execute or reuse, and why, without running them."))
+    explain = command("explain", "Explain why a stage will run or is reused.")
+    explain.add_argument("stage", help="label of the stage, as in `rlhf plan`")
     _profile_options(explain, positional=False)
+    _diff_verb(command("diff", "Compare two runs, artifacts or profiles."))
+    _reproduce_verb(command("reproduce", "Rebuild an artifact in an empty store and compare it byte for byte."))
 
-    _diff_verb(verbs.add_parser("diff", help="say what differs between two runs, artifacts or profiles"))
-    _reproduce_verb(
-        verbs.add_parser("reproduce", help="make an artifact again in an empty store, and compare the bytes")
-    )
-    for name, does in (("approve", "let go on"), ("reject", "hold back for good")):
-        _gate_verb(verbs.add_parser(name, help=f"{does} what depends on an artifact that a gate asks about"))
-    champion = verbs.add_parser("champion", help="which policy of the registry is champion, and which ones were")
-    rollback = verbs.add_parser("rollback", help="make the previous champion of the registry champion again")
+    _gate_verb(command("approve", "Approve an artifact at a gate; the stages that depend on it may run."))
+    _gate_verb(command("reject", "Reject an artifact at a gate; the stages that depend on it will not run."))
+    champion = command("champion", "Show the champion of a registered model and the previous champions.")
+    rollback = command("rollback", "Make the previous champion of a registered model its champion again.")
     for verb in (champion, rollback):
-        verb.add_argument("name", nargs="?", default="", help="the model's name in the registry; default: the only one")
-    rollback.add_argument("--reason", required=True, help="why; kept in the registry")
+        verb.add_argument("name", nargs="?", default="", help="name of the registered model; default: the only one")
+    rollback.add_argument("--reason", required=True, help="reason, kept in the registry")
 
-    reconcile = verbs.add_parser(
-        "reconcile", help="give what a kill left at work in Prefect, MLflow and the store its true state"
-    )
-    _store_options(reconcile)
-    resume = verbs.add_parser("resume", help="run again what did not come to its end; what is done is not done again")
-    resume.add_argument("run", nargs="?", default="", help="name or id of a flow run; default: the newest unfinished")
+    text = "Mark runs whose process was killed as interrupted in Prefect, MLflow and the store."
+    _store_options(command("reconcile", text))
+    resume = command("resume", "Run an unfinished run again; finished stages are reused.")
+    resume.add_argument("run", nargs="?", default="", help="name or id of the flow run; default: newest unfinished run")
+    _store_options(command("runs", "List the stages in the store, newest first."))
 
-    _store_options(verbs.add_parser("runs", help="what the store holds: stages that were made, newest first"))
-    chat = verbs.add_parser("chat", help="talk to a policy")
-    chat.add_argument("policy", help="label of a stage (sft, ppo), digest, a folder, champion, or the URL of a server")
+    chat = command("chat", "Chat with a policy.")
+    chat.add_argument("policy", help="stage label (sft, ppo), digest, folder, `champion`, or URL of a server")
     chat.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the server's token")
-    chat.add_argument("--once", metavar="TEXT", help="answer this and stop")
-    chat.add_argument("--max-tokens", type=int, default=64)
-    chat.add_argument("--temperature", type=float, default=0.7)
+    chat.add_argument("--once", metavar="TEXT", help="answer TEXT and exit")
+    chat.add_argument("--max-tokens", type=int, default=64, help="maximum tokens per answer (default %(default)s)")
+    chat.add_argument("--temperature", type=float, default=0.7, help="sampling temperature (default %(default)s)")
     _store_options(chat)
-    _serve_verb(verbs.add_parser("serve", help="a policy as an OpenAI-compatible server on 127.0.0.1"))
-    _serve_reward_verb(verbs.add_parser("serve-reward", help="a reward function or reward model over HTTP"))
-    verbs.add_parser("doctor", help="check this machine: versions, memory, disk, ports, engines")
+    _serve_verb(command("serve", "Serve a policy with an OpenAI-compatible API on 127.0.0.1."))
+    _serve_reward_verb(command("serve-reward", "Serve a reward function or a reward model over HTTP."))
+    command("doctor", "Check this machine: versions, memory, disk, ports, engines.")
 
-    translator = verbs.add_parser("import-openrlhf", help="translate OpenRLHF command lines to a profile")
-    translator.add_argument("script", help="a shell script, or - for standard input")
-    translator.add_argument(
-        "--out", default="", metavar="FILE", help="write the profile there; default: standard output"
-    )
-    translator.add_argument("--lenient", action="store_true", help="list unknown flags instead of refusing them")
+    translator = command("import-openrlhf", "Translate OpenRLHF command lines into a profile.")
+    translator.add_argument("script", help="shell script, or - for standard input")
+    translator.add_argument("--out", default="", metavar="FILE", help="profile to write; default: standard output")
+    translator.add_argument("--lenient", action="store_true", help="list unknown flags instead of failing on them")
 
-    _store_verbs(verbs.add_parser("store", help="look after the artifact store"))
+    _store_verbs(command("store", "List, verify, pin, clean up or share the artifact store."))
     return parser
 
 
 def _gate_verb(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="the profile, or the name or id of the run that waits")
-    parser.add_argument("gate", help="name of the gate, as the run that waits says it")
-    parser.add_argument("--reason", required=True, help="why; kept with the decision")
-    parser.add_argument("--artifact", default="", metavar="DIGEST", help="which one, if the gate asks about several")
-    parser.add_argument("--question", default="", metavar="ID", help="which question, as the run that waits says it")
-    parser.add_argument(
-        "--store", default="", metavar="FOLDER", help="the store; default: that of the profile or state folder"
-    )
+    parser.add_argument("run", help="profile, or name or id of the waiting run")
+    parser.add_argument("gate", help="name of the gate, as printed by the waiting run")
+    parser.add_argument("--reason", required=True, help="reason, kept with the decision")
+    parser.add_argument("--artifact", default="", metavar="DIGEST", help="which artifact, if several wait at the gate")
+    parser.add_argument("--question", default="", metavar="ID", help="which question, as printed by the waiting run")
+    parser.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("profile or state folder"))
 
 
 def _sweep_verb(parser: argparse.ArgumentParser) -> None:
     _profile_options(parser)
     parser.add_argument(
-        "--grid", action="append", default=[], metavar="KEY=VALUE,...", help="values of a key; several: their product"
+        "--grid", action="append", default=[], metavar="KEY=VALUE,...", help="values of a key; repeat for a product"
     )
-    parser.add_argument("--random", type=int, metavar="N", help="draw N points from --range and --grid instead")
+    parser.add_argument("--random", type=int, metavar="N", help="draw N random points from --range and --grid")
     parser.add_argument(
         "--range",
         action="append",
         default=[],
         metavar="KEY=LOW..HIGH",
-        help="where --random and --optuna draw; or KEY=log:LOW..HIGH",
+        help="interval of a key for --random and --optuna; KEY=log:LOW..HIGH for a logarithmic scale",
     )
-    parser.add_argument("--optuna", type=int, metavar="N", help="let Optuna choose N points, each from those before")
-    parser.add_argument(
-        "--sweep-seed", type=int, help="of --random and --optuna: the same seed draws the same points (default 0)"
-    )
+    parser.add_argument("--optuna", type=int, metavar="N", help="search N points with Optuna")
+    parser.add_argument("--sweep-seed", type=int, help="seed of --random and --optuna (default 0)")
     parser.add_argument(
         "--metric",
         default="",
         metavar="[STAGE:]METRIC",
-        help="what decides, such as ppo/gold or reward_model:held_out/accuracy",
+        help="metric to compare, such as ppo/gold or reward_model:held_out/accuracy",
     )
-    parser.add_argument("--direction", choices=("max", "min"), default="max", help="which end of the metric is better")
-    parser.add_argument("--approve", action="store_true", help="run the best to its end once a person has approved it")
+    parser.add_argument("--direction", choices=("max", "min"), default="max", help="whether high or low is better")
+    parser.add_argument("--approve", action="store_true", help="run the best point to its end after an approval")
 
 
 def _diff_verb(parser: argparse.ArgumentParser) -> None:
-    what = "a profile, the label or digest of an artifact, a folder, or the name or id of a run in MLflow"
-    parser.add_argument("a", metavar="A", help=what)
-    parser.add_argument("b", metavar="B", help="the same")
+    text = "profile, label or digest of an artifact, folder, or name or id of an MLflow run"
+    parser.add_argument("a", metavar="A", help=text)
+    parser.add_argument("b", metavar="B", help="as A")
+    _set_option(parser, "change a key of profile B")
     parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="if B is a profile: changes of it",
-    )
-    parser.add_argument(
-        "--samples", type=int, default=3, metavar="N", help="so many prompts that were answered otherwise"
+        "--samples", type=int, default=3, metavar="N", help="number of prompts with different answers to show"
     )
     _store_options(parser)
 
 
 def _reproduce_verb(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", help="digest of an artifact, or label of a stage")
-    parser.add_argument("--into", default="", metavar="FOLDER", help="the empty store; default: in the state folder")
-    parser.add_argument("--keep-going", action="store_true", help="go on after a stage whose bytes differ")
-    parser.add_argument(
-        "--store", default="", metavar="FOLDER", help="the store that has it; default: that of the state folder"
-    )
-    parser.add_argument(
-        "--profile", default="", help="the profile whose runtime, and store if there is no --store, is used"
-    )
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="changes of it"
-    )
+    parser.add_argument("--into", default="", metavar="FOLDER", help="empty store; default: in the state folder")
+    parser.add_argument("--keep-going", action="store_true", help="continue after a stage whose bytes differ")
+    parser.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("profile or state folder"))
+    parser.add_argument("--profile", default="", help="profile with the runtime settings and the default of --store")
+    _set_option(parser, "change a key of --profile")
 
 
 def _serve_verb(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("policy", help="champion, champion:MODEL, label of a stage (sft, ppo), digest, or a folder")
-    parser.add_argument("--port", type=int, default=8000, help="this one, or the next that is free")
-    parser.add_argument("--adapter", default="", help="also serve the LoRA adapter in this folder, or of this policy")
+    parser.add_argument("policy", help="`champion`, `champion:MODEL`, stage label (sft, ppo), digest, or folder")
+    parser.add_argument("--port", type=int, default=8000, help="port, or the next free one (default %(default)s)")
+    parser.add_argument("--adapter", default="", help="also serve a LoRA adapter: a folder, or a policy that has one")
     parser.add_argument(
-        "--token-env", default="", metavar="NAME", help="variable with the token; default: a file is made"
+        "--token-env", default="", metavar="NAME", help="environment variable with the token; default: a token file"
     )
     parser.add_argument(
-        "--max-model-len", type=int, default=0, metavar="N", help="tokens of a conversation; default: all"
+        "--max-model-len", type=int, default=0, metavar="N", help="context length in tokens; default: the model's"
     )
-    parser.add_argument("--kv-cache-gib", type=float, default=1.0, help="memory of the cache, without a GPU")
+    parser.add_argument(
+        "--kv-cache-gib", type=float, default=1.0, help="KV cache in GiB, without a GPU (default %(default)s)"
+    )
     _store_options(parser)
 
 
 def _serve_reward_verb(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--function", default="", help="module:function or file.py:function")
-    what.add_argument("--reward-model", default="", metavar="MODEL", help="label of a stage, digest, or a folder")
+    reward = parser.add_mutually_exclusive_group(required=True)
+    reward.add_argument("--function", default="", help="module:function or file.py:function")
+    reward.add_argument("--reward-model", default="", metavar="MODEL", help="stage label, digest, or folder")
     parser.add_argument("--arguments", default="{}", metavar="JSON", help="keyword arguments of the function")
-    parser.add_argument("--render", action="store_true", help="render plain prompts by the reward model's template")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=5000)
+    parser.add_argument("--render", action="store_true", help="format plain prompts with the reward model's template")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=int, default=5000, help="port to listen on (default %(default)s)")
     parser.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the bearer token")
-    parser.add_argument("--timeout-s", type=float, default=60.0, help="deadline of one batch of the function")
-    parser.add_argument("--max-batch", type=int, default=256, help="answers that are scored at a time")
-    parser.add_argument("--max-wait-ms", type=float, default=10.0, help="so long a request waits for others")
+    parser.add_argument(
+        "--timeout-s", type=float, default=60.0, help="seconds for one batch of the function (default %(default)s)"
+    )
+    parser.add_argument("--max-batch", type=int, default=256, help="answers per batch (default %(default)s)")
+    parser.add_argument(
+        "--max-wait-ms",
+        type=float,
+        default=10.0,
+        help="milliseconds to wait for further requests before a batch is scored (default %(default)s)",
+    )
     _store_options(parser)
 
 
 def _store_verbs(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(dest="store_verb", required=True, metavar="VERB")
-    verbs.add_parser("ls", help="every artifact with its size, and what is damaged")
-    verbs.add_parser("verify", help="hash every file; damage goes into quarantine")
-    pin = verbs.add_parser("pin", help="keep an artifact from gc")
-    pin.add_argument("target", help="digest, key or store:// uri")
-    pin.add_argument("--note", default="")
-    verbs.add_parser("unpin", help="let gc have it again").add_argument("target", help="digest, key or store:// uri")
-    collect = verbs.add_parser("gc", help="remove what no recent run and no pin reaches")
-    collect.add_argument("--dry-run", action="store_true", help="only list it")
-    collect.add_argument("--keep-days", type=float, default=30.0)
-    share = verbs.add_parser("share", help="let the members of a Unix group use the store")
-    share.add_argument("--group", required=True, help="the group; you must belong to it")
+    verbs = parser.add_subparsers(dest="store_verb", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        return verbs.add_parser(name, help=text, description=text)
+
+    command("ls", "List every artifact with its size and damage.")
+    command("verify", "Hash every file; damaged artifacts are moved to quarantine.")
+    pin = command("pin", "Protect an artifact from gc.")
+    pin.add_argument("--note", default="", help="reason, kept with the pin")
+    for verb in (pin, command("unpin", "Allow gc to remove an artifact again.")):
+        verb.add_argument("target", help="digest, key or store:// URI")
+    collect = command("gc", "Remove artifacts that neither a recent run nor a pin needs.")
+    collect.add_argument("--dry-run", action="store_true", help="list them without removing them")
+    collect.add_argument(
+        "--keep-days", type=float, default=30.0, help="keep what runs used in the last days (default %(default)s)"
+    )
+    share = command("share", "Share the store with the members of a Unix group.")
+    share.add_argument("--group", required=True, help="group; you must be a member of it")
     for verb in verbs.choices.values():
         _store_options(verb)
 
 
 def _store_options(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--store", default="", metavar="FOLDER", help="the store; default: that of the state folder")
-    which.add_argument("--profile", default="", help="the store that this profile uses")
+    which.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("state folder"))
+    which.add_argument("--profile", default="", help="use the store of this profile")
 
 
 def _profile_options(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    text = "TOML file, or name of a shipped profile (tiny/full)"
     if positional:
-        parser.add_argument("profile", help="a TOML file, or the name of a shipped one: tiny/full")
+        parser.add_argument("profile", help=text)
     else:
-        parser.add_argument("--profile", default="tiny/full", help="a TOML file, or the name of a shipped one")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+        parser.add_argument("--profile", default="tiny/full", help=f"{text}; default: %(default)s")
+    _set_option(parser, "change a key of the profile, such as ppo.steps=20; may be repeated")
     parser.add_argument("--until", default="", metavar="STAGE", help="stop after this stage")
-    parser.add_argument("--force", action="append", default=[], metavar="STAGE", help="run it even if it is done")
-    parser.add_argument("--strict-code", action="store_true", help="every change of code counts")
-    parser.add_argument("--strict-env", action="store_true", help="other versions of Python and of packages count")
+    parser.add_argument("--force", action="append", default=[], metavar="STAGE", help="run this stage even if finished")
+    parser.add_argument("--strict-code", action="store_true", help="run a stage again after any change of its code")
+    parser.add_argument(
+        "--strict-env", action="store_true", help="run a stage again if Python or a package has another version"
+    )
+
+
+def _set_option(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
 
 
 def _verb(options: argparse.Namespace) -> Callable[[argparse.Namespace], int | None]:
-    """Return the function of a verb, whose module is imported now, so that `rlhf --help` is fast."""
+    """Import the module of a command and return its function; the late import keeps `rlhf --help` fast."""
     name = options.verb if options.verb != "store" or options.store_verb != "ls" else "store ls"
     module, function = VERBS[name].split(":")
     found: Callable[[argparse.Namespace], int | None] = getattr(importlib.import_module(module), function)
@@ -310,7 +331,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _resume(options: argparse.Namespace) -> str:
-    return "resume with the same command" if options.verb in ("run", "resume") else "nothing is lost"
+    return "; run the same command again to continue" if options.verb in ("run", "resume") else ""
 
 
 if __name__ == "__main__":

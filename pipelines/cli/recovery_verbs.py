@@ -1,4 +1,4 @@
-"""Set right what killed processes left, and run it again (`rlhf reconcile`, `rlhf resume`)."""
+"""Correct the state of killed runs and resume unfinished ones (`rlhf reconcile`, `rlhf resume`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rlhf_core.store.artifacts import ArtifactStore
 
 
 def reconcile(options: argparse.Namespace) -> None:
-    """Set the true state of everything that killed processes left as running; print each change with its reason."""
+    """Mark runs whose process was killed as interrupted; print each change with its reason."""
     home, count = Home.here(), 0
     for line in reconcile_all(home, [ArtifactStore(store_folder(options))]):
         count += 1
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print("nothing to mend: all that is shown at work is at work" if not count else f"{count} set right")
+    console.print("nothing to reconcile: every run shown as running is running" if not count else f"{count} corrected")
 
 
 def resume(options: argparse.Namespace) -> None:

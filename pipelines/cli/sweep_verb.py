@@ -327,7 +327,7 @@ def say_table(rows: Sequence[Sequence[str]], results: Sequence[PointResult]) -> 
 
 
 def say_best(results: Sequence[PointResult], best: PointResult, goal: Goal) -> None:
-    """Print which point is the best, and which others it cannot be told apart from."""
+    """Print the best point and those whose intervals overlap with it."""
     word = "highest" if goal.direction == "max" else "lowest"
     _say(f"best: {named(best.point)} ({word} {goal}: {goal.of(best)})")
     same = ties(results, best, goal)

@@ -55,8 +55,8 @@ def place_of(run: str, store: str) -> tuple[ArtifactStore, str, str]:
 def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: str = "") -> GateRequest:
     """Return the only question that is meant. Raises ConfigError that lists them if there is not exactly one.
 
-    Of several, those that this very profile has asked count; of these, the one that was asked last, if it is the only
-    one that is open. An answered question is never taken while another one is open: somebody may mean that one.
+    If several questions match, prefer those of this profile, then the most recent if no other one is open. An answered
+    question is never chosen while another one is open.
     """
     of_run = [one for one in requests if one.asked_in(run)]
     of_gate = [one for one in of_run if one.question.gate == meant.gate]

@@ -29,7 +29,7 @@ UNITS = {"hours": "hours are spent", "gpu_hours": "GPU hours are spent", "cost":
 
 
 class Ledger(Stored):
-    """What the attempts of a run have spent so far, in seconds; what that costs is reckoned at the present prices."""
+    """Seconds spent by the attempts of a run; the cost is computed from the current prices."""
 
     run: str
     seconds: float = 0.0

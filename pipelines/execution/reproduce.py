@@ -103,7 +103,7 @@ def config_of(record: KeyRecord) -> Config:
 
 
 def changes(record: KeyRecord) -> list[str]:
-    """Return what of the code and the packages is not as it was when the stage ran."""
+    """Return the code and package differences since the stage ran."""
     modules = changed_modules(record.code, module_digests(STAGES[record.stage].module))
     code = [f"code changed: {', '.join(modules)}"] if modules else []
     return code + other_versions(record.environment)

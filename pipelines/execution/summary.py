@@ -1,4 +1,4 @@
-"""Say in the tracker what a run is and what came of it: its name, its headline numbers, its description."""
+"""Write the run's name, headline metrics and description to the tracker."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ class Points(Protocol):
         """Return points whose keys and values are checked before the first run."""
 
     def identity(self, metric: str) -> list[object]:
-        """Return what distinguishes these points from those of other sweeps, of which `metric` may be a part."""
+        """Return the sweep's identity: its points and, for searches, the metric."""
 
     def params(self) -> dict[str, object]:
         """Return what a tracker shows of the points."""

@@ -83,7 +83,7 @@ class Conversation:
         return await self._once(key, lambda: self._chat(sent, tools, max_tokens))
 
     async def continue_text(self, prompt: str | Sequence[int], *, max_tokens: int = 0) -> PolicyTurn:
-        """Return the policy's continuation of `prompt`, which begins with all that was said so far."""
+        """Return the policy's next turn; `prompt` is the whole conversation so far."""
         key = ("text", prompt if isinstance(prompt, str) else tuple(prompt))
         return await self._once(key, lambda: self._continue(prompt, max_tokens))
 

@@ -311,7 +311,7 @@ class LLMEngine:
 
 @dataclass
 class EpisodeSlot:
-    """What an executor of the constructor with five arguments reaches of the episode that it plays."""
+    """State of one episode for executors of OpenRLHF <= 0.9.0 (constructor with five arguments)."""
 
     engine: LLMEngine
     episode: Mapping[str, Any] | None = None
@@ -321,7 +321,7 @@ EPISODE_SLOT: ContextVar[EpisodeSlot] = ContextVar("EPISODE_SLOT")
 
 
 class SharedEngine:
-    """The constructor's `llm_engine`: one for all episodes, it samples for the one that asks; called as vLLM's is."""
+    """`llm_engine` of the executor, with vLLM's interface; routes each call to the episode of the current task."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

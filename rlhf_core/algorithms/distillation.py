@@ -1,12 +1,12 @@
 """Knowledge distillation: a student matched to a teacher's distribution at every trained token.
 
 Kinds, with P the teacher and Q the student: `forward` KL(P || Q) covers the teacher's modes; `reverse` KL(Q || P) seeks
-one; `jsd` is the generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649 eq. 1),
+one; `jsd` is the generalized Jensen-Shannon divergence of GKD (arXiv 2306.13649 eq. 1),
 b KL(P || M) + (1-b) KL(Q || M) with M = b P + (1-b) Q. As in TRL, b = 0 means the forward and b = 1 the reverse KL,
 to which the divergence is proportional there, and not the 0 that the formula gives.
 
 Only selected positions come in: pick the trained tokens first. No factor temperature^2 is applied: the loss is the
-divergence itself. `tokens` counts the positions of the whole optimizer step; None says that this call is the step.
+divergence itself. `tokens`: number of positions in the optimizer step (default: the positions of this call).
 
 Universal logit distillation (ULD): a student and a teacher whose tokenizers and vocabularies differ.
 
@@ -213,8 +213,8 @@ def uld_loss(
 ) -> LossOutput:
     """Return the sum of the distances between the outcomes of student and teacher, divided by `groups`.
 
-    The inputs are those of `group_outcomes` with the same `k`. `groups` counts the groups of the whole optimizer step;
-    None says that this call is the step. Metrics: `loss`, `logprob_gap` (mean |log P(text) - log Q(text)|, in nats).
+    The inputs are those of `group_outcomes` with the same `k`. `groups`: number of groups in the optimizer
+    step (default: the groups of this call). Metrics: `loss`, `logprob_gap` (mean |log P(text) - log Q(text)|, in nats).
     """
     count = max(float(len(text_G)), 1.0) if groups is None else groups
     text_G, others_GN = at_least_fp32(text_G), at_least_fp32(others_GN)

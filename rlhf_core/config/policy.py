@@ -231,8 +231,8 @@ class PPOConfig(Config):
         names = [name for name, term in self.rewards.terms.items() if isinstance(term, EpisodeReward)]
         if names and self.agent is None:
             raise ValueError(
-                f"rewards.terms.{names[0]}.type = 'episode': only episodes of an agent have this reward; set agent, or remove "
-                "the term"
+                f"rewards.terms.{names[0]}.type = 'episode': only agent episodes have this reward; set agent, or remove the "
+                "term"
             )
         return self
 

@@ -43,8 +43,8 @@ Logs = Mapping[str, tuple[float, int]]
 class RewardOutcome:
     """One value per generation; None where the reward does not apply or failed. `failures`: position -> why it failed.
 
-    `scores` are what it says of each generation for dynamic sampling to go by, None for those it says nothing of; empty
-    where it says nothing of any.
+    `scores`: optional per-generation scores for dynamic sampling; None where the reward gives none, empty if it gives
+    none at all.
 
     >>> RewardOutcome((1.0, None, None), failures={2: "took longer than 5 s"}).failures[2]
     'took longer than 5 s'
@@ -261,8 +261,8 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 FAILED_CALLS = 48
-"""After so many failed calls for one batch what is left of it fails as a whole: each may have cost a deadline. Enough for
-four bad answers among a thousand."""
+"""Failed calls per batch after which the rest of the batch is marked failed, as each may take a full timeout. Enough to
+isolate four bad answers among a thousand."""
 
 Ask = Callable[[Sequence[Generation]], RewardOutcome]
 
@@ -272,7 +272,7 @@ class BatchedReward:
 
     A batch that fails is tried `retries` times more, after pauses that double. Then RewardError for `fail`; for `invalid`
     it is halved, and its halves, down to the generations that fail alone: those become failures, the others are scored.
-    What is compared is not parted: a group fails as a whole, and so does a batch.
+    Answers that are compared with each other stay together: if one fails, its group (or batch) fails.
     Generations that the `cache` knows are not asked about, and those that are alike are asked about once. The values of a
     batch are kept as soon as it is settled: neither a kill nor a batch that fails later makes them be paid for again.
     """

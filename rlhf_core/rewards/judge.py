@@ -32,8 +32,7 @@ class ChatFailed(Exception):
 class ChatEndpoint:
     """The model that `config` names, at its server; threads may share it.
 
-    A question is asked again after a fault of the network or the server, with pauses that double. `key` is the place of
-    `config` in the profile, for messages.
+    Requests are retried with exponential backoff. `key` is the place of `config` in the profile, for messages.
     """
 
     def __init__(
@@ -133,8 +132,8 @@ _PLACE = re.compile(r"\{(prompt|completion|label)\}")
 class Judge:
     """A `Reward` that asks about each generation on its own; `BatchedReward` asks `concurrency` of them at a time.
 
-    A question is asked again after a fault of the network or the server, with pauses that double. An answer without a
-    score, or with one outside of the range, is a failure of that generation. RewardError for `on_failure = "fail"`.
+    Requests are retried with exponential backoff. An answer without a score, or with one outside of the range, is a
+    failure of that generation. RewardError for `on_failure = "fail"`.
     """
 
     def __init__(self, name: str, config: JudgeReward, *, pause: Callable[[float], None] = time.sleep) -> None:

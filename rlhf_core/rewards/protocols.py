@@ -153,7 +153,7 @@ class Adapted:
         return self.function(**{**self._accepted(given), **self.arguments})
 
     def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return what of `given` the function takes."""
+        """Return the keyword arguments in `given` that the function accepts."""
         parameters = inspect.signature(self.function).parameters.values()
         if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
             return given

@@ -290,9 +290,9 @@ class Scorer:
         ]
 
     def comparable(self) -> Scorer:
-        """Return a scorer with the same opened rewards whose values compare across steps: nothing is normalized.
+        """Return a scorer with the same rewards and no normalization, so that scores of different steps can be compared.
 
-        A bound of normalized values means nothing for others, so it is left out, too. It leaves the running statistics, logs and counts of this one alone.
+        Clipping bounds apply to normalized values and are dropped, too. Running statistics, logs and counts stay unchanged.
         """
         as_given = {"normalise": "none", "clip": 0.0}
         terms = {

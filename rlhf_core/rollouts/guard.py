@@ -1,4 +1,4 @@
-"""Guard a run of policy optimization: evaluate it, watch it, end it early, take it back to an honest checkpoint, or pause it.
+"""Guard a run of policy optimization: evaluate, monitor, stop early, roll back to the last checkpoint without alarms, or pause.
 
 Without `[ppo.evaluate]` and `[[ppo.monitors]]` a guard does nothing. A rollback restores the models of an earlier
 checkpoint and goes on with the next step and its prompts: steps are counted on, so a run ends after `steps` of them.
@@ -260,7 +260,7 @@ class Watch:
         return {f"monitor/{name}": float(streak) for name, streak in self._streaks.items()}
 
     def accept(self, monitor: str) -> None:
-        """Take a monitor's complaint for honest, as a person has decided, until it ends."""
+        """Accept a monitor's alarm, as a person decided; it is not raised again until it clears."""
         self._accepted.add(monitor)
 
     def rolled_back(self, alarm: Alarm, *, to: int) -> None:
@@ -360,7 +360,7 @@ def asking(question: Question) -> dict[str, Any]:
 
 
 def await_decision(context: StageContext) -> None:
-    """Raise StageWaiting if the newest checkpoint pauses and nobody has decided: before engines are leased in vain."""
+    """Raise StageWaiting before leasing engines if the newest checkpoint pauses and the decision is missing."""
     newest = context.checkpoints.latest()
     if newest is not None and "guard" in newest.state and PAUSED in newest.state["guard"]:
         Pause.restored(newest.state["guard"][PAUSED]).answer(context)

@@ -17,7 +17,7 @@ from rlhf_core.schema.secrets import holding, refuse_plain
 
 
 class Operational:
-    """A mark for a field that changes how a stage runs but not what it computes, except by rounding.
+    """Marks a field that changes how a stage runs but not what it computes, except by rounding.
 
     >>> workers: Annotated[int, OPERATIONAL] = 1                                  # doctest: +SKIP
     """

@@ -33,7 +33,7 @@ REMEDY = "and set that variable where you start the run"
 
 
 class HoldsSecrets:
-    """A mark for a field that may need a secret: references in it are resolved, and secrets in clear are refused.
+    """Marks a field that may hold `env:NAME` references; plain-text secrets in it are rejected.
 
     A field whose name ends in `_env` holds the bare name of a variable.
 

@@ -33,7 +33,7 @@ from rlhf_core.store.fingerprint import (
 
 ENVIRONMENT = "env:"
 DECLARATION = "DEPENDS_ON"
-"""Name by which a user's module declares what else decides its results: `DEPENDS_ON = ("answers.json", "env:MODEL")`.
+"""Name of the module variable that lists further dependencies: `DEPENDS_ON = ("answers.json", "env:MODEL")`.
 Files and folders are relative to the module's own folder."""
 PROGRAM_PACKAGES = (*OUR_PACKAGES, "pipelines")
 ADDED: set[str] = set()

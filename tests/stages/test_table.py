@@ -51,7 +51,7 @@ KEYS = {
 }
 """Label -> first digits of the key of each stage of tiny/full, planned into an empty store, without the digest of its code.
 
-A change of the structure of the code leaves them as they are; so no result is made again because of it.
+Refactoring must not change these keys.
 """
 
 

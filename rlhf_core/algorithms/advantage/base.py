@@ -1,4 +1,4 @@
-"""What an advantage estimator is given and returns, and what several of them share.
+"""Base classes and helpers of advantage estimators.
 
 Token estimators take shaped rewards [B, L]; group estimators compare the completions of a prompt, one reward each [P, G].
 Token rewards, values and advantages count only at action positions (mask 1); an environment's tokens between two action

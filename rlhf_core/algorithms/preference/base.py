@@ -1,4 +1,4 @@
-"""What a loss on pairs is given and returns, and what every loss on preference data says of itself."""
+"""Base classes of preference losses: their inputs, outputs and properties."""
 
 # Shape legend: B pairs of a batch, L positions. Tensors are [B] unless said; log-probs are sums over the answer.
 

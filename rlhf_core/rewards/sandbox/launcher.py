@@ -5,7 +5,7 @@ standard input stays open: when that ends, whoever asked is gone, and the progra
 
 How it is shut in (`mode`), see user_namespaces(7) and mount_setattr(2):
 `user` in new user, mount, network, process and IPC namespaces; `root` likewise but for the user namespace; `none` by
-resource limits alone. Whoever is root becomes nobody first or last. In a process namespace the program is number 1, and
+resource limits alone. If root, the process drops to user nobody. In a process namespace the program is number 1, and
 the kernel kills all that it started when it ends, wherever they forked to. Its root is a folder in memory with the
 interpreter and its libraries, and system calls that a program does not need are denied, see seccomp(2): those that keep
 memory which no process has mapped, that make namespaces or mounts, and that look into other processes.

@@ -34,7 +34,7 @@ GRACE_S = 10.0
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
 """What an interpreter loads beside its own folder."""
 FOLDER = "/tmp/rlhf-sandbox-"
-"""What the names of work folders begin with; not below TMPDIR, which nobody may be unable to enter."""
+"""Prefix of work folders, in /tmp; TMPDIR may not be readable for the user `nobody`."""
 VALUES_KB = 4096
 """For what a test in Python computed, beside what the program itself may write."""
 LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -105,7 +105,7 @@ class SandboxVerdict:
 
 @dataclass(frozen=True)
 class Isolation:
-    """How programs are shut in on this machine, and the interpreter that runs them."""
+    """Isolation mode available on this machine, and the interpreter to use."""
 
     mode: Mode
     python: str

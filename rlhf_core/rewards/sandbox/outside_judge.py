@@ -22,7 +22,7 @@ from rlhf_core.errors import DataError, explain
 from rlhf_core.rewards.sandbox.rewriting import Site, rewritten
 
 _LONGEST_NUMBER = 10_000
-"""Hexadecimal digits of a fraction's parts, and the largest exponent of a decimal number: beyond it reckoning takes long."""
+"""Limit on hexadecimal digits and decimal exponents; larger numbers would take too long to compute."""
 
 _ENCODER = """
 import operator, sys

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,7 +115,7 @@ def test_looking_at_a_store_that_is_not_there_says_what_to_do_and_makes_nothing(
     assert [main(look) for look in looks] == [0] * len(looks)
     out = capsys.readouterr().out
     assert out.count("home/store does not exist yet: fill it with `rlhf run tiny/full`") == 4
-    assert "nothing to mend" in out and "nothing was run yet" in out
+    assert "nothing to reconcile" in out and "nothing was run yet" in out
     assert main(["plan", str(write_mini(here))]) == 0
     assert not (here / "home").exists()
 
@@ -207,6 +208,24 @@ def test_the_table_of_verbs_has_every_verb_of_the_parser() -> None:
     assert set(VERBS) == {*verbs.choices, "store ls"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "printed"),
+    [
+        (["pln", "tiny/full"], 2, "invalid choice: 'pln'; did you mean plan?\n"),
+        (["store", "lss"], 2, "invalid choice: 'lss'; did you mean ls?\n"),
+        (["sweep", "tiny/full", "--direction", "mim"], 2, "invalid choice: 'mim'; did you mean min?\n"),
+        (["zzz"], 2, "invalid choice: 'zzz'; choose from approve, "),
+        (["--version"], 0, f"rlhf {version('rlhf-lifecycle')}\n"),
+    ],
+)
+def test_misspelled_commands_get_a_suggestion_and_version_prints_one(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, printed: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == status and printed in "".join(capsys.readouterr())
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_whole_run_its_repetition_and_a_changed_rate(tmp_path: Path) -> None:
@@ -269,5 +288,5 @@ def test_a_signal_to_end_interrupts_a_verb_and_its_handlers_are_put_back(
     before = signal.getsignal(number)
     monkeypatch.setattr("pipelines.cli.main._verb", lambda options: lambda options: signal.raise_signal(number))
     assert main(["status"]) == 130
-    assert "stopped; what was done is kept" in capsys.readouterr().err
+    assert "interrupted; finished work is kept" in capsys.readouterr().err
     assert signal.getsignal(number) is before

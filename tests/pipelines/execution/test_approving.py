@@ -206,7 +206,11 @@ def test_an_answer_to_nothing_is_refused(
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (StageWaiting("WAITING at gate q"), EXIT_WAITING, "WAITING at gate q; then the same command goes on\n"),
+        (
+            StageWaiting("WAITING at gate q"),
+            EXIT_WAITING,
+            "WAITING at gate q; run the same command again to continue\n",
+        ),
         (RunBlocked("BLOCKED by gate q"), EXIT_BLOCKED, "BLOCKED by gate q\n"),
         (RunOverBudget("budget.hours = 1"), EXIT_OVER_BUDGET, "budget.hours = 1\n"),
     ],

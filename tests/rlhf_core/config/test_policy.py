@@ -79,7 +79,7 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ),
         (
             {"rewards": {"terms": {"won": {"type": "episode"}}}},
-            "rewards.terms.won.type = 'episode': only episodes of an agent have this reward",
+            "rewards.terms.won.type = 'episode': only agent episodes have this reward",
         ),
         ({"advantage": "grpo", "samples_per_prompt": 2}, "kl_in = 'reward': grpo divides"),
         (
