@@ -1,14 +1,16 @@
-"""Print what differs between two runs, artifacts or profiles (`rlhf diff`)."""
+"""Print what differs between two runs, artifacts or profiles (`rlhf diff`), and make an artifact again (`rlhf reproduce`)."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
 from pipelines.cli.common import console, store_folder
+from pipelines.cli.display import PlainDisplay
 from pipelines.execution.diff import (
     DIGITS,
     Difference,
@@ -18,15 +20,29 @@ from pipelines.execution.diff import (
     first_difference,
     metric_differences,
     not_compared,
+    of_artifact,
+    of_planned,
     side_of,
     stage_differences,
 )
+from pipelines.execution.executor import RunOptions
+from pipelines.execution.opening import open_run
+from pipelines.execution.plan import plan
+from pipelines.execution.run import R, run_stages
+from pipelines.flows.full import lifecycle
+from pipelines.flows.profile import load_profile
+from pipelines.flows.run_rules import BudgetConfig
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.config.annotators import People
+from rlhf_core.errors import ArtifactError, ConfigError, explain
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.stopping import on_signals
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.tracking.memory import MemoryTracker
 
 LONGEST_ANSWER = 400
+EXIT_DIFFERENT = 1
 
 
 def diff(options: argparse.Namespace) -> None:
@@ -37,13 +53,84 @@ def diff(options: argparse.Namespace) -> None:
     store, uri = ArtifactStore(store_folder(options)), tracking_uri(home)
     ours = side_of(options.a, [], store, home, uri)
     theirs = side_of(options.b, options.overrides, store, home, uri)
+    _print(ours, theirs, options.samples)
+
+
+def reproduce(options: argparse.Namespace) -> int:
+    """Run a profile up to the stage of an artifact, in an empty store, and compare; return 1 if its bytes differ."""
+    source = ArtifactStore(store_folder(options))
+    ours = of_artifact(options.artifact, source)
+    if not ours.stages or ours.gone:
+        rule = "the store has no record of the stage that made it, or of one before it"
+        raise ArtifactError(explain("artifact", options.artifact, rule, "name one that a run has made"))
+    label, home = list(ours.stages)[-1], Home.here()
+    folder = Path(options.into).expanduser() if options.into else home.root / "reproduced" / ours.digest[:DIGITS]
+    _check_empty(folder, source.root, home.store)
+    config = load_profile(options.profile, options.overrides)
+    inline = config.runtime.model_copy(update={"execution": "inline"})
+    alone = {"store": str(folder), "publish": None, "gates": (), "budget": BudgetConfig(), "notify": None}
+    config = config.model_copy(update=alone | {"runtime": inline})
+    planned = [stage for stage in plan(config, source, until=label) if stage.label in ours.stages]
+    _check_same(ours, Side(options.profile, source, {stage.label: of_planned(stage, source) for stage in planned}))
+    for stage in planned:
+        if isinstance(getattr(stage.spec.config, "annotator", None), People):
+            rule = "was made by people, who would have to judge again"
+            raise ConfigError(explain(f"{stage.label}.annotator", "mlflow", rule, "name what does not depend on it"))
+
+    def run_stage(spec: StageSpec, kind: type[R]) -> R:
+        ref = run.stage(spec, lambda *_: None).ref
+        assert isinstance(ref, kind)
+        return ref
+
+    wanted, display = RunOptions(until=label), PlainDisplay(console)
+    _say(f"{options.artifact}: {ours.digest[:DIGITS]}, made again in {folder}")
+    with (
+        on_signals(),
+        open_run(config, lifecycle, wanted, home=home, tracker=MemoryTracker(), listener=display) as run,
+    ):
+        run_stages(run, lifecycle, run_stage, tags={})
+    theirs = of_artifact(label, ArtifactStore(folder))
+    _print(ours, theirs, samples=0)
+    there = {label: stage.record.handle.digest for label, stage in theirs.stages.items() if stage.record}
+    other = [
+        label for label, stage in ours.stages.items() if stage.record and there.get(label) != stage.record.handle.digest
+    ]
+    _heading(
+        f"not reproduced: the first stage with other bytes is {other[0]}" if other else "reproduced: the same bytes"
+    )
+    return EXIT_DIFFERENT if other else 0
+
+
+def _check_empty(folder: Path, *stores: Path) -> None:
+    """Raise ConfigError unless a folder is empty, or not there, and outside the stores."""
+    if any(folder.resolve().is_relative_to(store.resolve()) for store in stores):
+        raise ConfigError(explain("--into", str(folder), "is in a store", "name an empty folder"))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(explain("--into", str(folder), "is not empty", "name another folder, or remove this one"))
+
+
+def _check_same(ours: Side, theirs: Side) -> None:
+    """Raise ConfigError if a profile would not run the stages that were recorded; changed code is compared afterwards."""
+    found = [
+        f"{one.label}: {phrase}"
+        for one in stage_differences(ours, theirs)
+        for phrase in one.own
+        if not phrase.startswith(("code", "take"))
+    ]
+    if found:
+        rule = f"does not make the stages that were recorded: {'; '.join(found)}"
+        remedy = "name the profile and the --set of the run, and restore what has changed"
+        raise ConfigError(explain("--profile", theirs.name, rule, remedy))
+
+
+def _print(ours: Side, theirs: Side, samples: int) -> None:
     _say(f"A: {ours.name}   B: {theirs.name}")
     found = stage_differences(ours, theirs)
     _print_artifacts(ours, theirs)
     _print_config(ours, theirs)
     _print_stages(found, ours, theirs)
     _print_metrics(ours, theirs)
-    for one in answers(ours, theirs, options.samples):
+    for one in answers(ours, theirs, samples):
         _heading(f"prompt: {_short(one.prompt)}")
         _say(f"A: {_short(one.ours)}")
         _say(f"B: {_short(one.theirs)}")

@@ -41,7 +41,7 @@ VERBS = {
     "plan": "pipelines.cli.plan_verbs:plan",
     "explain": "pipelines.cli.plan_verbs:explain_stage",
     "diff": "pipelines.cli.diff_verb:diff",
-    "reproduce": "pipelines.cli.plan_verbs:reproduce",
+    "reproduce": "pipelines.cli.diff_verb:reproduce",
     "approve": "pipelines.cli.serve_verb:approve",
     "reject": "pipelines.cli.serve_verb:reject",
     "champion": "pipelines.cli.serve_verb:champion",
@@ -225,9 +225,8 @@ def _diff_verb(parser: argparse.ArgumentParser) -> None:
 def _reproduce_verb(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", help="digest of an artifact, or label of a stage")
     parser.add_argument("--into", default="", metavar="FOLDER", help="empty store; default: in the state folder")
-    parser.add_argument("--keep-going", action="store_true", help="continue after a stage whose bytes differ")
-    parser.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("profile or state folder"))
-    parser.add_argument("--profile", default="", help="profile with the runtime settings and the default of --store")
+    parser.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("profile"))
+    parser.add_argument("--profile", required=True, help="profile whose run made the artifact")
     _set_option(parser, "change a key of --profile")
 
 
