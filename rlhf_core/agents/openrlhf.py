@@ -7,6 +7,7 @@ executors of all versions. The file's `llm_engine` asks our sampler.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import inspect
 import logging
@@ -14,7 +15,6 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -309,43 +309,23 @@ class LLMEngine:
         return RequestOutput(list(ids), [turn])
 
 
-@dataclass
-class EpisodeSlot:
-    """State of one episode for executors of OpenRLHF <= 0.9.0 (constructor with five arguments)."""
+class ConstructorEngine:
+    """The constructor's `llm_engine`, which is called as vLLM's is."""
 
-    engine: LLMEngine
-    episode: Mapping[str, Any] | None = None
-
-
-EPISODE_SLOT: ContextVar[EpisodeSlot] = ContextVar("EPISODE_SLOT")
-
-
-class SharedEngine:
-    """`llm_engine` of the executor, with vLLM's interface; routes each call to the episode of the current task."""
-
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, engine: LLMEngine | None, tokenizer: Any) -> None:
+        self._engine = engine
         self._tokenizer = tokenizer
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str = "", **kwargs: Any
     ) -> AsyncGenerator[RequestOutput]:
         """Yield one continuation of a text, of token ids or of `{"prompt_token_ids": ids}`."""
+        if self._engine is None:
+            raise RuntimeError("llm_engine was used outside of execute, where no episode is running")
         if isinstance(prompt, Mapping):
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         ids = list(encode(self._tokenizer, prompt)) if isinstance(prompt, str) else prompt
-        yield await _slot("llm_engine").engine.generate(ids, sampling_params)
-
-
-class SharedQueue:
-    """The constructor's `result_queue`: one for all episodes, it hands each its own result."""
-
-    async def put(self, episode: Mapping[str, Any]) -> None:
-        """Take the result of the episode that is being played."""
-        self.put_nowait(episode)
-
-    def put_nowait(self, episode: Mapping[str, Any]) -> None:
-        """Take the result of the episode that is being played."""
-        _slot("result_queue").episode = episode
+        yield await self._engine.generate(ids, sampling_params)
 
 
 Play: TypeAlias = Callable[[str, str, SamplingParams, LLMEngine], Coroutine[Any, Any, Mapping[str, Any]]]
@@ -357,7 +337,7 @@ def open_executor(
 ) -> Program:
     """Load the file and return its executor, or its `step`, as a program; ConfigError if it has neither.
 
-    One executor plays all episodes.
+    One executor plays all episodes; one that is constructed with five arguments is constructed for each.
     """
     provide_modules()
     file = UserFile("agent.file", Path(config.file), code=code, notes=notes)
@@ -385,9 +365,13 @@ def open_executor(
 def _executor_play(config: OpenRLHFAgent, kind: type[AgentExecutorBase], tokenizer: Any) -> Play:
     """Return the function that runs an episode of the executor, with the arguments of its version."""
     early = _is_early(kind)
-    given = (config.max_turns, config.max_episode_tokens, SharedEngine(tokenizer), tokenizer, SharedQueue())
+
+    def constructed(engine: LLMEngine | None = None, queue: asyncio.Queue[Any] | None = None) -> Any:
+        given = (config.max_turns, config.max_episode_tokens, ConstructorEngine(engine, tokenizer), tokenizer, queue)
+        return kind(**dict(zip(CONSTRUCTOR, given, strict=True))) if early else kind()
+
     try:
-        executor: Any = kind(**dict(zip(CONSTRUCTOR, given, strict=True))) if early else kind()
+        executor = constructed()
     except Exception as error:
         rule = f"its AgentExecutor cannot be constructed: {error!r}"
         raise ConfigError(explain("agent.file", config.file, rule, "fix the file")) from error
@@ -396,12 +380,11 @@ def _executor_play(config: OpenRLHFAgent, kind: type[AgentExecutorBase], tokeniz
         async def play_early(
             prompt: str, label: str, params: SamplingParams, llm_engine: LLMEngine
         ) -> Mapping[str, Any]:
-            slot = EpisodeSlot(llm_engine)
-            EPISODE_SLOT.set(slot)  # of this episode's task and those that it starts
-            await executor.execute(prompt, label, params)
-            if slot.episode is None:
+            queue: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
+            await constructed(llm_engine, queue).execute(prompt, label, params)
+            if queue.empty():
                 raise RuntimeError("execute ended without putting an episode on result_queue")
-            return slot.episode
+            return queue.get_nowait()
 
         return play_early
     images = {"images": None} if "images" in inspect.signature(executor.execute).parameters else {}
@@ -457,13 +440,6 @@ def _binds(kind: Any, **arguments: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _slot(name_used: str) -> EpisodeSlot:
-    try:
-        return EPISODE_SLOT.get()
-    except LookupError:
-        raise RuntimeError(f"{name_used} was used outside of execute, where no episode is running") from None
 
 
 def as_result(result: Mapping[str, Any]) -> ProgramResult:
