@@ -24,12 +24,7 @@ from rlhf_core.monitoring.bands import (
     Band,
     Collapse,
     Drift,
-    EndToken,
-    ExplainedVariance,
-    Invalid,
     OverOptimization,
-    Skipped,
-    ZeroVariance,
 )
 from rlhf_core.schema.base import Config
 
@@ -112,20 +107,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 # ---------------------------------------------------------------- monitors
 
-Monitor = Annotated[
-    Band
-    | Drift
-    | Collapse
-    | OverOptimization
-    | Mismatch
-    | KLEstimate
-    | ZeroVariance
-    | Invalid
-    | Skipped
-    | ExplainedVariance
-    | EndToken,
-    Field(discriminator="type"),
-]
+Monitor = Annotated[Band | Drift | Collapse | OverOptimization | Mismatch | KLEstimate, Field(discriminator="type")]
 
 
 class HeldOutConfig(Config):

@@ -1,6 +1,6 @@
 """Monitors that hold a metric in a band: of any metric, and with the metric and the bounds of a known fault.
 
-Each known fault is a class whose defaults are its metric and bounds, so that a profile names it and nothing else:
+Each known fault has a preset or a class with its metric and bounds, so that a profile names it and nothing else:
 
     [[ppo.monitors]]
     type = "skipped"
@@ -235,61 +235,37 @@ class Bounded(Windowed):
         return self
 
 
-class Banded(Bounded):
-    """A band around one metric."""
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Groups whose answers all have the same reward carry no gradient.
+    "zero_variance": {"metric": "rollout/zero_variance", "high": 0.9},
+    # Rollouts without a reward are left out with their group.
+    "invalid": {"metric": "rollout/valid", "low": 0.9},
+    # Updates are skipped if the loss or the gradient is not finite.
+    "skipped": {"metric": "policy/skipped", "high": 0.25},
+    # A value model that explains less than nothing adds noise to every advantage; at its first steps it does.
+    "explained_variance": {"metric": "value/explained_variance", "low": -0.5, "window": 3},
+    # A policy that is trained on answers without their end token unlearns to stop.
+    "end_token": {"metric": "rollout/ended", "low": 0.9},
+}
+"""Type of a band around the metric of a known fault -> its defaults."""
+
+
+class Band(Bounded):
+    """A band around any metric, or around that of a known fault."""
+
+    type: Literal["band", "zero_variance", "invalid", "skipped", "explained_variance", "end_token"] = "band"
+    """`band`, or a known fault, whose metric, bounds and window are the defaults."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _use_preset(cls, given: Any) -> Any:
+        return {**PRESETS.get(given.get("type", "band"), {}), **given} if isinstance(given, dict) else given
 
     def check(self, history: History, *, looks: int) -> str:
         """Return how the mean over the window leaves the band; nothing before the window is full."""
         last = history.last(self.metric, self.window)
         found = outside(mean(last), self.low, self.high) if len(last) == self.window else ""
         return f"{self.metric} {found}" if found else ""
-
-
-class Band(Banded):
-    """A band around any metric."""
-
-    type: Literal["band"] = "band"
-
-
-class ZeroVariance(Banded):
-    """Groups whose answers all earn the same carry no gradient."""
-
-    type: Literal["zero_variance"] = "zero_variance"
-    metric: str = "rollout/zero_variance"
-    high: float | None = 0.9
-
-
-class Invalid(Banded):
-    """Rollouts without a reward are left out with their group."""
-
-    type: Literal["invalid"] = "invalid"
-    metric: str = "rollout/valid"
-    low: float | None = 0.9
-
-
-class Skipped(Banded):
-    """Updates are skipped if the loss or the gradient is not finite."""
-
-    type: Literal["skipped"] = "skipped"
-    metric: str = "policy/skipped"
-    high: float | None = 0.25
-
-
-class ExplainedVariance(Banded):
-    """A value model that explains less than nothing adds noise to every advantage."""
-
-    type: Literal["explained_variance"] = "explained_variance"
-    metric: str = "value/explained_variance"
-    low: float | None = -0.5
-    window: int = Field(3, ge=1, le=512)
-
-
-class EndToken(Banded):
-    """Answers that ended by themselves without their end token: the policy would unlearn to stop."""
-
-    type: Literal["end_token"] = "end_token"
-    metric: str = "rollout/ended"
-    low: float | None = 0.9
 
 
 class Drift(Bounded, Relative):
