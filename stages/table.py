@@ -201,7 +201,7 @@ _ROWS = (
         output=PolicyRef,
         engines=("trainer",),
         section="sft",
-        page="sft.md",
+        page="stages.md",
         about="Supervised fine-tuning of `policy` on `demonstrations`.",
     ),
     Stage(
@@ -245,7 +245,7 @@ _ROWS = (
         output=ProcessRewardModelRef,
         engines=("trainer",),
         section="process_reward_model",
-        page="process_reward_model.md",
+        page="reward_model.md",
         about="A model from the weights of `policy` that judges the steps of an answer, on judged `steps`.",
     ),
     Stage(
@@ -261,7 +261,7 @@ _ROWS = (
         output=GenerationsRef,
         engines=("sampler",),
         section="rejection_sampling.generate",
-        page="generate.md",
+        page="stages.md",
         about="Completions of `policy` for `prompts`. `asked`: reworded prompts to send instead (`conditional_sft/ask`).",
     ),
     Stage(
@@ -288,7 +288,7 @@ _ROWS = (
         output=ArtifactRef,  # demonstrations, or preferences where the configuration is `pairs`
         engines=(),
         section="rejection_sampling.select",
-        page="select.md",
+        page="stages.md",
         about="Demonstrations or pairs from `rollouts`.",
     ),
     Stage(
@@ -303,7 +303,7 @@ _ROWS = (
         output=ArtifactRef,  # demonstrations, or prompts where there are some
         engines=(),
         section="conditional_sft.condition",
-        page="conditional_sft.md",
+        page="stages.md",
         about="Demonstrations from `rollouts` that say how good each answer is, or `prompts` that ask for the best level.",
     ),
     Stage(
@@ -447,7 +447,7 @@ _ROWS = (
         output=ReportRef,
         engines=("trainer",),
         section="evaluate.evaluate",
-        page="evaluate.md",
+        page="evaluation.md",
         about="One report over the `generations` of several policies; an empty `reward_model` leaves its column out.",
     ),
     Stage(
@@ -533,7 +533,7 @@ _ROWS = (
         output=PublishedRef,
         engines=("registry",),
         section="publish",
-        page="publish.md",
+        page="stages.md",
         about="Gate, model card and registration of `policy`, which has to beat `champion` if `config.challenge` says so; "
         "if empty, the current one.",
     ),

@@ -143,7 +143,7 @@ def test_no_page_says_how_large_the_code_is(page: Path) -> None:
 @pytest.mark.parametrize(
     ("profile", "page", "says"),
     [
-        ("tiny/full", "durability.md", lambda stages: f"all {stages} stages hits"),
+        ("tiny/full", "results.md", lambda stages: f"all {stages} stages hits"),
         ("tiny/full", "results.md", lambda stages: f"the other {stages - 4} stages are HITs"),
         ("benchmarks/durability/small.toml", "durability.md", lambda stages: f"small pipeline of {stages} stages"),
     ],
