@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import re
 import sys
 import threading
@@ -221,95 +220,42 @@ def know(value: str) -> None:
 
 
 class ErrorWithoutSecrets(Exception):
-    """A replacement for an error whose text could not be changed, with its class name and its cleaned text."""
+    """A replacement for an error whose text has a secret elsewhere than in `args`, with its class name and cleaned text."""
 
 
 def hide_in(error: BaseException) -> BaseException:
     """Remove secrets from the texts of `error` and its causes, and return the error to raise.
 
-    That is `error` itself, unless its text cannot be changed (as in pydantic): then it is an `ErrorWithoutSecrets`.
-    Interruptions are always returned themselves.
+    That is `error` itself, without its causes if their texts cannot be changed (as in pydantic); if its own text cannot be
+    changed, it is an `ErrorWithoutSecrets` with all texts. Interruptions are always returned themselves.
     """
-    return _Cleaning().clean(error)
+    linked: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if one is not None and not any(one is other for other in linked):  # an error may be its own cause
+            linked.append(one)
+            waiting += [*getattr(one, "exceptions", ()), one.__cause__, one.__context__]
+    for one in linked:
+        one.args = tuple(without_secrets(value) if isinstance(value, str) else value for value in one.args)
+    if all(map(_is_clean, linked)):
+        return error
+    if not isinstance(error, Exception) or (_is_clean(error) and not isinstance(error, ExceptionGroup)):
+        error.__cause__ = error.__context__ = None
+        return error
+    texts = dict.fromkeys(f"{type(one).__name__}: {without_secrets(_text(one))}" for one in linked)
+    return ErrorWithoutSecrets("; with ".join(texts)).with_traceback(error.__traceback__)
 
 
-class _Cleaning:
-    """A pass that cleans one error and everything linked to it, each once."""
-
-    def __init__(self) -> None:
-        self._done: dict[int, BaseException] = {}
-
-    def clean(self, error: BaseException) -> BaseException:
-        if id(error) in self._done:
-            return self._done[id(error)]
-        self._done[id(error)] = error  # an error may be its own cause
-        error.args = self._value(error.args)
-        for name in [*getattr(error, "__dict__", ()), *_TEXTS_OF_ERRORS]:
-            self._clean_attribute(error, name)
-        # `raise` set these two: a replacement gets its own, never the original's.
-        if error.__cause__ is not None:
-            suppressed, error.__cause__ = error.__suppress_context__, self.clean(error.__cause__)
-            error.__suppress_context__ = suppressed
-        if error.__context__ is not None:
-            error.__context__ = self.clean(error.__context__)
-        self._done[id(error)] = safe = self._replaced(error)
-        return safe
-
-    def _replaced(self, error: BaseException) -> BaseException:
-        """Return `error` if its text is clean, else the error that can be shown instead."""
-        if not isinstance(error, Exception):
-            return error
-        text = _text(error)
-        safe = without_secrets(text)
-        if isinstance(error, ExceptionGroup):
-            parts = [self.clean(part) for part in error.exceptions]
-            if safe == text and all(one is other for one, other in zip(parts, error.exceptions, strict=True)):
-                return error
-            other: Exception = ExceptionGroup(
-                without_secrets(error.message), [one for one in parts if isinstance(one, Exception)]
-            )
-        elif safe == text:
-            return error
-        else:
-            other = ErrorWithoutSecrets(f"{type(error).__name__}: {safe}")
-        other.__cause__, other.__context__ = error.__cause__, error.__context__
-        other.__suppress_context__ = error.__suppress_context__
-        return other.with_traceback(error.__traceback__)
-
-    def _clean_attribute(self, error: BaseException, name: str) -> None:
-        try:
-            value = getattr(error, name, None)
-            safe = self._value(value)
-            if safe is not value:
-                setattr(error, name, safe)
-        except Exception:  # it may be read-only or run library code: the final check of the text decides
-            return
-
-    def _value(self, value: Any) -> Any:
-        """Return `value` without secrets in its texts; `value` itself if there are none."""
-        if isinstance(value, str):
-            safe: Any = without_secrets(value)
-            return value if safe == value else safe
-        if isinstance(value, BaseException):
-            return self.clean(value)
-        if type(value) in (list, tuple):
-            items = [self._value(item) for item in value]
-            return value if all(map(operator.is_, items, value)) else type(value)(items)
-        if type(value) is dict:
-            table = {self._value(key): self._value(item) for key, item in value.items()}
-            same = all(map(operator.is_, [*table, *table.values()], [*value, *value.values()]))
-            return value if same and len(table) == len(value) else table
-        return value
+def _is_clean(error: BaseException) -> bool:
+    texts = (_text(error), _text(error.args), *map(_text, getattr(error, "__notes__", ())))
+    return all(without_secrets(text) == text for text in texts)
 
 
-_TEXTS_OF_ERRORS = ("msg", "text", "filename", "filename2", "strerror", "name", "path")
-"""Attributes besides `args` from which Python's own errors (of files, imports, syntax) make their text."""
-
-
-def _text(error: BaseException) -> str:
+def _text(value: Any) -> str:
     try:
-        return str(error)
-    except Exception:  # raised by the error's own `__str__`
+        return str(value)
+    except Exception:  # raised by an error's own `__str__`
         return ""
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pydantic
 import pytest
-import requests
 
 from rlhf_core.errors import RewardError
 from rlhf_core.secrets.redaction import (
@@ -126,12 +125,7 @@ class NeverChanged(Exception):
         return f"cannot reach {SECRET}"
 
 
-def raise_request_error() -> None:
-    requests.get(f"http://127.0.0.1:1/{SECRET}", timeout=1)
-
-
-def raise_status_error() -> None:
-    httpx.Response(401, request=httpx.Request("GET", f"http://host/{SECRET}")).raise_for_status()
+REQUEST = httpx.Request("GET", f"http://host/{SECRET}")
 
 
 def raise_with_a_cause_of_its_own() -> None:
@@ -141,6 +135,13 @@ def raise_with_a_cause_of_its_own() -> None:
         raise OwnText(SECRET) from error
 
 
+def raise_clean_from_another() -> None:
+    try:
+        raise NeverChanged
+    except NeverChanged as error:
+        raise ValueError("no answer") from error
+
+
 def raise_group() -> None:
     raise ExceptionGroup(f"said {SECRET}", [OwnText(SECRET), ExceptionGroup("inside", [NeverChanged()])])
 
@@ -148,29 +149,27 @@ def raise_group() -> None:
 @pytest.mark.parametrize(
     ("fails", "kind"),
     [
-        (lambda: Path(f"/nowhere/{SECRET}").read_text(), FileNotFoundError),
-        (lambda: compile("1 +", SECRET, "exec"), SyntaxError),
-        (lambda: __import__(SECRET), ModuleNotFoundError),
-        (lambda: subprocess.run(["false", SECRET], check=True), subprocess.CalledProcessError),
-        (raise_status_error, httpx.HTTPStatusError),
-        (raise_request_error, requests.ConnectionError),
-        (raise_with_a_cause_of_its_own, OwnText),
-        (lambda: pydantic.TypeAdapter(int).validate_python(SECRET), ErrorWithoutSecrets),
+        (lambda: Path(f"/nowhere/{SECRET}").read_text(), "FileNotFoundError: "),
+        (lambda: subprocess.run(["false", SECRET], check=True), "CalledProcessError: "),
+        (lambda: httpx.Response(401, request=REQUEST).raise_for_status(), httpx.HTTPStatusError),
+        (lambda: pydantic.TypeAdapter(int).validate_python(SECRET), "ValidationError: "),
+        (raise_with_a_cause_of_its_own, "OwnText: "),
+        (raise_group, "ExceptionGroup: "),
         (lambda: {}[SECRET], KeyError),
-        (raise_group, ExceptionGroup),
+        (raise_clean_from_another, ValueError),
     ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_errors_that_keep_their_text_elsewhere_are_without_it_too(
-    fails: Callable[[], Any], kind: type[Exception]
+def test_errors_that_keep_their_text_elsewhere_are_replaced_and_others_keep_their_class(
+    fails: Callable[[], Any], kind: type[Exception] | str
 ) -> None:
     know(SECRET)
-    with pytest.raises(Exception, match=SECRET) as raised:
+    with pytest.raises(Exception) as raised:  # of any class
         fails()
+    assert SECRET in all_texts(raised.value)
     safe = hide_in(raised.value)
-    assert type(safe) is kind and safe.__traceback__ is not None
-    printed = all_texts(safe)
-    assert SECRET not in printed and "***" in printed
+    assert safe is raised.value if isinstance(kind, type) else str(safe).startswith(kind)
+    assert type(safe) is (kind if isinstance(kind, type) else ErrorWithoutSecrets) and safe.__traceback__ is not None
+    assert SECRET not in all_texts(safe)
 
 
 def all_texts(error: BaseException | None) -> str:
@@ -181,21 +180,15 @@ def all_texts(error: BaseException | None) -> str:
     return "\n".join(texts)
 
 
-def test_an_error_that_nobody_could_change_names_its_class_and_says_the_rest() -> None:
+def test_an_interruption_and_an_error_without_secrets_stay_as_they_are() -> None:
     know(SECRET)
-    assert str(hide_in(NeverChanged())) == "NeverChanged: cannot reach ***"
     interruption = KeyboardInterrupt(SECRET)
-    assert hide_in(interruption) is interruption and str(interruption) == "***"
-
-
-def test_an_error_without_secrets_stays_as_it_is() -> None:
-    know(SECRET)
-    arguments, place = ("a", ["b", {"c": 1}]), {"address": ["d"]}
+    interruption.__context__ = NeverChanged()
+    assert hide_in(interruption) is interruption and SECRET not in all_texts(interruption)
     error = OwnText("d")
-    error.args, error._place = arguments, place
-    assert hide_in(error) is error and error.args is arguments and error._place is place
+    error.args = ("a", ["b", {"c": 1}])
     error.__cause__ = error  # it may come of itself
-    assert hide_in(error) is error
+    assert hide_in(error) is error and error.args == ("a", ["b", {"c": 1}]) and error.__cause__ is error
 
 
 def test_errors_that_nobody_catches_are_printed_without_it(capsys: pytest.CaptureFixture[str]) -> None:
