@@ -3,7 +3,7 @@
 Every point is an ordinary run with overrides, so stages that points share are computed once, and a sweep that was killed
 goes on with the same command: what is done is in the store.
 
-The points of a sweep chosen one after the other by Optuna, each after the results of those before.
+Points are drawn by Optuna: at random, or one after the other, each after the results of those before.
 
 Akiba et al., "Optuna: A Next-generation Hyperparameter Optimization Framework" (arXiv 1907.10902); its sampler is the
 tree-structured Parzen estimator (Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS 2011).
@@ -14,12 +14,11 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import random
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pipelines.execution.executor import Listener, Silent
 from pipelines.execution.gates import Gatekeeper, Outcome, Verdict, condition
@@ -72,18 +71,53 @@ def random_points(count: int, ranges: Sequence[str], grids: Sequence[str], *, se
     """Return `count` points drawn from ranges and from the values of grids; the same `seed` draws the same points.
 
     >>> random_points(1, ["ppo.kl_coef=log:0.01..0.1"], ["seed=1,2"], seed=0)
-    [('ppo.kl_coef=0.06989', 'seed=2')]
+    [('ppo.kl_coef=0.03538', 'seed=1')]
     """
     if count < 1:
         raise ConfigError(explain("--random", count, "must be >= 1", "say how many points to draw"))
-    spans, choices = [span_of(text) for text in ranges], [choices_of(grid) for grid in grids]
-    check_keys([span.key for span in spans] + [key for key, _ in choices])
-    chance = random.Random(seed)
-    drawn: list[Point] = []
-    for _ in range(count):
-        values = [f"{span.key}={span.draw(chance)}" for span in spans]
-        drawn.append((*values, *(f"{key}={chance.choice(options)}" for key, options in choices)))
-    return list(dict.fromkeys(drawn))
+    space, study = Space.of(ranges, grids), new_study("RandomSampler", seed=seed)
+    return list(dict.fromkeys(space.point(study.ask()) for _ in range(count)))
+
+
+def new_study(sampler: str, *, direction: str = "maximize", **options: Any) -> Any:
+    """Return a study of Optuna with one of its samplers."""
+    import optuna  # a second, which other commands need not wait
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna.create_study(direction=direction, sampler=getattr(optuna.samplers, sampler)(**options))
+
+
+@dataclass(frozen=True)
+class Space:
+    """The ranges and lists of values in which Optuna chooses points."""
+
+    spans: Sequence[Span]
+    choices: Sequence[tuple[str, list[str]]]
+
+    @classmethod
+    def of(cls, ranges: Sequence[str], grids: Sequence[str]) -> Space:
+        """Return the space of `--range` and `--grid`; raise ConfigError for a key that is in it twice."""
+        space = cls([span_of(text) for text in ranges], [choices_of(grid) for grid in grids])
+        check_keys([span.key for span in space.spans] + [key for key, _ in space.choices])
+        return space
+
+    def point(self, trial: Trial) -> Point:
+        """Return the point that Optuna chooses for a trial."""
+        drawn = []
+        for span in self.spans:
+            if span.whole:
+                value: float = trial.suggest_int(span.key, int(span.low), int(span.high), log=span.log)
+            else:
+                value = trial.suggest_float(span.key, span.low, span.high, log=span.log)
+            drawn.append(f"{span.key}={span.written(value)}")
+        return (*drawn, *(f"{key}={trial.suggest_categorical(key, listed)}" for key, listed in self.choices))
+
+    def ends(self) -> list[Point]:
+        """Return points with both ends of every range and all values of every list."""
+        named = [(span.key, [span.written(span.low), span.written(span.high)]) for span in self.spans]
+        named += self.choices
+        most = max(len(values) for _, values in named)
+        return [tuple(f"{key}={values[min(n, len(values) - 1)]}" for key, values in named) for n in range(most)]
 
 
 @dataclass(frozen=True)
@@ -95,16 +129,6 @@ class Span:
     high: float
     log: bool
     whole: bool
-
-    def draw(self, chance: random.Random) -> str:
-        if self.whole and not self.log:
-            return str(chance.randint(int(self.low), int(self.high)))
-        # Rounding would draw the two ends half as often as they are due: whole numbers are cut off below high + 1.
-        high = self.high + 1 if self.whole else self.high
-        found = (
-            math.exp(chance.uniform(math.log(self.low), math.log(high))) if self.log else chance.uniform(self.low, high)
-        )
-        return self.written(found)
 
     def written(self, value: float) -> str:
         """Return a value of this range as it is written in an override: with four digits, more where the range is narrow."""
@@ -281,30 +305,6 @@ GoalIn: TypeAlias = Callable[[Sequence[PointResult]], Goal | None]
 """Returns the number that decides, as soon as a result has one."""
 
 
-class Points(Protocol):
-    """How the points of a sweep come about: all are listed before the first runs, or each is chosen after the one before."""
-
-    @property
-    def count(self) -> int:
-        """The number of points that are wanted."""
-
-    @property
-    def known(self) -> bool:
-        """Whether the runs of the points can be planned before the first one."""
-
-    def to_check(self) -> list[Point]:
-        """Return points whose keys and values are checked before the first run."""
-
-    def identity(self, metric: str) -> list[object]:
-        """Return the sweep's identity: its points and, for searches, the metric."""
-
-    def params(self) -> dict[str, object]:
-        """Return what a tracker shows of the points."""
-
-    def run(self, run_point: RunPoint, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
-        """Run the points and return their results."""
-
-
 @dataclass(frozen=True)
 class Listed:
     """Points that are known before the first one runs, and run in their order.
@@ -315,18 +315,22 @@ class Listed:
 
     points: Sequence[Point]
     known = True
+    """Whether the runs of the points can be planned before the first one."""
 
     @property
     def count(self) -> int:
         return len(self.points)
 
     def to_check(self) -> list[Point]:
+        """Return points whose keys and values are checked before the first run."""
         return list(self.points)
 
     def identity(self, metric: str) -> list[object]:
+        """Return what distinguishes these points from those of other sweeps."""
         return [list(point) for point in self.points]
 
     def params(self) -> dict[str, object]:
+        """Return what a tracker shows of the points."""
         return {"point": {str(number): named(point) for number, point in enumerate(self.points, start=1)}}
 
     def run(self, run_point: RunPoint, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
@@ -460,38 +464,24 @@ class Search:
     seed: int = 0
     known = False
     _study: Any = field(init=False)
-    _spans: list[Span] = field(init=False)
-    _choices: list[tuple[str, list[str]]] = field(init=False)
+    _space: Space = field(init=False)
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ConfigError(explain("--optuna", self.count, "must be >= 1", "say how many points to try"))
-        self._spans = [span_of(text) for text in self.ranges]
-        self._choices = [choices_of(grid) for grid in self.grids]
-        check_keys([span.key for span in self._spans] + [key for key, _ in self._choices])
-        if not self._spans and not self._choices:
+        self._space = Space.of(self.ranges, self.grids)
+        if not self.ranges and not self.grids:
             rule, remedy = "has nothing to search", "add --range KEY=LOW..HIGH or --grid KEY=VALUE,VALUE"
             raise ConfigError(explain("--optuna", self.count, rule, remedy))
-        self._study = self._new_study()
-
-    def _new_study(self) -> Any:
-        import optuna  # a second, which other commands need not wait
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
         # Optuna's own default of 10 random points before it learns is more than most sweeps here have.
-        sampler = optuna.samplers.TPESampler(seed=self.seed, n_startup_trials=max(2, min(10, self.count // 3)))
-        return optuna.create_study(direction="maximize" if self.direction == "max" else "minimize", sampler=sampler)
+        first = max(2, min(10, self.count // 3))
+        self._study = new_study(
+            "TPESampler", direction=f"{self.direction}imize", seed=self.seed, n_startup_trials=first
+        )
 
     def to_check(self) -> list[Point]:
         """Return points with both ends of every range and all values of every list, to be checked before the first run."""
-        values = [[span.written(span.low), span.written(span.high)] for span in self._spans]
-        values += [listed for _, listed in self._choices]
-        keys = [span.key for span in self._spans] + [key for key, _ in self._choices]
-        most = max(len(listed) for listed in values)
-        return [
-            tuple(f"{key}={listed[min(number, len(listed) - 1)]}" for key, listed in zip(keys, values, strict=True))
-            for number in range(most)
-        ]
+        return self._space.ends()
 
     def identity(self, metric: str) -> list[object]:
         """Return what distinguishes this search from others; other results, of another metric, lead to other points."""
@@ -513,7 +503,7 @@ class Search:
             if len(results) == self.count:
                 break
             trial = self._study.ask()
-            point = self._point(trial)
+            point = self._space.point(trial)
             if point not in results:
                 results[point] = run_points([point], run_point, store)[0]
             goal = goal or goal_in(list(results.values()))
@@ -523,16 +513,6 @@ class Search:
             self._tell(trial, None if found is None else found.mean)
         return list(results.values())
 
-    def _point(self, trial: Trial) -> Point:
-        drawn = []
-        for span in self._spans:
-            if span.whole:
-                value: float = trial.suggest_int(span.key, int(span.low), int(span.high), log=span.log)
-            else:
-                value = trial.suggest_float(span.key, span.low, span.high, log=span.log)
-            drawn.append(f"{span.key}={span.written(value)}")
-        return (*drawn, *(f"{key}={trial.suggest_categorical(key, listed)}" for key, listed in self._choices))
-
     def _tell(self, trial: Trial, value: float | None) -> None:
         from optuna.trial import TrialState
 
@@ -540,3 +520,7 @@ class Search:
             self._study.tell(trial, state=TrialState.PRUNED)  # the sampler ignores FAIL, and would come back
         else:
             self._study.tell(trial, value)
+
+
+Points: TypeAlias = Listed | Search
+"""How the points of a sweep come about: all are listed before the first runs, or each is chosen after the one before."""
