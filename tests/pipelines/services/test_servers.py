@@ -97,7 +97,7 @@ def test_a_tracking_database_of_the_users_is_what_our_mlflow_server_shows_and_no
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "sqlite:///stale.db")
-    monkeypatch.setattr(servers.user_settings, "check_databases", lambda: None)  # the driver may not be installed here
+    monkeypatch.setattr(servers, "check_databases", lambda: None)  # the driver may not be installed here
     command = servers.mlflow_command(home, LISTENER)
     assert "--backend-store-uri" not in command and "hunter2" not in " ".join(command)
     assert environment_of_up(home, monkeypatch)["MLFLOW_BACKEND_STORE_URI"] == uri
