@@ -79,12 +79,13 @@ def random_points(count: int, ranges: Sequence[str], grids: Sequence[str], *, se
     return list(dict.fromkeys(space.point(study.ask()) for _ in range(count)))
 
 
-def new_study(sampler: str, *, direction: str = "maximize", **options: Any) -> Any:
+def new_study(sampler: str, direction: Direction = "max", **options: Any) -> Any:
     """Return a study of Optuna with one of its samplers."""
     import optuna  # a second, which other commands need not wait
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna.create_study(direction=direction, sampler=getattr(optuna.samplers, sampler)(**options))
+    best: Literal["maximize", "minimize"] = "maximize" if direction == "max" else "minimize"
+    return optuna.create_study(direction=best, sampler=getattr(optuna.samplers, sampler)(**options))
 
 
 @dataclass(frozen=True)
@@ -475,9 +476,7 @@ class Search:
             raise ConfigError(explain("--optuna", self.count, rule, remedy))
         # Optuna's own default of 10 random points before it learns is more than most sweeps here have.
         first = max(2, min(10, self.count // 3))
-        self._study = new_study(
-            "TPESampler", direction=f"{self.direction}imize", seed=self.seed, n_startup_trials=first
-        )
+        self._study = new_study("TPESampler", direction=self.direction, seed=self.seed, n_startup_trials=first)
 
     def to_check(self) -> list[Point]:
         """Return points with both ends of every range and all values of every list, to be checked before the first run."""
