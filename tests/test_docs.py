@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "docs" / "reference"
 """Written by `docs/generate_reference.py` when the site is built; not part of the repository."""
 PAGES = [
-    ROOT / "README.md",
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if not page.is_relative_to(GENERATED)),
 ]
 READ_ONLY = ("plan", "runs", "store")
