@@ -219,7 +219,7 @@ class PipelineConfig(Config):
     """Where to say that a run has ended or waits."""
 
     @model_validator(mode="after")
-    def _gates_have_different_names(self) -> PipelineConfig:
+    def _check_gate_names(self) -> PipelineConfig:
         names = [gate.title for gate in self.gates]
         for index, name in enumerate(names):
             if name in names[:index]:
@@ -229,7 +229,7 @@ class PipelineConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _starts_exist(self) -> PipelineConfig:
+    def _check_starts(self) -> PipelineConfig:
         if self.import_reward_model is not None and self.reward_model is not None:
             raise ValueError(
                 "import_reward_model = {...}: takes the place of [reward_model]; remove one of the two sections"

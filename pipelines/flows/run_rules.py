@@ -55,7 +55,7 @@ class GateConfig(Config):
         return self.value is not None and OPERATORS[self.op](found, self.value)
 
     @model_validator(mode="after")
-    def _condition_is_complete(self) -> GateConfig:
+    def _check_condition(self) -> GateConfig:
         if self.metric and self.value is None:
             raise ValueError(f"metric = {self.metric!r}: is compared with nothing; add op and value")
         if not self.metric and self.value is not None:
@@ -91,7 +91,7 @@ class BudgetConfig(Config):
     """Number of pairs that people or judges may be asked about, over all rounds; those of suites are not counted."""
 
     @model_validator(mode="after")
-    def _cost_has_prices(self) -> BudgetConfig:
+    def _check_prices(self) -> BudgetConfig:
         if self.cost is not None and self.prices == PricesConfig():
             raise ValueError(
                 f"cost = {self.cost:g}: nothing has a price; add prices, such as {{gpu = 2.5, machine = 0.2}}"
@@ -109,7 +109,7 @@ class NotifyConfig(Config):
     """Deadline of the request. A receiver that is away never fails a run."""
 
     @model_validator(mode="after")
-    def _is_an_address(self) -> NotifyConfig:
+    def _check_address(self) -> NotifyConfig:
         if not self.webhook.startswith(("http://", "https://", "env:")):
             raise ValueError("webhook = ...: must be an http(s) address; give one, or env:NAME for one in a variable")
         return self

@@ -70,7 +70,7 @@ class RejectionSamplingConfig(Config):
     sft: SFTConfig
 
     @model_validator(mode="after")
-    def _the_best_is_chosen_on_held_out_rows(self) -> RejectionSamplingConfig:
+    def _check_keep_best(self) -> RejectionSamplingConfig:
         check_best("select.eval_fraction", self.select.eval_fraction, {"sft.loop": self.sft.loop})
         return self
 
@@ -84,7 +84,7 @@ class ConditionalSFTConfig(Config):
     sft: SFTConfig
 
     @model_validator(mode="after")
-    def _the_best_is_chosen_on_held_out_rows(self) -> ConditionalSFTConfig:
+    def _check_keep_best(self) -> ConditionalSFTConfig:
         check_best("condition.eval_fraction", self.condition.eval_fraction, {"sft.loop": self.sft.loop})
         return self
 
@@ -109,7 +109,7 @@ class IterativeDPOConfig(Config):
     dpo: DPOConfig
 
     @model_validator(mode="after")
-    def _the_best_is_chosen_on_held_out_rows(self) -> IterativeDPOConfig:
+    def _check_keep_best(self) -> IterativeDPOConfig:
         check_best("select.eval_fraction", self.select.eval_fraction, {"dpo.loop": self.dpo.loop})
         return self
 
@@ -134,7 +134,7 @@ class OnlineConfig(Config):
     """Optimization of the policy on the reward model of the round."""
 
     @model_validator(mode="after")
-    def _the_policy_is_optimized_in_one_way(self) -> OnlineConfig:
+    def _check_one_optimizer(self) -> OnlineConfig:
         if (self.dpo is None) == (self.ppo is None):
             found = "neither" if self.dpo is None else "both"
             raise ValueError(f"the profile has {found} of [online.dpo] and [online.ppo]; give one of them")
@@ -167,7 +167,7 @@ class DistillationConfig(DistillConfig):
     `revision`, or `package:<python package>/<folder>`, with a chat template. Their tokenizers may be other ones."""
 
     @model_validator(mode="after")
-    def _external_policies_teach(self) -> DistillationConfig:
+    def _check_external_teachers(self) -> DistillationConfig:
         if self.teachers and self.teacher != type(self).model_fields["teacher"].default:
             raise ValueError(
                 f"teacher = {self.teacher!r}: is not read beside teachers, which have the weights; remove it (teacher = none "
@@ -220,7 +220,7 @@ class EvaluationConfig(Config):
     """Policies from outside that the suites measure beside those of the pipeline."""
 
     @model_validator(mode="after")
-    def _suites_fit_together(self) -> EvaluationConfig:
+    def _check_suites(self) -> EvaluationConfig:
         for kind, names in (
             ("suites", [suite.name for suite in self.suites]),
             ("baselines", [baseline.name for baseline in self.baselines]),

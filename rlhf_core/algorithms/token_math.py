@@ -180,7 +180,7 @@ class CorrectionConfig(Config):
     """`trainer` computes pi_old anew (decoupled); `sampler` takes mu for it (bypass), so that nothing is left to correct."""
 
     @model_validator(mode="after")
-    def _a_bypass_leaves_nothing_to_correct(self) -> CorrectionConfig:
+    def _check_bypass(self) -> CorrectionConfig:
         if self.pi_old == "sampler" and self.level != "off":
             raise ValueError(
                 f"level = {self.level!r}: with pi_old = 'sampler' the ratio q is 1 everywhere; set level = \"off\""

@@ -64,7 +64,7 @@ class EnvironmentAgent(EpisodeLimits):
 
     @field_validator("environment")
     @classmethod
-    def _names_module_and_class(cls, spec: str) -> str:
+    def _check_class_name(cls, spec: str) -> str:
         return named_object(spec)
 
     def callables(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class ToolsAgent(EpisodeLimits):
 
     @field_validator("tools")
     @classmethod
-    def _name_modules_and_functions(cls, specs: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_function_names(cls, specs: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(named_object, specs))
 
     def callables(self) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ class ProgramAgent(RewardingAgent):
         return (*(word for word in words if word.endswith((".py", ".sh", ".js"))), *found, *self.files)
 
     @model_validator(mode="after")
-    def _shows_no_secrets(self) -> Self:
+    def _check_command_secrets(self) -> Self:
         # References are refused too: every user of the machine can read the arguments of a command.
         refuse_plain_options("command", self.command, remedy="pass it to the program with `variables`")
         return self

@@ -61,7 +61,7 @@ class FileAnnotator(Patience):
 
     @field_validator("folder")
     @classmethod
-    def _is_given(cls, folder: str) -> str:
+    def _check_folder(cls, folder: str) -> str:
         if not folder.strip():
             raise ValueError("must name a folder; give one")
         return folder
@@ -85,7 +85,7 @@ class ReviewAnnotator(Patience):
 
     @field_validator("annotators")
     @classmethod
-    def _are_names(cls, annotators: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_annotator_names(cls, annotators: tuple[str, ...]) -> tuple[str, ...]:
         bad = [name for name in annotators if not re.fullmatch(r"[\w.@-]+", name)]
         if bad:
             raise ValueError(f"{bad[0]!r}: must be letters, digits and . _ @ -; rename it")
@@ -94,7 +94,7 @@ class ReviewAnnotator(Patience):
         return annotators
 
     @model_validator(mode="after")
-    def _are_enough(self) -> Self:
+    def _check_overlap(self) -> Self:
         if self.overlap > len(self.annotators):
             rule = f"there are only {len(self.annotators)} annotators; lower it or add some"
             raise ValueError(f"overlap = {self.overlap}: {rule}")
@@ -150,11 +150,11 @@ class JudgeAnnotator(Config):
 
     @field_validator("url")
     @classmethod
-    def _is_an_address(cls, url: str) -> str:
+    def _check_address(cls, url: str) -> str:
         return http_address(url)
 
     @model_validator(mode="after")
-    def _shows_what_is_judged(self) -> Self:
+    def _check_placeholders(self) -> Self:
         missing = [name for name in SHOWN_TO_JUDGE if name not in self.template]
         if missing:
             raise ValueError(f"template: must hold {missing[0]}, or the judge does not see it; add it")

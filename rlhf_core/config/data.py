@@ -185,7 +185,7 @@ class Use(Config):
     """Share of the source's prompts that become judged steps; only stepwise rows have steps and their labels."""
 
     @model_validator(mode="after")
-    def _shares_add_up(self) -> Use:
+    def _check_shares(self) -> Use:
         total = self.demonstrations + self.preferences + self.prompts + self.eval_prompts + self.steps
         if not 0 < total <= 1 + 1e-9:
             raise ValueError(f"the shares add to {total:g}; they must add to more than 0 and at most 1")
@@ -292,7 +292,7 @@ class Files(Config):
     """Filters by similarity, language, length, quality and personal data."""
 
     @model_validator(mode="after")
-    def _names_differ(self) -> Files:
+    def _check_names(self) -> Files:
         names = [source.name for source in self.sources]
         if len(set(names)) != len(names):
             raise ValueError(f"source names {names}: each source needs its own name")

@@ -197,7 +197,7 @@ class TrainerConfig(Config):
         return self.sequence_parallel * self.tensor_parallel
 
     @model_validator(mode="after")
-    def _parallel_settings_go_together(self) -> Self:
+    def _check_parallelism(self) -> Self:
         rules: dict[str, dict[str, tuple[object, ...]]] = {
             "sequence_parallel": {"engine": ("deepspeed",), "attention": ("sdpa",), "router_aux_coef": (0,)},
             "tensor_parallel": {"engine": ("deepspeed",), "zero_stage": (1, 2), "sequence_parallel": (1,)},
@@ -231,7 +231,7 @@ class SamplingConfig(Config):
 
     @field_validator("temperature")
     @classmethod
-    def _is_sampled_at_as_it_is(cls, temperature: float) -> float:
+    def _check_temperature(cls, temperature: float) -> float:
         # vLLM raises it to 0.01 (`_MAX_TEMP` of its sampling_params.py) with only a warning.
         if 0 < temperature < LEAST_TEMPERATURE:
             raise ValueError(
@@ -332,7 +332,7 @@ class VllmServerSamplerConfig(BaseSamplerConfig):
 
     @field_validator("weights_folder")
     @classmethod
-    def _is_the_same_path_everywhere(cls, folder: str) -> str:
+    def _check_absolute_path(cls, folder: str) -> str:
         if not folder.startswith("/"):
             raise ValueError("must be an absolute path, because servers resolve it too; start it with /")
         return folder
@@ -401,14 +401,14 @@ class RuntimeConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _gpus_have_bfloat16(cls, data: Any) -> Any:
+    def _resolve_gpu_dtypes(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
         gpus = {"trainer": data.get("gpus_per_train_worker"), "sampler": data.get("gpus_per_engine")}
         return {**data, **{name: dtype_of_gpus(data[name], gpus[name]) for name in gpus if name in data}}
 
     @model_validator(mode="after")
-    def _gpus_can_be_dealt_out(self) -> Self:
+    def _check_gpus(self) -> Self:
         train, engine = self.gpus_per_train_worker, self.gpus_per_engine
         if self.shares_gpus and round(train + engine, 4) > 1:
             raise ValueError(
@@ -428,7 +428,7 @@ class RuntimeConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _both_heads_have_one_precision(self) -> Self:
+    def _check_head_precision(self) -> Self:
         heads = self.trainer.fp32_lm_head, self.sampler.fp32_lm_head
         if self.trainer.dtype == self.sampler.dtype == "bfloat16" and heads[0] != heads[1]:
             raise ValueError(
@@ -438,7 +438,7 @@ class RuntimeConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _only_what_shares_a_gpu_sleeps(self) -> Self:
+    def _check_sleep(self) -> Self:
         shares = self.type == "ray" and self.shares_gpus
         if self.trainer.sleep and not shares:
             raise ValueError(
@@ -455,7 +455,7 @@ class RuntimeConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _workers_share_evenly(self) -> Self:
+    def _check_workers(self) -> Self:
         if self.train_workers % self.trainer.ranks_per_share != 0:
             raise ValueError(
                 f"trainer.sequence_parallel, tensor_parallel = {self.trainer.sequence_parallel}, "

@@ -175,7 +175,7 @@ class PPOConfig(Config):
         return self.in_flight_groups or 2 * self.prompts_per_step
 
     @model_validator(mode="after")
-    def _minibatches_divide_the_rollouts(self) -> PPOConfig:
+    def _check_minibatches(self) -> PPOConfig:
         rollouts = self.prompts_per_step * self.samples_per_prompt
         if self.minibatches > rollouts:
             raise ValueError(
@@ -189,7 +189,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _there_are_groups_to_compare(self) -> PPOConfig:
+    def _check_group_size(self) -> PPOConfig:
         comparing = ["dynamic_sampling"] * bool(self.dynamic_sampling) + _what_compares_groups(self.rewards)
         if comparing and self.samples_per_prompt < 2:
             raise ValueError(
@@ -199,7 +199,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _bounds_are_of_rewards_as_they_are(self) -> PPOConfig:
+    def _check_reward_bounds(self) -> PPOConfig:
         bounds, mover = self.dynamic_sampling, what_moves_rewards(self.rewards)
         if bounds and (bounds.low is not None or bounds.high is not None) and mover:
             raise ValueError(
@@ -214,7 +214,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _the_whole_distribution_is_sampled(self) -> PPOConfig:
+    def _check_sampling(self) -> PPOConfig:
         # A filter renormalizes the sampler's log-probs but not the trainer's: the ratios would compare unlike values.
         rule = "the trainer's log-probs are those of the whole distribution"
         if self.sampling.temperature == 0:
@@ -226,7 +226,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _episodes_are_played(self) -> PPOConfig:
+    def _check_episode_rewards(self) -> PPOConfig:
         # The spans of partial rollouts look like those of an episode, and none of them earns anything.
         names = [name for name, term in self.rewards.terms.items() if isinstance(term, EpisodeReward)]
         if names and self.agent is None:
@@ -244,7 +244,7 @@ class PPOConfig(Config):
         return sum(term.weight for term in self.rewards.terms.values() if isinstance(term, EpisodeReward))
 
     @model_validator(mode="after")
-    def _turns_earn_what_they_add(self) -> PPOConfig:
+    def _check_turn_rewards(self) -> PPOConfig:
         if self.agent is None or self.agent.credit == "episode":
             return self
         terms = [term for term in self.rewards.terms.values() if isinstance(term, EpisodeReward)]
@@ -263,7 +263,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _the_penalty_is_not_normalized(self) -> PPOConfig:
+    def _check_kl_normalization(self) -> PPOConfig:
         if self.advantage.divides_by_spread and self.kl_in == "reward" and self.kl_coef > 0:
             raise ValueError(
                 f"kl_in = 'reward': {self.advantage.type} divides by the spread or the mean of rewards, which consists only of the penalty where all answers "
@@ -273,7 +273,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _credit_is_of_a_penalty_beside_a_baseline(self) -> PPOConfig:
+    def _check_kl_credit(self) -> PPOConfig:
         if self.kl_credit == "answer" and not (self.kl_in == "reward" and isinstance(self.advantage, GroupAdvantage)):
             found = f"advantage is {self.advantage.type} and kl_in {self.kl_in!r}"
             raise ValueError(
@@ -283,7 +283,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _greedy_answers_are_comparable(self) -> PPOConfig:
+    def _check_greedy_answers(self) -> PPOConfig:
         if not self.advantage.asks_greedy:
             return self
         moved, compared = what_moves_rewards(self.rewards), what_compares_answers(self.rewards)
@@ -306,7 +306,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _the_estimator_is_of_a_penalty_in_the_loss(self) -> PPOConfig:
+    def _check_kl_estimator(self) -> PPOConfig:
         if self.kl_estimator != "k2" and not (self.kl_in == "loss" and self.kl_coef > 0):
             raise ValueError(
                 f"kl_estimator = {self.kl_estimator!r}: applies to a penalty in the loss (the reward takes k1); set "
@@ -315,7 +315,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _the_reference_that_moves_is_there(self) -> PPOConfig:
+    def _check_reference_updates(self) -> PPOConfig:
         if self.reference_sync and (not self.uses_reference or self.optimizer.ema_decay):
             why = "the average of the policy is what it exports" if self.uses_reference else "kl_coef = 0 loads none"
             raise ValueError(
@@ -324,7 +324,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _the_coefficient_can_be_adapted(self) -> PPOConfig:
+    def _check_adaptive_kl(self) -> PPOConfig:
         rollouts = self.prompts_per_step * self.samples_per_prompt
         if self.kl_target and not self.kl_coef:
             raise ValueError(
@@ -339,7 +339,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _the_policy_is_trained_after_the_warm_up(self) -> PPOConfig:
+    def _check_value_warmup(self) -> PPOConfig:
         if self.advantage.uses_values and self.value_warmup_steps >= self.steps:
             raise ValueError(
                 f"value_warmup_steps = {self.value_warmup_steps}: must be < steps = {self.steps}, or the policy is never "
@@ -348,7 +348,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _older_rollouts_are_corrected(self) -> PPOConfig:
+    def _check_correction(self) -> PPOConfig:
         if self.staleness >= self.steps:
             raise ValueError(
                 f"staleness = {self.staleness}: must be < steps = {self.steps}, or the first weights would sample all answers; "
@@ -364,7 +364,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _groups_are_drawn_in_one_way(self) -> PPOConfig:
+    def _check_group_sampling(self) -> PPOConfig:
         if self.dynamic_sampling and (self.staleness or self.partial_tokens):
             name, value = ("staleness", self.staleness) if self.staleness else ("partial_tokens", self.partial_tokens)
             raise ValueError(
@@ -378,7 +378,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _rounds_make_whole_groups(self) -> PPOConfig:
+    def _check_rounds(self) -> PPOConfig:
         # Rounds of equal size complete every answer, and a pool of at least a step's groups lets every step finish.
         if self.partial_tokens and (
             self.sampling.max_tokens % self.partial_tokens or self.partial_tokens == self.sampling.max_tokens
@@ -400,7 +400,7 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _monitors_can_act(self) -> PPOConfig:
+    def _check_monitors(self) -> PPOConfig:
         late = ", ".join(name for name in ("staleness", "partial_tokens") if getattr(self, name))
         check_watched(
             self.evaluate,

@@ -40,7 +40,7 @@ class Term(Config):
     """Bound to which absolute values are clipped; 0 does not clip."""
 
     @model_validator(mode="after")
-    def _schedule_is_whole(self) -> Self:
+    def _check_weight_schedule(self) -> Self:
         if (self.weight_end is None) != (self.weight_steps == 0):
             raise ValueError(
                 f"weight_steps = {self.weight_steps}: a schedule has weight_end and weight_steps >= 1; give both or none"
@@ -119,7 +119,7 @@ class FunctionReward(Term):
     is in the batch: not for one that is random or compares answers."""
 
     @model_validator(mode="after")
-    def _compares_what_stays_together(self) -> Self:
+    def _check_batches_of_comparisons(self) -> Self:
         _check_cache(self.compares, cache=self.cache)
         if self.compares != "nothing" and self.batch_size:
             raise ValueError(f'batch_size = {self.batch_size}: compares = "{self.compares}" decides it; remove it')
@@ -129,7 +129,7 @@ class FunctionReward(Term):
 
     @field_validator("function")
     @classmethod
-    def _names_module_and_function(cls, function: str) -> str:
+    def _check_function_name(cls, function: str) -> str:
         module, separator, name = function.rpartition(":")
         if not separator or not module or not name.isidentifier():
             raise ValueError("must read package.module:function or path/to/file.py:function; add what is missing")
@@ -162,13 +162,13 @@ class RemoteReward(Term):
     """Whether values are cached by content."""
 
     @model_validator(mode="after")
-    def _compares_what_stays_together(self) -> Self:
+    def _check_batches_of_comparisons(self) -> Self:
         _check_cache(self.compares, cache=self.cache)
         return self
 
     @field_validator("urls")
     @classmethod
-    def _are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(http_address(url) for url in urls)
 
 
@@ -181,7 +181,7 @@ class PatternVerdict(Config):
 
     @field_validator("pattern")
     @classmethod
-    def _has_one_group(cls, pattern: str) -> str:
+    def _check_pattern(cls, pattern: str) -> str:
         try:
             groups = re.compile(pattern).groups
         except re.error as error:
@@ -238,11 +238,11 @@ class JudgeReward(Term):
 
     @field_validator("url")
     @classmethod
-    def _is_an_address(cls, url: str) -> str:
+    def _check_address(cls, url: str) -> str:
         return http_address(url)
 
     @model_validator(mode="after")
-    def _asks_about_the_answer(self) -> Self:
+    def _check_template_and_range(self) -> Self:
         if "{completion}" not in self.template:
             raise ValueError("template: must hold {completion}, or every answer gets the same score; add it")
         if not self.low < self.high:
@@ -304,7 +304,7 @@ class OverlongPenalty(Config):
     """Largest penalty."""
 
     @model_validator(mode="after")
-    def _buffer_fits(self) -> OverlongPenalty:
+    def _check_buffer(self) -> OverlongPenalty:
         if self.buffer_tokens > self.max_tokens:
             raise ValueError(
                 f"buffer_tokens = {self.buffer_tokens}: must be <= max_tokens = {self.max_tokens}; lower it"
@@ -322,7 +322,7 @@ class TruncatedReward(Config):
     """Factor, size of the penalty, or reward, as `type` says."""
 
     @model_validator(mode="after")
-    def _the_amount_takes_away(self) -> TruncatedReward:
+    def _check_amount(self) -> TruncatedReward:
         if self.type == "scale" and not 0 <= self.amount < 1:
             raise ValueError(f"amount = {self.amount}: a scale must be in [0, 1); choose a part of the reward")
         if self.type == "penalty" and self.amount <= 0:
@@ -348,7 +348,7 @@ class RewardsConfig(Config):
     """What answers that were cut off earn, before the penalty for long ones."""
 
     @model_validator(mode="after")
-    def _terms_fit_together(self) -> RewardsConfig:
+    def _check_terms(self) -> RewardsConfig:
         if "overlong" in self.terms:
             raise ValueError("terms.overlong = {...}: the overlong penalty uses this name; give the term another")
         if self.truncated and "truncated" in self.terms:

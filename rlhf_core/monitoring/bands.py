@@ -219,7 +219,7 @@ class Bounded(Windowed):
 
     @field_validator("metric")
     @classmethod
-    def _is_the_same_in_every_run(cls, metric: str) -> str:
+    def _check_metric(cls, metric: str) -> str:
         if metric.startswith("time/"):
             raise ValueError(
                 "differs from run to run, and a resumed run must end as a whole one; choose another metric"
@@ -227,7 +227,7 @@ class Bounded(Windowed):
         return metric
 
     @model_validator(mode="after")
-    def _has_bounds(self) -> Self:
+    def _check_bounds(self) -> Self:
         if self.low is None and self.high is None:
             raise ValueError(f"low, high = None: {self.type} needs at least one bound; give one")
         if self.low is not None and self.high is not None and self.low >= self.high:

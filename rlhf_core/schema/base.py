@@ -46,7 +46,7 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
     @model_validator(mode="after")
-    def _holds_no_plain_secrets(self) -> Self:
+    def _check_plain_secrets(self) -> Self:
         for name in holding(type(self)):
             refuse_plain(name, getattr(self, name))
         return self

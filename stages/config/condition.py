@@ -21,7 +21,7 @@ class ConditionConfig(Config):
 
     @field_validator("template")
     @classmethod
-    def _has_both_places(cls, template: str) -> str:
+    def _check_template(cls, template: str) -> str:
         for place in ("{prompt}", "{level}"):
             if template.count(place) != 1:
                 raise ValueError(f"must have {place} in it once; for example '{{prompt}} <reward: {{level}}>'")

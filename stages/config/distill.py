@@ -56,7 +56,7 @@ class DistillConfig(Config):
     lora: LoraConfig | None = None
 
     @model_validator(mode="after")
-    def _own_answers_are_not_imitated(self) -> DistillConfig:
+    def _check_on_policy_loss(self) -> DistillConfig:
         if self.on_policy and self.kl_weight < 1:
             raise ValueError(
                 f"kl_weight = {self.kl_weight}: with on_policy the answers are the student's own, so there is nothing to imitate; "
@@ -65,13 +65,13 @@ class DistillConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _the_best_is_chosen_on_held_out_rows(self) -> DistillConfig:
+    def _check_keep_best(self) -> DistillConfig:
         if self.on_policy:
             check_best("eval_fraction", self.eval_fraction, {"loop": self.loop})
         return self
 
     @model_validator(mode="after")
-    def _weights_have_a_sum(self) -> DistillConfig:
+    def _check_weights(self) -> DistillConfig:
         if self.teachers and not sum(self.teachers.values()) > 0:
             raise ValueError(
                 f"teachers = {toml(self.teachers)}: the weights add up to 0; give one of them a positive weight"
@@ -83,7 +83,7 @@ class DistillConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _sorted_probabilities_are_not_all(self) -> DistillConfig:
+    def _check_uld_mix(self) -> DistillConfig:
         if self.divergence.kind == "uld" and self.kl_weight == 1:
             instead = "" if self.on_policy else "lower kl_weight, or "
             raise ValueError(

@@ -26,7 +26,7 @@ class DPOConfig(Config):
     lora: LoraConfig | None = None
 
     @model_validator(mode="after")
-    def _options_belong_to_losses_on_pairs(self) -> DPOConfig:
+    def _check_pair_options(self) -> DPOConfig:
         if isinstance(self.loss, AnswerMethod) and self.nll_coef:
             raise ValueError(
                 f"nll_coef = {self.nll_coef}: {self.loss.type} trains on single answers, not on pairs; leave it at 0"

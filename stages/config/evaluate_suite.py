@@ -61,7 +61,7 @@ class FunctionSuite(SuiteConfig):
 
     @field_validator("function")
     @classmethod
-    def _names_module_and_function(cls, function: str) -> str:
+    def _check_function_name(cls, function: str) -> str:
         module, separator, name = function.rpartition(":")
         if not separator or not module or not name.isidentifier():
             raise ValueError("must read package.module:function or path/to/file.py:function; add what is missing")
@@ -79,7 +79,7 @@ class PassAtKSuite(FunctionSuite):
 
     @field_validator("k")
     @classmethod
-    def _are_numbers_of_answers(cls, k: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_k(cls, k: tuple[int, ...]) -> tuple[int, ...]:
         if min(k) < 1 or len(set(k)) < len(k):
             raise ValueError("must be different numbers of at least 1; name each once")
         return tuple(sorted(k))
@@ -102,7 +102,7 @@ class CustomSuite(FunctionSuite):
 
     @field_validator("measure")
     @classmethod
-    def _is_no_metric_of_every_suite(cls, measure: str) -> str:
+    def _check_measure(cls, measure: str) -> str:
         if measure == PROMPTS:
             raise ValueError("must not be the name of the number of prompts, which every suite records; rename it")
         return measure
@@ -134,14 +134,14 @@ class RefusalSuite(SuiteConfig):
 
     @field_validator("phrases")
     @classmethod
-    def _are_in_lower_case(cls, phrases: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_lower_case(cls, phrases: tuple[str, ...]) -> tuple[str, ...]:
         for phrase in phrases:
             if not phrase.strip() or phrase != phrase.lower():
                 raise ValueError(f"{phrase!r}: must be text in lower case; answers are compared in lower case")
         return phrases
 
     @model_validator(mode="after")
-    def _every_phrase_can_be_found(self) -> Self:
+    def _check_phrases(self) -> Self:
         for phrase in self.phrases:
             if len(plain(phrase)) > self.characters:
                 raise ValueError(
@@ -162,7 +162,7 @@ class JudgeSuite(SuiteConfig):
     Not part of the key, because its answers are."""
 
     @model_validator(mode="after")
-    def _has_no_failures_to_hide(self) -> Self:
+    def _check_invalid_terms(self) -> Self:
         if self.judge.on_failure != "fail":
             raise ValueError(
                 "judge.on_failure = 'invalid': a win rate over the comparisons that went well would flatter one side; "

@@ -25,6 +25,6 @@ class ProcessRewardModelConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 
     @model_validator(mode="after")
-    def _the_judged_weights_are_the_trained_ones(self) -> ProcessRewardModelConfig:
+    def _check_best_weights(self) -> ProcessRewardModelConfig:
         refuse_average(self.optimizer)
         return self

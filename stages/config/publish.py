@@ -23,7 +23,7 @@ class Threshold(Config):
     """Factor on the other policy's metric: `{metric = "tokens/mean", op = "<=", than = "sft", factor = 1.5}`."""
 
     @model_validator(mode="after")
-    def _one_bound(self) -> Threshold:
+    def _check_one_bound(self) -> Threshold:
         if (self.value is None) == (not self.than):
             raise ValueError(f"metric = {self.metric!r}: needs either value or than; give exactly one of them")
         return self

@@ -24,7 +24,7 @@ class Member(Config):
     member is not trained on (`folds`)."""
 
     @model_validator(mode="after")
-    def _is_one_of_them(self) -> Member:
+    def _check_number(self) -> Member:
         if self.number > self.of:
             raise ValueError(f"number = {self.number}: there are {self.of} members; give one of 1 to {self.of}")
         return self
@@ -49,6 +49,6 @@ class RewardModelConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 
     @model_validator(mode="after")
-    def _the_judged_weights_are_the_trained_ones(self) -> RewardModelConfig:
+    def _check_best_weights(self) -> RewardModelConfig:
         refuse_average(self.optimizer)
         return self

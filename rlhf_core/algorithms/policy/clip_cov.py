@@ -35,7 +35,7 @@ class ClipCovLoss(PolicyMethod):
     chooses_tokens: ClassVar[bool] = True
 
     @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> Self:
+    def _check_order_of_bounds(self) -> Self:
         if self.cov_low >= self.cov_high:
             raise ValueError(f"cov_low = {self.cov_low}: must be < cov_high = {self.cov_high}; lower it")
         return self

@@ -31,7 +31,7 @@ class FDPOLoss(ReferencedMethod):
     """Order of the divergence `alpha`: near 0 the reverse KL, near 1 the forward KL."""
 
     @model_validator(mode="after")
-    def _alpha_belongs_to_its_divergence(self) -> Self:
+    def _check_alpha(self) -> Self:
         if self.divergence != "alpha" and self.alpha != type(self).model_fields["alpha"].default:
             raise ValueError(f'alpha = {self.alpha}: applies only to divergence = "alpha"; remove it, or set that')
         return self
