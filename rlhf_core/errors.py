@@ -12,7 +12,7 @@ from rlhf_core.secrets.redaction import without_secrets
 
 
 class RlhfError(Exception):
-    """Base class of the library's errors; the message says how to fix the problem and contains no secrets."""
+    """Base class of the library's errors; the message has the remedy and contains no secrets."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*(without_secrets(part) if isinstance(part, str) else part for part in arguments))

@@ -26,7 +26,7 @@ from rlhf_core.types import (
 Role = Literal["policy", "reference", "value_model", "reward_model", "teacher"]
 Metrics = dict[str, float]
 Transfer = Literal["", "nccl", "ipc"]
-"""How weights reach an engine: the backend of vLLM's weight transfer, or "" for host memory."""
+"""Transport of weights to an engine: the backend of vLLM's weight transfer, or "" for host memory."""
 TransferVerb = Literal["init", "start", "update", "finish"]
 """The steps of vLLM's weight transfer, in order."""
 Probes = Mapping[str, tuple[tuple[int, ...], object]]
@@ -247,7 +247,7 @@ class DeviceSampler(EngineSampler, Protocol):
         ...
 
     def wake(self) -> None:
-        """Restore what `sleep` freed. Call it before any other method of a sleeping sampler."""
+        """Restore the memory that `sleep` freed. Call it before any other method of a sleeping sampler."""
         ...
 
     def transfer(self, verb: TransferVerb, info: object) -> None:
@@ -334,7 +334,7 @@ class RewardFunction(Protocol):
 
 @dataclass(frozen=True)
 class RegistryState:
-    """What the registry says about the champions of one model: digests of weights."""
+    """Champions of one model in the registry: digests of weights."""
 
     champion: str = ""
     """The current champion; "" without one."""

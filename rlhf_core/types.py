@@ -1,7 +1,7 @@
 """Define the values that flow between stages, sampler, rewards and trainer, without tensors, clients or torch.
 
 Per-token sequences of a sample all have the length L of `token_ids` and are aligned with it: `logprobs[t]` is
-log p(token t | tokens < t), `values[t]` is the value of the state *before* token t, `loss_mask[t]` says whether
+log p(token t | tokens < t), `values[t]` is the value of the state *before* token t, `loss_mask[t]` is whether
 token t is trained on (an action). Position 0 has no prediction: its log-prob is 0.0 and its mask is 0.
 """
 
@@ -117,7 +117,7 @@ class Message:
     role: str
     content: str
     tool_fields: str = ""
-    """JSON object of what templates read besides: `tool_calls`, `name` and `tool_call_id` of a result, and in the first
+    """JSON object of further fields that templates read: `tool_calls`, `name` and `tool_call_id` of a result, and in the first
     turn `tools`, the schemas that are shown to the policy. Only demonstrations have them."""
 
 
@@ -171,7 +171,7 @@ class Completion:
 
     For an episode of several turns, or an answer written by several versions of the policy, `spans` lists the sampled
     tokens; all others come from an environment and have log-probability 0. Without spans all tokens were sampled, by
-    `policy_version`. `failure` says why an episode could not finish; it is counted and never trained on. `extras` are
+    `policy_version`. `failure` is the reason why an episode could not finish; it is counted and never trained on. `extras` are
     metrics that an environment reports. `score` is an agent's score of the episode besides its reward, None if it gives
     none; it decides whether dynamic sampling keeps the prompt.
     """
@@ -222,7 +222,7 @@ class Generation:
 class Rollout:
     """A scored generation. Selection and training use `reward`; `reward_components` holds its parts.
 
-    A component that does not apply is left out. `invalid` says why there is no reward (`reward` is then NaN): such a
+    A component that does not apply is left out. `invalid` is the reason why there is no reward (`reward` is then NaN): such a
     rollout is counted, and neither selected nor trained on. `score` comes from the only term of the reward and guides
     dynamic sampling; it is None if the term gives none, or if the reward has several terms.
     """

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 TABLE_ROWS = 16
 VERDICTS = "verdicts.jsonl"
-"""What a language model said, by comparison and order."""
+"""Verdicts of a language model, by comparison and order."""
 GOLD_TIMEOUT_S = 600.0
 
 
@@ -47,7 +47,7 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
     verdicts = settled(config, asked, trusted)
     if not verdicts.pairs:
         rule = f"the {len(trusted)} judgments that count prefer no answer"
-        raise DataError(explain(context.label, len(judgments), rule, "ask about more pairs, or lower min_attention"))
+        raise DataError(explain(context.label, len(judgments), rule, "propose more pairs, or lower min_attention"))
     counts = write_pairs(config, verdicts.pairs, context)
     write_judgments(context.out, judgments)
     (context.out / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
@@ -62,7 +62,7 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
 def judge(
     config: CollectPreferencesConfig, asked: Sequence[Comparison], comparisons: ComparisonsRef, context: StageContext
 ) -> tuple[list[Judgment], dict[str, Any]]:
-    """Return the judgments of the annotator, and what it adds to the report.
+    """Return the judgments of the annotator and its part of the report.
 
     The stage ends as waiting while people have not judged enough.
     """
@@ -127,7 +127,7 @@ def known_rewards(
 def attentive(
     config: CollectPreferencesConfig, judgments: Sequence[Judgment], report: Mapping[str, object]
 ) -> list[Judgment]:
-    """Return the judgments of the annotators that passed enough attention checks, or were asked none."""
+    """Return the judgments of the annotators that passed enough attention checks, or got none."""
     annotators = report["annotators"]
     assert isinstance(annotators, dict)
     passed = {name: row["attention"] for name, row in annotators.items()}
@@ -136,7 +136,7 @@ def attentive(
 
 @dataclass
 class Verdicts:
-    """What the judgments of each comparison amount to: the preferred pairs, and why other comparisons gave none."""
+    """Aggregated judgments: the preferred pairs, and why other comparisons gave none."""
 
     pairs: list[tuple[str, Preference]] = field(default_factory=list)
     """Id of the comparison, and its pair."""
@@ -202,7 +202,7 @@ def always_held_out(prompts: Iterable[str], *, fraction: float, seed: int) -> se
 
 
 def headline(report: Mapping[str, object]) -> Metrics:
-    """Return the figures of the report that the key record keeps; what was not measured is left out."""
+    """Return the figures of the report for the key record, without missing ones."""
     metrics: Metrics = {}
     shares = {name: report[name] for name in ("agreement", "consistency", "attention", "first_chosen", "gold")}
     judge = report.get("judge")

@@ -75,7 +75,7 @@ def run(
 
 
 def rendered(ref: RewardModelRef, rows: Sequence[Preference], context: StageContext) -> list[list[RenderedPair]]:
-    """Return each pair as the reward model sees it; empty where it cannot tell the answers apart within its tokens."""
+    """Return each pair as the reward model sees it; empty if both answers are equal within its token limit."""
     folder = context.path(ref)
     chat, config = ChatTemplate.load(folder), RewardModelConfig(max_length=Contract.read(folder).max_length)
     return [reward_pairs(chat, [row], config) for row in rows]

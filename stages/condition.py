@@ -1,4 +1,4 @@
-"""Conditional SFT (arXiv 2308.12050): prompts that say how good an answer is, so that a good one can be asked for.
+"""Conditional SFT (arXiv 2308.12050): prompts name the level of the answer, so that the best one can be requested.
 
 The rewards of all rollouts are cut into levels by their quantiles. As data for `sft`, each answer follows its prompt
 with its own level; as prompts for `generate`, each asks for the best level that the answers reached.
@@ -26,7 +26,7 @@ TABLE_ROWS = 16
 def run(
     config: ConditionConfig, *, rollouts: RolloutsRef, prompts: PromptsRef | None = None, context: StageContext
 ) -> DemonstrationsRef | PromptsRef:
-    """Return the answers of `rollouts` behind prompts with their level, or `prompts` that ask for the best one."""
+    """Return the answers of `rollouts` after prompts with their level, or `prompts` that request the best level."""
     context.tracker.dataset("rollouts", rollouts.digest, "training")
     everything = read_rollouts(context.path(rollouts))
     valid = [one for one in everything if not one.invalid]
@@ -69,7 +69,7 @@ def reward_levels(rewards: Sequence[float], *, levels: int) -> list[int]:
 
 
 def check_levels(config: ConditionConfig, levels: Sequence[int], context: StageContext) -> None:
-    """Raise DataError where all answers have one level, which would say nothing."""
+    """Raise DataError if all answers have one level, as it would carry no information."""
     if len(set(levels)) < 2:
         rule = f"{len(levels)} complete answers fall into {len(set(levels))} of the {config.levels} levels; at least 2 are needed"
         raise DataError(

@@ -68,7 +68,7 @@ def run(
     prompts: PromptsRef | None = None,
     context: StageContext,
 ) -> PolicyRef:
-    """Teach `policy`, the student, what `teacher` knows, or all `teachers`, on `demonstrations` or on-policy `prompts`."""
+    """Distill `teacher`, or all `teachers`, into `policy`, the student, on `demonstrations` or on-policy `prompts`."""
     named = named_teachers(config, teacher, teachers or {}, context)
     for ref in (policy, *named.values()):
         if not config.on_policy:
@@ -151,7 +151,7 @@ class Method(Protocol):
 def method_of(
     config: DistillConfig, policy: PolicyRef, teachers: Mapping[str, PolicyRef], context: StageContext
 ) -> Method:
-    """Return the comparison that the configuration asks for. ConfigError if vocabularies or `top_k` do not allow it."""
+    """Return the distillation method of the configuration. ConfigError if vocabularies or `top_k` do not allow it."""
     divergence, weights = config.divergence, normalized_weights(config.teachers or {"teacher": 1.0})
     student, others = context.path(policy), [context.path(ref) for ref in teachers.values()]
     chat = ChatTemplate.load(student)
@@ -260,7 +260,9 @@ def on(config: DistillConfig) -> str:
 def needed(ref: R | None, name: str, rule: str, context: StageContext) -> R:
     """Return the input `ref`; ConfigError if it was not given."""
     if ref is None:
-        raise ConfigError(explain(f"{context.label}.{name}", None, rule, f"give {name}, or change what asks for it"))
+        raise ConfigError(
+            explain(f"{context.label}.{name}", None, rule, f"give {name}, or change the setting that needs it")
+        )
     return ref
 
 

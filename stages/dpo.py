@@ -95,7 +95,7 @@ def run(
 
 
 def check_data(config: DPOConfig, pairs: int, single: int, judged: int, context: StageContext) -> None:
-    """Raise DataError where `loss` has nothing to train on; say so where it leaves `judged` single answers out."""
+    """Raise DataError if `loss` has nothing to train on; log if it leaves `judged` single answers out."""
     key, loss = f"{context.label}.loss.type", config.loss.type
     if isinstance(config.loss, AnswerMethod):
         if not pairs and not single:
@@ -129,7 +129,7 @@ def token_pairs(chat: ChatTemplate, rows: Sequence[Preference], *, max_length: i
 
 
 def token_answers(chat: ChatTemplate, rows: Sequence[Feedback], *, max_length: int) -> list[JudgedAnswer]:
-    """Return the rendered answers with what was said of them; those that truncation leaves empty are left out."""
+    """Return the rendered answers with their judgments, without those that truncation leaves empty."""
     rendered = [(chat.continuation(row.prompt, row.answer, max_length=max_length), row.desirable) for row in rows]
     return [JudgedAnswer(answer, desirable) for answer, desirable in rendered if answer is not None]
 
@@ -141,7 +141,7 @@ def prepared(
     reference: PolicyRef,
     context: StageContext,
 ) -> tuple[PairObjective | KTOObjective | BCOObjective, dict[str, list[Any]]]:
-    """Return the objective and its samples by split, with what the reference says of them."""
+    """Return the objective and its samples by split, with the reference's log-probs."""
     if isinstance(config.loss, KTOLoss | BCOLoss):
         answers = {split: [*sides(pairs[split]), *single[split]] for split in pairs}
         strangers = config.loss.asks_strangers

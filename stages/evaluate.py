@@ -105,7 +105,7 @@ def measured(
 ) -> list[Answers]:
     """Return the answers of every policy with gold reward, score and log-ratio, and the best-of-n rows behind theirs.
 
-    Episodes that failed are counted and not measured: a text that was only half played says nothing of the policy.
+    Episodes that failed are counted and not measured: a partial episode is no measure of the policy.
     """
     folders = {name: context.path(ref) for name, ref in generations.items()}
     everything = {name: read_generations(folder) for name, folder in folders.items()}

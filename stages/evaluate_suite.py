@@ -129,7 +129,7 @@ def of_values(rows: Sequence[Generation], values: Sequence[float | None], measur
 
 
 def function_values(config: FunctionSuite, rows: Sequence[Generation], context: StageContext) -> list[float | None]:
-    """Return what the function says of each answer; None where it does not apply."""
+    """Return the function's value for each answer; None where it does not apply."""
     spec = FunctionReward(
         function=config.function,
         arguments=config.arguments,
@@ -150,7 +150,7 @@ def function_values(config: FunctionSuite, rows: Sequence[Generation], context: 
 
 
 def values_with_failures(config: PassAtKSuite, rows: Sequence[Generation], context: StageContext) -> list[float | None]:
-    """Return what the function says of each answer; a failed episode is wrong, unless its prompt has no values."""
+    """Return the function's value for each answer; a failed episode is wrong, unless its prompt has no values."""
     kept = [place for place, one in enumerate(rows) if not one.completion.failure]
     found = (
         dict(zip(kept, function_values(config, [rows[place] for place in kept], context), strict=True)) if kept else {}
@@ -187,7 +187,7 @@ def reward_scores(ref: RewardModelRef, rows: Sequence[Generation], context: Stag
 def compared(
     config: JudgeSuite, rows: Sequence[Generation], opponent: GenerationsRef, context: StageContext
 ) -> Measured:
-    """Return the win rates of the first answer to each prompt against the opponent's first, asked in both orders.
+    """Return the win rates of the first answer to each prompt against the opponent's first, judged in both orders.
 
     A failed episode of one side is its loss, of both sides a tie; the judge is not asked about them.
     """
@@ -207,7 +207,7 @@ def compared(
         by_judge[mine.prompt.id] if mine.prompt.id in by_judge else (1 + theirs_failed - ours_failed) / 2
         for (mine, _), (ours_failed, theirs_failed) in zip(pairs, failed, strict=True)
     ]
-    # A failure says nothing about length.
+    # A failure has no length.
     both = [(0, 0) if any(one) else lengths_of(pair) for pair, one in zip(pairs, failed, strict=True)]
     lengths, their_lengths = [mine for mine, _ in both], [other for _, other in both]
     found = [row_of(mine, {"win_rate": value}) for (mine, _), value in zip(pairs, preferences, strict=True)]
@@ -238,7 +238,7 @@ def lengths_of(pair: tuple[Generation, Generation]) -> tuple[int, int]:
 
 
 def comparison(mine: Generation, other: Generation, *, seed: int) -> Comparison:
-    """Return the comparison of two answers, with ours on a side by the seed and the prompt; both orders are asked anyway."""
+    """Return the comparison of two answers, with ours on a side by the seed and the prompt; both orders are judged anyway."""
     prompt = mine.prompt
     sides = [("ours", mine.completion.text), ("theirs", other.completion.text)]
     if derive_seed(seed, "judge", prompt.id) % 2:

@@ -49,7 +49,7 @@ def run(
 ) -> GenerationsRef:
     """Draw `samples_per_prompt` answers of `policy` to each prompt; those of a prompt stand together.
 
-    `asked` is how the prompts, by their ids, are put to this policy; the answers are kept as answers to `prompts`.
+    `asked` are the prompts as sent to this policy, by id; the answers are kept as answers to `prompts`.
     """
     chat = ChatTemplate.load(context.path(policy))
     questions = chosen(read_prompts(context.path(prompts)), config)
@@ -139,7 +139,7 @@ def sample(
 ) -> list[Generation]:
     """Return `samples_per_prompt` generations per prompt, each from its own seed.
 
-    A prompt whose id is in `put` is asked with those messages; the generation has the prompt itself and its tokens.
+    A prompt whose id is in `put` is sent with those messages; the generation has the prompt itself and its tokens.
     """
     chat = chat if environments is None else chat.with_tools(environments.tools)
     asked = [replace(prompt, messages=put[prompt.id]) if prompt.id in put else prompt for prompt in prompts]

@@ -109,7 +109,7 @@ def _as_planned(config: PrepareDataConfig, planned: Mapping[str, str]) -> Iterat
 
 
 def _statuses(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return what changes with every write to a file, or to one of a folder or pattern; nothing if it is gone."""
+    """Return a stamp that changes with every write to a file, or to one of a folder or pattern; empty if it is gone."""
     folder, names = files_at(path)
     found = {name: (folder / name).stat() for name in names if (folder / name).exists()}
     return {

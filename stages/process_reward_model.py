@@ -100,7 +100,7 @@ def step_samples(
 def write_contract(
     trainer: Trainer, samples: Sequence[StepSample], chat: ChatTemplate, config: ProcessRewardModelConfig, folder: Path
 ) -> None:
-    """Write `contract.json`: what a user of the scores must reproduce, with the probes' step scores to check it by."""
+    """Write `contract.json`: the conditions for reproducing the scores, with the probes' step scores to check it by."""
     probe = [unlabeled(sample) for sample in samples[:PROBES]]
     scores = trainer.step_scores(probe)
     every = [score for row in scores for score in row]

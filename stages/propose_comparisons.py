@@ -28,7 +28,7 @@ TABLE_ROWS = 16
 
 
 def run(config: ProposeComparisonsConfig, *, rollouts: dict[str, RolloutsRef], context: StageContext) -> ComparisonsRef:
-    """Return the comparisons to ask annotators about; `rollouts` holds the scored answers of each policy."""
+    """Return the comparisons for annotators; `rollouts` holds the scored answers of each policy."""
     for name, ref in rollouts.items():
         context.tracker.dataset(f"rollouts-{name}", ref.digest, "training")
     rows = {name: whole_answers(config, read_rollouts(context.path(ref))) for name, ref in rollouts.items()}
@@ -64,7 +64,7 @@ def whole_answers(config: ProposeComparisonsConfig, rollouts: Sequence[Rollout])
 def proposal_metrics(
     by_prompt: Mapping[str, Sequence[Candidate]], pairs: Sequence[Candidate], asked: Sequence[Comparison]
 ) -> Metrics:
-    """Return how many pairs there were and are asked, and how they differ from all that could be."""
+    """Return the numbers of possible and proposed pairs, and how these differ from all."""
     everything = [pair for found in by_prompt.values() for pair in found]
     return {
         "prompts": float(len(by_prompt)),

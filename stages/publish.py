@@ -54,7 +54,7 @@ def run(
     champion: PolicyRef | None = None,
     context: StageContext,
 ) -> PublishedRef:
-    """Judge `policy` by `report`, write gate.json and the model card, register by reference; return what came of it.
+    """Judge `policy` by `report`, write gate.json and the model card, register by reference; return the result.
 
     `champion` is the policy that has to be beaten if the configuration has a challenge.
     """
@@ -272,7 +272,7 @@ def record(checks: Sequence[Mapping[str, Any]], context: StageContext) -> None:
 
 
 def version_tags(name: str, report: Mapping[str, Any], key: str, passed: bool) -> dict[str, str]:
-    """Return the tags of the registered version: what it is, how it fared, and where that is written."""
+    """Return the tags of the registered version: its origin, its results, and the place of the report."""
     row = report["policies"][name]
     tags = {"stage": name, "gate": "passed" if passed else "failed", "publish.key": key}
     for measure in ("gold", "reward_model", "win_rate", "kl"):
@@ -287,7 +287,7 @@ def version_tags(name: str, report: Mapping[str, Any], key: str, passed: bool) -
 def model_card(
     config: PublishConfig, gate: Mapping[str, Any], policy: PolicyRef, report: ReportRef, content: Mapping[str, Any]
 ) -> str:
-    """Return the card in Markdown: what it is, for what, how good, from what."""
+    """Return the card in Markdown: description, intended use, results and lineage."""
     name, row = gate["policy"], content["policies"][gate["policy"]]
     verdict = "passed" if gate["passed"] else "not passed"
     registry, digest = gate["registry"], policy.digest

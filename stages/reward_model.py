@@ -110,7 +110,7 @@ def without_fold(rows: list[Preference], config: RewardModelConfig) -> list[Pref
 
 
 def no_pairs(context: StageContext, preferences: PreferencesRef, *, dropped: int) -> DataError:
-    """Return the error for preferences without a pair to train on; it says what they have instead."""
+    """Return the error for preferences without a pair to train on; it lists their content."""
     feedback = len(read_feedback(context.path(preferences), "train"))
     if feedback:
         rule = f"a reward model compares two answers, but the data has {feedback} single labeled answers"
@@ -144,7 +144,7 @@ def scored_ids(sample: TokenSample) -> tuple[int, ...]:
 def write_contract(
     trainer: Trainer, pairs: Sequence[RewardPair], chat: ChatTemplate, config: RewardModelConfig, folder: Path
 ) -> None:
-    """Write `contract.json`: what a user of the scores must reproduce, with probe scores to check it by."""
+    """Write `contract.json`: the conditions for reproducing the scores, with probe scores to check it by."""
     probe = [list(pair.chosen_ids) for pair in pairs[:PROBES]]
     scores = trainer.scores([tuple(ids) for ids in probe])
     contract = {

@@ -32,7 +32,7 @@ def run(
     reward_models: dict[str, RewardModelRef],
     context: StageContext,
 ) -> RolloutsRef:
-    """Score every generation; return the rollouts in the same order, each with its reward and what it is made of."""
+    """Score every generation; return the rollouts in the same order, each with its reward and components."""
     check_reward_models(config.rewards, reward_models)
     source = context.path(generations)
     rows = read_generations(source)
@@ -107,7 +107,7 @@ def restore(score: Scorer, folder: Path, done: int) -> None:
 
 
 def reward_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return the distribution of the reward, the mean of each component, and what selection could gain.
+    """Return the distribution of the reward, the mean of each component, and the possible gain by selection.
 
     `reward/best` is the mean over prompts of the best reward; `reward/undecided` the share of prompts whose answers all
     earn the same: neither pairs nor group advantages come of them. Invalid rollouts are counted in `reward/invalid` and

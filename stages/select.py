@@ -138,7 +138,7 @@ def preference(pair: Pair) -> Preference:
 
 
 def pair_metrics(pairs: Sequence[Pair]) -> Metrics:
-    """Return the mean rewards, margin and lengths (tokens) of both sides: a length gap is what DPO learns first."""
+    """Return the mean rewards, margin and lengths (tokens) of both sides: DPO learns a length gap first."""
     chosen, rejected = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
     return {
         "reward/chosen": _mean_reward(chosen),

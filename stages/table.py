@@ -59,7 +59,7 @@ from stages.config.sft import SFTConfig
 from stages.config.suites import suite_digests
 
 Engine: TypeAlias = Literal["trainer", "sampler", "registry"]
-"""What a stage takes from its surroundings: engines of the runtime, and the registry that models are entered in."""
+"""Services that a stage uses: engines of the runtime, and the registry of models."""
 
 
 def always(config: Any) -> bool:
@@ -106,18 +106,18 @@ class Stage:
     code: CodePolicy
     """Whether a change of the code makes a new key (`strict`: stages of seconds) or is only pointed out (`warn`)."""
     config: Any
-    """The configuration: a class, or a union of classes told apart by their `type`."""
+    """The configuration: a class, or a union of classes discriminated by `type`."""
     inputs: Mapping[str, Input]
     output: type[ArtifactRef]
     """The kind of artifact; `ArtifactRef` where it depends on the configuration or the inputs."""
     engines: tuple[Engine, ...]
-    """What the stage leases; the configuration of these engines is part of its key."""
+    """Engines that the stage leases; their configuration is part of its key."""
     section: str
     """Where a profile configures the stage alone, which fills its form in Prefect; "" if no profile does."""
     page: str
     """Its page in docs."""
     about: str
-    """One sentence: what the form in Prefect says."""
+    """One sentence for the form in Prefect."""
     judges: tuple[str, ...] = ()
     """Input that the stage's report judges, and the entry of that table: a gate after the stage holds it back, too."""
     files: Callable[[Any], Mapping[str, str]] | None = None
@@ -304,7 +304,7 @@ _ROWS = (
         engines=(),
         section="conditional_sft.condition",
         page="stages.md",
-        about="Demonstrations from `rollouts` that say how good each answer is, or `prompts` that ask for the best level.",
+        about="Demonstrations from `rollouts` whose prompts name the level of the answer, or `prompts` that request the best level.",
     ),
     Stage(
         name="propose_comparisons",

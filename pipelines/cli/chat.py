@@ -56,7 +56,7 @@ def talk(options: argparse.Namespace, store: ArtifactStore, console: Console) ->
 
 @contextmanager
 def open_answer(options: argparse.Namespace, store: ArtifactStore, console: Console) -> Iterator[Answer]:
-    """Yield what answers a conversation: the server at a URL, the one of `rlhf serve`, or the policy in this process."""
+    """Yield a function that answers a conversation: by the server at a URL, `rlhf serve`, or the policy in this process."""
     sampling = _sampling(options)
     if options.policy.startswith(("http://", "https://")):
         with served_answer(options.policy, "", options.token_env, sampling) as answer:
@@ -86,7 +86,7 @@ def _sampling(options: argparse.Namespace) -> SamplingConfig:
 
 @contextmanager
 def served_answer(url: str, model: str, token_env: str, sampling: SamplingConfig) -> Iterator[Answer]:
-    """Yield what asks an OpenAI-compatible server; without a `model`, the first one that it has.
+    """Yield a client of an OpenAI-compatible server; without `model`, of its first one.
 
     The token is in the environment variable `token_env`; without one, the server of `rlhf serve` alone gets that of
     its file. Raises ServiceError.

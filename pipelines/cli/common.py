@@ -56,7 +56,7 @@ def key_metric(metrics: Mapping[str, float]) -> str:
     return f"{KEY_METRICS[rank]} {metrics[name]:.4g}" if rank < len(KEY_METRICS) else ""
 
 
-@lru_cache(maxsize=4096)  # a list of runs asks about the same names ten thousand times
+@lru_cache(maxsize=4096)  # a list of runs looks up the same names ten thousand times
 def _rank(name: str) -> int:
     """Return the place in KEY_METRICS of the end of a metric's name; beyond the last if it is none of them."""
     if "before" not in name.split("/"):

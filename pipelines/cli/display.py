@@ -151,7 +151,7 @@ class LiveDisplay:
 
 
 ENDS = {"Waiting": "waiting for people", "Blocked": "blocked by a gate", "OverBudget": "over budget"}
-"""State of a halted run -> what the display says."""
+"""State of a halted run -> its text on the display."""
 
 
 def _end(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Report what this machine has and what is missing, with remedies (`rlhf doctor`)."""
+"""Report the resources of this machine and missing ones, with remedies (`rlhf doctor`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print what a run would do and why (`rlhf plan`, `rlhf explain`)."""
+"""Print the decisions of a run and their reasons (`rlhf plan`, `rlhf explain`), or rebuild an artifact (`rlhf reproduce`)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _plan(options: argparse.Namespace) -> list[PlannedStage]:
 
 
 def _unseen(store: ArtifactStore, stage: PlannedStage) -> list[str]:
-    """Return what the stage's functions and programs read that its key does not see: by their text, and by its record."""
+    """Return the reads of the stage's functions and programs beyond its key, by their source and by its record."""
     agent = getattr(stage.spec.config, "agent", None)
     programs = unseen_by_programs(agent.read_files()) if isinstance(agent, EpisodeLimits) else []
     phrases = dict.fromkeys(phrase for function in stage.spec.callables for phrase in unseen_reads(function))

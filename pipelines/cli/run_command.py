@@ -44,7 +44,7 @@ WAIT_LOOK_S = 10.0
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run a pipeline in this process; with `--wait`, again whenever people have judged or decided what it waits for."""
+    """Run a pipeline in this process; with `--wait`, again after each annotation or decision that it waits for."""
     while True:
         try:
             run_profile(options, console)
@@ -70,7 +70,7 @@ def _await_people(condition: Mapping[str, Any]) -> None:
 def run_profile(options: argparse.Namespace, console: Console) -> None:
     """Run a profile and print its results; raise RlhfError for errors that the user can fix.
 
-    If every stage is cached and nobody can be watching, neither Prefect nor MLflow is started.
+    If every stage is cached and no service runs, neither Prefect nor MLflow is started.
     """
     home = Home.here().make()
     config = load_profile(options.profile, options.overrides)

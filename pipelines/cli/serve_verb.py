@@ -109,7 +109,7 @@ def rollback(options: argparse.Namespace) -> None:
     from rlhf_core.tracking.champions import roll_back
 
     if not options.reason.strip():
-        raise ConfigError(explain("reason", options.reason, "is empty", "say why: it is kept in the registry"))
+        raise ConfigError(explain("reason", options.reason, "is empty", "give a reason; it is kept in the registry"))
     uri = tracking_uri(Home.here())
     name = model_name(uri, options.name)
     before, now = roll_back(uri, name, why=options.reason.strip())
@@ -143,7 +143,7 @@ def _print(text: str) -> None:
 # ---------------------------------------------------------------- Serve a policy to OpenAI clients (`rlhf serve`)
 
 GPU = Path("/dev/nvidiactl")
-"""There where a GPU of NVIDIA can be used; asking torch takes seconds."""
+"""Exists where an NVIDIA GPU can be used; a query by torch takes seconds."""
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -210,7 +210,7 @@ def _adapter(named: str, policy: PolicyRef, store: ArtifactStore) -> Path:
     if not found.is_dir():
         rule = "this policy was trained without LoRA"
         raise ConfigError(explain("--adapter", named, rule, "name one that has a folder `adapter`"))
-    # Over other weights it would be another policy, which nobody trained or evaluated.
+    # Over other weights it would be another policy, which was neither trained nor evaluated.
     made = [one.payload["inputs"] for one in store.records() if one.handle.digest == trained.digest]
     began = [inputs["policy"] for inputs in made if "policy" in inputs]
     if began and policy.digest not in began:
@@ -223,18 +223,18 @@ def _say(text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-# ---------------------------------------------------------------- Answer what a gate has asked (`rlhf approve`, `rlhf reject`)
+# ---------------------------------------------------------------- answer a gate's question (`rlhf approve`, `rlhf reject`)
 
 FLOW_RUN = "prefect.flow_run_id"
 
 
 def approve(options: argparse.Namespace) -> None:
-    """Let what depends on the artifact go on, with the next run of the same command."""
+    """Approve the artifact: the stages after it run with the next run of the same command."""
     _answer(options, "approve")
 
 
 def reject(options: argparse.Namespace) -> None:
-    """Hold back for good what depends on the artifact."""
+    """Reject the artifact: the stages after it will not run."""
     _answer(options, "reject")
 
 
@@ -248,7 +248,7 @@ def _answer(options: argparse.Namespace, answer: Answer) -> None:
 
 
 def next_step(request: GateRequest) -> str:
-    """Return what makes the run that asked go on."""
+    """Return the command that continues the waiting run."""
     again = "the run goes on, or ends as blocked, with the same command as before"
     links = request.askers[-1].links
     return f"{again}, or with `rlhf resume {links[FLOW_RUN]}`" if FLOW_RUN in links else again

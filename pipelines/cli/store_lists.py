@@ -1,4 +1,4 @@
-"""List what the store holds (`rlhf runs`, `rlhf store ls`). Damage is reported, and the rest is still listed.
+"""List the content of the store (`rlhf runs`, `rlhf store ls`). Damage is reported, and the rest is still listed.
 
 Lists are read from the store's index and printed as plain lines: rich tables take seconds for ten thousand rows. What
 checks a store's content is imported with `pipelines.cli.store_verbs` and not here, which makes lists fast.
@@ -17,12 +17,12 @@ from rlhf_core.store.layout import StoreLayout, check_schema
 
 
 def runs(options: argparse.Namespace) -> None:
-    """Print what the store holds, newest first."""
+    """Print the stages in the store, newest first."""
     print_runs(_layout(options), console)
 
 
 def store_ls(options: argparse.Namespace) -> None:
-    """Print every artifact with its size, and what is damaged."""
+    """Print every artifact with its size and damage."""
     print_store(_layout(options), console)
 
 
@@ -79,7 +79,7 @@ def _print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], consol
 
 
 def is_empty(layout: StoreLayout, console: Console) -> bool:
-    """Return whether the store holds nothing; if so, say it."""
+    """Return whether the store is empty; if so, print it."""
     if any(layout.keys.glob("*/*.json")) or any(layout.objects.glob("*/*")) or layout.attempts.is_dir():
         return False
     state = "is empty" if layout.root.is_dir() else "does not exist yet"

@@ -18,7 +18,7 @@ def store(options: argparse.Namespace) -> None:
 
 
 def look_after(store: ArtifactStore, options: argparse.Namespace, console: Console) -> None:
-    """Verify or share the store, pin or unpin an artifact, or remove what nothing needs."""
+    """Verify or share the store, pin or unpin an artifact, or remove unused ones."""
     if options.store_verb in ("verify", "gc") and is_empty(store.layout, console):
         return
     if options.store_verb == "verify":

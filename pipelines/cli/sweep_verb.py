@@ -64,13 +64,13 @@ def overrides_of(options: argparse.Namespace, point: Point) -> list[str]:
 
 @dataclass
 class Sweep:
-    """A sweep at work: what its points share is opened when the first point needs it."""
+    """A running sweep: the resources that its points share are opened when the first point needs them."""
 
     options: argparse.Namespace
     points: Points
     home: Home
     tracker: Tracker | None = None
-    """The tracker of the sweep itself; None if nothing is computed and nobody is watching."""
+    """The tracker of the sweep itself; None if nothing is computed and no service runs."""
     parent: str = ""
     """Id of the sweep's run in MLflow; empty while it is away."""
     _shared: ExitStack = field(default_factory=ExitStack)
@@ -86,7 +86,7 @@ class Sweep:
 
     @contextmanager
     def tracked(self, config: PipelineConfig, plans: Sequence[Sequence[PlannedStage]]) -> Iterator[None]:
-        """Track the sweep as the parent of its runs, unless there is nothing to compute and nobody is watching."""
+        """Track the sweep as the parent of its runs, unless there is nothing to compute and no service runs."""
         done = all(stage.decision.action == "HIT" and stage.gates_hold for planned in plans for stage in planned)
         if not (done and self.points.known) or is_watched(self.home):
             self._track(config)
@@ -107,7 +107,7 @@ class Sweep:
         self.parent = self.tracker.start(title, run_id=None, params=params, tags={"sweep": self.id})
 
     def execute(self, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
-        """Run all points and return their results; `goal_in` returns what a search goes by."""
+        """Run all points and return their results; `goal_in` returns the goal of a search."""
         numbers = itertools.count(1)
 
         def run_point(point: Point, tally: Tally) -> Mapping[str, ArtifactRef]:
@@ -232,7 +232,7 @@ def listed_points(options: argparse.Namespace) -> list[Point]:
         )
     if options.random is None and options.range:
         rule = "needs --random N or --optuna N"
-        raise ConfigError(explain("--range", options.range[0], rule, "say how many points to draw"))
+        raise ConfigError(explain("--range", options.range[0], rule, "give the number of points to draw"))
     if options.random is not None:
         points = random_points(options.random, options.range, options.grid, seed=options.sweep_seed or 0)
         if len(points) < options.random:
@@ -243,7 +243,7 @@ def listed_points(options: argparse.Namespace) -> list[Point]:
 
 
 def search_of(options: argparse.Namespace) -> Search:
-    """Return the search that `--optuna` asks for."""
+    """Return the search of `--optuna`."""
     if options.random is not None:
         rule = "chooses its points itself"
         raise ConfigError(explain("--optuna", options.optuna, rule, "leave --random out"))
@@ -289,7 +289,7 @@ def check_different(points: Sequence[Point], configs: Sequence[PipelineConfig]) 
 
 
 def rows_of(results: Sequence[PointResult], goal: Goal | None) -> list[list[str]]:
-    """Return the table, its headings first: what each point changes, what it cost, and what came of it."""
+    """Return the table, its headings first: changes, cost and results of each point."""
     columns = _columns(results, goal)
     rows = [["point", "hits", "computed", *columns, "seconds", "state"]]
     for result in results:
@@ -336,7 +336,7 @@ def say_best(results: Sequence[PointResult], best: PointResult, goal: Goal) -> N
     others = [other for other in rivals(results, best, goal) if other not in same]
     if others:
         ours = goal.of(best)
-        why = "its interval overlaps with" if ours and ours.has_interval else "no interval tells it apart from"
+        why = "its interval overlaps with" if ours and ours.has_interval else "without an interval it may equal"
         _say(f"{why} {', '.join(named(other.point) for other in others)}: repeat with other seeds")
 
 

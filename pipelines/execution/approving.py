@@ -1,4 +1,4 @@
-"""Answer what a gate or a pause has asked: the same for `rlhf approve`, `rlhf reject` and the form in Prefect."""
+"""Answer the question of a gate or a pause, for `rlhf approve`, `rlhf reject` and the form in Prefect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_core.store.gate_decisions import Answer, GateAnswer, GateDecisions, Ga
 
 @dataclass(frozen=True)
 class Meant:
-    """Which question a person means: by its run and gate, and by the beginning of its id or of the artifact's digest."""
+    """Selects a question by its run and gate, and by the beginning of its id or of the artifact's digest."""
 
     run: str
     """A profile, the name of a run, or the name or id of its flow run in Prefect."""
@@ -29,12 +29,12 @@ class Meant:
 def answer_gate(
     meant: Meant, answer: Answer, *, reason: str, store: str = "", by: str = ""
 ) -> tuple[GateRequest, GateAnswer]:
-    """Write down the answer to what a gate of a run has asked; return the question and the answer.
+    """Record the answer to the question of a gate; return the question and the answer.
 
     Raises ConfigError if nothing or more than one thing is meant, and says what is open.
     """
     if not reason.strip():
-        raise ConfigError(explain("reason", reason, "is empty", "say why: it is kept with the decision"))
+        raise ConfigError(explain("reason", reason, "is empty", "give a reason; it is kept with the decision"))
     where, run, profile = place_of(meant.run, store)
     decisions = GateDecisions(where.layout)
     request = chosen(decisions.requests(), meant, run=run, profile=profile)
@@ -42,7 +42,7 @@ def answer_gate(
 
 
 def place_of(run: str, store: str) -> tuple[ArtifactStore, str, str]:
-    """Return the store in which a run asked, the name of the run, and the digest of its profile; `run` may be a profile."""
+    """Return the store with the question of a run, the name of the run, and the digest of its profile; `run` may be a profile."""
     try:
         find_profile(run)
     except ConfigError:  # not a profile, so the name or id of a run
@@ -64,18 +64,20 @@ def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: 
         asked = (
             ", ".join(sorted({f"{who.run} {one.question.gate}" for one in requests for who in one.askers})) or "none"
         )
-        rule = f"no gate of this name has asked in {run!r}"
+        rule = f"no gate of this name waits in {run!r}"
         raise ConfigError(explain("gate", meant.gate, rule, f"name one that has (run and gate): {asked}"))
     found = [one for one in of_gate if one.question.digest.startswith(meant.artifact)]
     if not found:
         known = ", ".join(one.question.digest[:SHORT_ID] for one in of_gate)
         raise ConfigError(
-            explain("artifact", meant.artifact, "the gate has not asked about it", f"it has about {known}")
+            explain(
+                "artifact", meant.artifact, "no question of the gate is about it", f"its questions are about {known}"
+            )
         )
     found = [one for one in found if one.id.startswith(meant.question)]
     if not found:
         raise ConfigError(
-            explain("question", meant.question, "the gate has not asked it", f"it has asked {listed(of_gate)}")
+            explain("question", meant.question, "the gate has no such question", f"its questions are {listed(of_gate)}")
         )
     own = [one for one in found if any(who.profile == profile for who in one.askers)] or found
     if len(own) == 1 and (own[0].answer is None or all(one.answer is not None for one in found)):
@@ -83,12 +85,12 @@ def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: 
     waiting = [one for one in own if one.answer is None]
     if len(waiting) == 1 and all(one.asked <= waiting[0].asked for one in own):
         return waiting[0]
-    rule = f"has asked {len(found)} questions: {listed(found)}"
+    rule = f"has {len(found)} questions: {listed(found)}"
     raise ConfigError(explain("gate", meant.gate, rule, "add --question"))
 
 
 def listed(requests: Sequence[GateRequest]) -> str:
-    """Return the questions for a person to choose from, the open ones first, the one asked last at the beginning."""
+    """Return the questions for a person to choose from, the open ones first, each in order from the most recent."""
     ordered = sorted(requests, key=lambda one: (one.answer is None, one.asked, one.id), reverse=True)
     return "; ".join(
         f"{one.id[:SHORT_ID]} ({'open' if one.answer is None else f'answered: {one.answer}'}, "

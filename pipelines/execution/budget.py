@@ -67,7 +67,7 @@ class Budget:
 
     @contextmanager
     def spending(self, gpus: float) -> Iterator[Spent]:
-        """Count the time inside the block, on `gpus` GPUs; a stage in it is asked to save when the budget is spent.
+        """Count the time inside the block, on `gpus` GPUs; a stage in it saves and ends when the budget is spent.
 
         Raises RunOverBudget if the budget is spent at the beginning, or if the stage was stopped for that reason.
         """
@@ -91,7 +91,7 @@ class Budget:
                 self.check()
 
     def close(self) -> None:
-        """Forget what was spent: the run has finished, and the next one starts anew.
+        """Reset the spent amounts: the run has finished, and the next one starts at 0.
 
         A run without a budget leaves that of another run of the same name alone.
         """
@@ -99,7 +99,7 @@ class Budget:
             self._path.unlink(missing_ok=True)
 
     def _limits(self) -> list[tuple[str, float, float]]:
-        """Return key, what is spent, and limit of each part of the budget that is limited."""
+        """Return key, spent amount and limit of each limited part of the budget."""
         hours, gpu_hours = self._ledger.seconds / HOUR, self._ledger.gpu_seconds / HOUR
         prices = self.config.prices
         found = (
@@ -140,14 +140,14 @@ def gpus_of(spec: StageSpec, runtime: RuntimeConfig) -> float:
 
 
 def pairs_asked(config: ProposeComparisonsConfig) -> int:
-    """Return the largest number of pairs that a proposal asks about, repeats and attention checks included."""
+    """Return the largest number of pairs in a proposal, including repeats and attention checks."""
     return (
         config.budget + round(config.repeat_fraction * config.budget) + round(config.attention_fraction * config.budget)
     )
 
 
 def check_comparisons(budget: BudgetConfig, planned: Sequence[StageSpec]) -> None:
-    """Raise ConfigError if the pipeline may ask about more pairs than its budget, rounds that are done included."""
+    """Raise ConfigError if the pipeline may propose more pairs than its budget, including finished rounds."""
     if budget.comparisons is None:
         return
     asked = {
@@ -155,6 +155,6 @@ def check_comparisons(budget: BudgetConfig, planned: Sequence[StageSpec]) -> Non
     }
     total = sum(asked.values())
     if total > budget.comparisons:
-        rule = f"{' + '.join(f'{label} {pairs}' for label, pairs in asked.items())} may ask about {total} pairs"
+        rule = f"{' + '.join(f'{label} {pairs}' for label, pairs in asked.items())} may propose {total} pairs"
         remedy = "lower the budget of the proposals or the number of rounds, or raise this one"
         raise ConfigError(explain("budget.comparisons", budget.comparisons, rule, remedy))

@@ -57,7 +57,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs in one stage; `own` is what the stage itself has otherwise, `inputs` what it was given."""
+    """Differences in one stage; `own` are those of the stage itself, `inputs` those of its inputs."""
 
     label: str
     own: tuple[str, ...]
@@ -74,7 +74,7 @@ class Answer:
 
 
 def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Home, uri: str) -> Side:
-    """Return what a name means: a profile, an artifact by label, digest or folder, or a run in MLflow by name or id.
+    """Return the object of a name: a profile, an artifact by label, digest or folder, or an MLflow run by name or id.
 
     `uri` is the address of MLflow. Raises ConfigError if it is none of these, or if overrides have no profile to change.
     """
@@ -150,7 +150,7 @@ def config_differences(ours: Side, theirs: Side) -> list[tuple[str, str, str]]:
 
 
 def not_compared(ours: Side, theirs: Side) -> dict[str, str]:
-    """Return the stages whose results cannot be compared, with the reason: nobody knows whether they are the same."""
+    """Return the stages whose results cannot be compared, with the reason."""
     found = dict.fromkeys((*ours.gone, *theirs.gone), "the store has no record of it")
     for label, here in ours.stages.items():
         there = theirs.stages.get(label)
@@ -160,7 +160,7 @@ def not_compared(ours: Side, theirs: Side) -> dict[str, str]:
 
 
 def stage_differences(ours: Side, theirs: Side) -> list[Difference]:
-    """Return what differs, stage by stage, in the order in which they run; stages that agree are left out."""
+    """Return the differences by stage, in the order in which they run, without equal stages."""
     found = []
     gone = {*ours.gone, *theirs.gone}
     for label in [*ours.stages, *(label for label in theirs.stages if label not in ours.stages)]:
@@ -179,7 +179,7 @@ def stage_differences(ours: Side, theirs: Side) -> list[Difference]:
 
 
 def first_difference(found: Sequence[Difference]) -> Difference | None:
-    """Return the first stage that differs by itself, and not only by what it was given."""
+    """Return the first stage that differs by itself, and not only by its inputs."""
     return next((one for one in found if one.own), None)
 
 

@@ -1,4 +1,4 @@
-"""Judge gates: hold back what depends on an artifact whose gate does not hold, until a person decides or for good.
+"""Judge gates: block the stages after an artifact whose gate does not hold, until a person decides or for good.
 
 A gate is judged from the record of its stage, or from the stage's report.json, whenever the stage has run or was a hit. That
 costs nothing, and gates are in no key. The same rules serve the plan and the run.
@@ -49,28 +49,28 @@ class StageHeld(RunHalted):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a gate for one artifact."""
+    """Verdict of a gate on one artifact."""
 
     gate: GateConfig
     label: str
     question: Question
-    """What a person is asked; `found` in it is what was compared, empty for a gate without a condition."""
+    """Question to a person; its `found` is the comparison, empty for a gate without a condition."""
     outcome: Outcome
     answer: GateAnswer | None = None
 
     @property
     def found(self) -> str:
-        """Return what was compared, such as `accuracy_low 0.61 < 0.65`."""
+        """Return the comparison, such as `accuracy_low 0.61 < 0.65`."""
         return self.question.found
 
     @property
     def holds(self) -> bool:
-        """Return whether what depends on the artifact may go on."""
+        """Return whether the stages after the artifact may run."""
         return self.outcome in ("passed", "warned", "approved")
 
     @property
     def why(self) -> str:
-        """Return what was found and what a person said."""
+        """Return the finding and the decision."""
         asked = "" if self.found or self.answer else "a person has to approve it"
         return "; ".join(part for part in (self.found, str(self.answer or ""), asked) if part)
 
@@ -117,7 +117,7 @@ class Gatekeeper:
         return min(found, key=lambda verdict: verdict.outcome == "waiting", default=None)
 
     def skip(self, spec: StageSpec, ref: ArtifactRef, verdict: Verdict) -> None:
-        """Hold back what depends on `ref`, the placeholder for the artifact of a stage that is not run."""
+        """Block the stages after `ref`, the placeholder for the artifact of a stage that is not run."""
         self.skipped.append(spec.label)
         self._held |= {one.uri: verdict for one in (ref, *parts(ref))}
 
@@ -171,7 +171,7 @@ class Gatekeeper:
 
 
 def condition(gate: GateConfig) -> dict[str, Any]:
-    """Return what an approval is about besides the artifact: the stage and the condition."""
+    """Return the subject of an approval besides the artifact: the stage and the condition."""
     return gate.model_dump(mode="json", exclude={"otherwise"}) | {"name": gate.title}
 
 
@@ -201,7 +201,7 @@ def known_numbers(metrics: Mapping[str, float], folder: Path) -> dict[str, float
 
 
 def judged(gate: GateConfig, index: int, known: Mapping[str, float]) -> tuple[bool, str]:
-    """Return whether a gate's condition holds, and what was compared. Raises ConfigError that names what there is.
+    """Return whether a gate's condition holds, and the comparison. Raises ConfigError that lists the known names.
 
     It does not hold for a number of fewer than `least_prompts` prompts, nor for the end of an interval that they do not give.
     """
@@ -233,7 +233,7 @@ def prompts_behind(metric: str, known: Mapping[str, float]) -> float | None:
 
 
 def value_of(gate: GateConfig, index: int, known: Mapping[str, float]) -> float:
-    """Return the number that a gate names. Raises ConfigError that names what there is."""
+    """Return the number that a gate names. Raises ConfigError that lists the known names."""
     if gate.metric in known:
         return known[gate.metric]
     names = sorted(known)

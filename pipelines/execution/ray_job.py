@@ -60,7 +60,7 @@ WARNINGS_KEPT = 50
 class JobOutcome:
     """The end of a job. `samples` belong to a `done` stage, the error's class and text to a `failed` one.
 
-    A stage that is `waiting` for people says in `error` for what, and in `condition` for other processes.
+    A stage that is `waiting` for people has its reason in `error`, and in `condition` for other processes.
     """
 
     status: Literal["done", "failed", "waiting", "stopped"]
@@ -141,7 +141,7 @@ class Reporter(logging.Handler):
 
 
 class Watcher:
-    """A reader of a job's report that passes on what is new in it."""
+    """A reader of a job's report that passes on new entries."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Watcher:
         self._seen = _empty_report()
 
     def poll(self) -> JobOutcome | None:
-        """Pass on what the job has reported since the last call; return its outcome, None while it runs."""
+        """Pass on the job's reports since the last call; return its outcome, None while it runs."""
         outcome = read_outcome(self._folder)  # first, so that nothing reported before the end is lost
         report = read_json(self._folder / PROGRESS)
         if report is not None and report != self._seen:
@@ -196,7 +196,7 @@ def failure(error: Exception) -> JobOutcome:
 def error_of(outcome: JobOutcome, *, label: str, log: str) -> RlhfError:
     """Return the error of a failed job: an RlhfError keeps its class and text, any other error is named in the text.
 
-    `log` says where the job's log is.
+    `log` is the place of the job's log.
     """
     kinds = {kind.__name__: kind for kind in _family(RlhfError)}
     if outcome.error_class in kinds:

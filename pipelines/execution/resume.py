@@ -21,7 +21,7 @@ LOOKED_AT = 50
 
 
 RUN_PARAMETERS = {"profile", "config"}
-"""A run of stages has one of these; the form that answers a gate has none, and is not what `rlhf resume` means."""
+"""A run of stages has one of these; the form that answers a gate has none, and `rlhf resume` ignores it."""
 
 
 class ResumeError(RlhfError, ValueError):
@@ -32,7 +32,7 @@ class ResumeError(RlhfError, ValueError):
 class Resumption:
     """The result of `resume`, and the remaining action.
 
-    `nothing`: there is nothing to do, and `message` says why. `scheduled`: `rlhf up` will run it again. `foreground`:
+    `nothing`: there is nothing to do; `message` is the reason. `scheduled`: `rlhf up` will run it again. `foreground`:
     it was started by `rlhf run`, and the caller must run it again with `options`.
     """
 
@@ -44,7 +44,7 @@ class Resumption:
 def resume(wanted: str, *, served: bool) -> Resumption:
     """Resume the flow run with this name or id; "" means the newest that has not completed.
 
-    `served` says whether the deployments are up. Prefect's client must point at the server.
+    `served`: whether the deployments are up. Prefect's client must point at the server.
     """
     reconcile()
     with get_client(sync_client=True) as client:

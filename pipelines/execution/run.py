@@ -114,7 +114,7 @@ def event_of(error: BaseException | None) -> Event | None:
 
 
 def notify(config: NotifyConfig | None, error: BaseException | None, *, run: str, links: Mapping[str, str]) -> None:
-    """Send one POST about the end of a run, if the profile asks for it; problems are logged."""
+    """Send one POST about the end of a run, if the profile has a webhook; problems are logged."""
     event = event_of(error)
     if config is None or event is None or event not in config.events:
         return
@@ -126,9 +126,9 @@ def notify(config: NotifyConfig | None, error: BaseException | None, *, run: str
             address, data=json.dumps(content).encode(), headers={"Content-Type": "application/json"}, method="POST"
         )
         with urllib.request.urlopen(request, timeout=config.timeout_s):
-            logger.info("notify: the webhook was told that the run is %s", event)
+            logger.info("notify: sent to the webhook: the run is %s", event)
     except Exception as failure:  # the receiver, its network or its address: never a reason to fail the run
-        logger.warning("notify.webhook: could not be told that the run is %s: %s", event, type(failure).__name__)
+        logger.warning("notify.webhook: could not send that the run is %s: %s", event, type(failure).__name__)
 
 
 # ---------------------------------------------------------------- run
@@ -148,7 +148,7 @@ class PipelineRun:
     started: int = 0
     """Number of stages that were started, cached ones included, and of groups of them."""
     outcomes: dict[str, StageOutcome] = field(default_factory=dict)
-    """What came of every finished stage, by label."""
+    """Outcome of every finished stage, by label."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Where the run can be looked up, besides the tracker."""
     gates: Gatekeeper = field(init=False)
@@ -186,7 +186,7 @@ class PipelineRun:
         return outcome
 
     def judge(self, spec: StageSpec, ref: ArtifactRef) -> None:
-        """Judge the gates after a finished stage; log and track the verdicts, and ask a person where one has to decide."""
+        """Judge the gates after a finished stage; log and track the verdicts, and record a question where a person must decide."""
         if not any(gate.after == spec.label for gate in self.context.config.gates):
             return
         record = self.context.store.record(self.context.key_of(spec))
@@ -198,13 +198,15 @@ class PipelineRun:
                 self._ask(verdict.question)
 
     def _asked(self, waiting: StageWaiting) -> StageWaiting:
-        """Ask the question that a stage waits for, if it does, and return how the run waits for the answer."""
+        """Record the question that a stage waits for, if any, and return how the run waits for the answer."""
         if "question" in waiting.condition:
             question, root = Question.model_validate(waiting.condition["question"]), self.context.store.root
             self._ask(question)
             said = f"{waiting}: {commands(question, self.context.config.name, root)}"
             return StageWaiting(said, answers_awaited([question.id], root))
-        if "questions" in waiting.condition:  # the job of the stage has asked; so do we, with our links
+        if (
+            "questions" in waiting.condition
+        ):  # the stage's job has recorded the question; record it again with our links
             decisions = GateDecisions(self.context.store.layout)
             for asked in map(decisions.find, waiting.condition["questions"]):
                 if asked is not None:

@@ -74,7 +74,7 @@ def random_points(count: int, ranges: Sequence[str], grids: Sequence[str], *, se
     [('ppo.kl_coef=0.03538', 'seed=1')]
     """
     if count < 1:
-        raise ConfigError(explain("--random", count, "must be >= 1", "say how many points to draw"))
+        raise ConfigError(explain("--random", count, "must be >= 1", "give the number of points to draw"))
     space, study = Space.of(ranges, grids), new_study("RandomSampler", seed=seed)
     return list(dict.fromkeys(space.point(study.ask()) for _ in range(count)))
 
@@ -238,7 +238,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class PointResult:
-    """What came of one point. `measures` and `digests` have an entry for each finished stage, by label."""
+    """Result of one point. `measures` and `digests` have an entry for each finished stage, by label."""
 
     point: Point
     hits: tuple[str, ...]
@@ -331,7 +331,7 @@ class Listed:
         return [list(point) for point in self.points]
 
     def params(self) -> dict[str, object]:
-        """Return what a tracker shows of the points."""
+        """Return the parameters of the points for a tracker."""
         return {"point": {str(number): named(point) for number, point in enumerate(self.points, start=1)}}
 
     def run(self, run_point: RunPoint, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
@@ -344,7 +344,7 @@ class Listed:
 def goal_of(
     metric: str, direction: Direction, *, runs: Sequence[Mapping[str, StageSpec]], policies: Sequence[str]
 ) -> Goal | None:
-    """Return the goal that `[STAGE:]METRIC` names, None for an empty one; raise ConfigError for what no run has.
+    """Return the goal that `[STAGE:]METRIC` names, None for an empty one; raise ConfigError for an unknown one.
 
     `runs` are the stages of the runs by label.
     """
@@ -394,7 +394,7 @@ def ties(results: Sequence[PointResult], best: PointResult, goal: Goal) -> list[
 
 
 def rivals(results: Sequence[PointResult], best: PointResult, goal: Goal) -> list[PointResult]:
-    """Return the other points that the best cannot be told apart from: their intervals overlap, or one has none."""
+    """Return the other points that are not significantly worse: their intervals overlap, or one has none."""
     ours = goal.finite(best)
     assert ours is not None
     others = ((result, goal.finite(result)) for result in results if result is not best)
@@ -421,7 +421,7 @@ def check_metric(results: Sequence[PointResult], goal: Goal) -> None:
 def check_approved(
     run: str, best: PointResult, goal: Goal, results: Sequence[PointResult], store: ArtifactStore, *, profile: str
 ) -> None:
-    """Ask a person, as a gate does, whether the best point may go on; `profile` is the digest of what is swept.
+    """Request an approval of the best point, as a gate does; `profile` is the digest of the swept profile.
 
     Raises StageWaiting until somebody has answered, and RunBlocked if they have rejected it.
     """
@@ -448,7 +448,7 @@ def check_approved(
 # ---------------------------------------------------------------- sweep search
 
 ASKS = 4
-"""How often Optuna is asked for each point that is wanted; in a small space it may choose a point again."""
+"""Requests to Optuna per new point; in a small space it may choose a point again."""
 
 
 @dataclass
@@ -469,7 +469,7 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ConfigError(explain("--optuna", self.count, "must be >= 1", "say how many points to try"))
+            raise ConfigError(explain("--optuna", self.count, "must be >= 1", "give the number of points to try"))
         self._space = Space.of(self.ranges, self.grids)
         if not self.ranges and not self.grids:
             rule, remedy = "has nothing to search", "add --range KEY=LOW..HIGH or --grid KEY=VALUE,VALUE"
@@ -483,12 +483,12 @@ class Search:
         return self._space.ends()
 
     def identity(self, metric: str) -> list[object]:
-        """Return what distinguishes this search from others; other results, of another metric, lead to other points."""
+        """Return the search's identity; another metric leads to other points."""
         ends: list[object] = [list(point) for point in self.to_check()]
         return [*ends, *self.ranges, *self.grids, self.count, self.direction, self.seed, metric]
 
     def params(self) -> dict[str, object]:
-        """Return what a tracker shows: how many points are looked for, and where."""
+        """Return the parameters for a tracker: the number of points, and their space."""
         return {"search": {"points": self.count, "in": shown_overrides((*self.ranges, *self.grids))}}
 
     def run(self, run_point: RunPoint, store: ArtifactStore, goal_in: GoalIn) -> list[PointResult]:
@@ -522,4 +522,4 @@ class Search:
 
 
 Points: TypeAlias = Listed | Search
-"""How the points of a sweep come about: all are listed before the first runs, or each is chosen after the one before."""
+"""Source of a sweep's points: all are listed before the first runs, or each is chosen after the one before."""

@@ -165,7 +165,7 @@ def learn_from_own_answers(config: PipelineConfig, stages: Stages, state: Lifecy
 def ask_conditioned(
     config: ConditionConfig, stages: Stages, rollouts: RolloutsRef, label: str, prompts: PromptsRef
 ) -> PromptsRef:
-    """Return the prompts that ask for the best level of the rewards in `rollouts`."""
+    """Return the prompts that request the best level of the rewards in `rollouts`."""
     return stages.condition_prompts(label, config, rollouts=rollouts, prompts=prompts)
 
 

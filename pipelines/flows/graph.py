@@ -100,7 +100,7 @@ class Stages:
     champion: Opponents | None = None
     """The champion of the registry and the one before, if a policy has to beat it."""
     decisions: Callable[[], tuple[GateNote, ...]] = tuple
-    """Returns what came of the gates so far, for the model card."""
+    """Returns the verdicts of the gates so far, for the model card."""
     group: RunGroup = ungrouped
 
     def prepare_data(self, label: str, config: PrepareDataConfig) -> PreparedDataRef:

@@ -213,10 +213,10 @@ class PipelineConfig(Config):
     evaluate: EvaluationConfig | None = None
     publish: PublishConfig | None = None
     gates: Annotated[tuple[GateConfig, ...], OPERATIONAL] = added_option(())
-    """Conditions on finished stages that hold back what depends on them."""
+    """Conditions on finished stages that block the stages after them."""
     budget: Annotated[BudgetConfig, OPERATIONAL] = added_option(BudgetConfig())
     notify: Annotated[NotifyConfig | None, OPERATIONAL] = added_option(None)
-    """Where to say that a run has ended or waits."""
+    """Notification when a run has ended or waits."""
 
     @model_validator(mode="after")
     def _check_gate_names(self) -> PipelineConfig:
@@ -396,7 +396,7 @@ def with_overrides(config: PipelineConfig, overrides: Sequence[str]) -> Pipeline
 
 
 def profile_digest(config: PipelineConfig) -> str:
-    """Return what tells a configuration from others of the same name."""
+    """Return the digest of a configuration, which differs from others of the same name."""
     return sha256_text(config.model_dump_json())
 
 

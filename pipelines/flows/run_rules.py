@@ -1,4 +1,4 @@
-"""Configure what ends or holds back a run: gates after stages, budgets, and who is notified. Nothing here enters a key."""
+"""Configure the limits of a run: gates after stages, budgets, and who is notified. Nothing here enters a key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Event = Literal["waiting", "blocked", "over_budget", "failed", "finished"]
 
 
 class GateConfig(Config):
-    """A condition on a number of a finished stage, and what happens if it does not hold.
+    """A condition on a number of a finished stage, and the action if it does not hold.
 
     >>> GateConfig(after="reward_model", metric="accuracy_low", op=">=", value=0.65).title
     'reward_model'
@@ -40,8 +40,8 @@ class GateConfig(Config):
     """Least number of prompts that the number is of, where the stage records how many. With fewer, the condition does not
     hold."""
     otherwise: Literal["block", "approve", "warn"] = "block"
-    """What happens if the condition does not hold: `block` holds back all that depends on the artifact, `approve` does
-    so until a person decides, `warn` only says so."""
+    """Action if the condition does not hold: `block` blocks all stages after the artifact, `approve` does
+    so until a person decides, `warn` only logs."""
     name: str = ""
     """Name of the gate in messages, tags and `rlhf approve`; if empty, the label in `after`."""
 
@@ -68,7 +68,7 @@ class GateConfig(Config):
 
 
 class PricesConfig(Config):
-    """What an hour of each kind of device costs, in any currency, the same as that of the budget."""
+    """Price of an hour of each kind of device, in the currency of the budget."""
 
     gpu: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Price of an hour of one GPU that the engines of a stage hold."""
@@ -77,18 +77,18 @@ class PricesConfig(Config):
 
 
 class BudgetConfig(Config):
-    """Limits on what a run may spend, its earlier attempts included; stages that are taken from the store cost nothing."""
+    """Limits on the cost of a run, including its earlier attempts; reused stages cost nothing."""
 
     hours: float | None = Field(None, gt=0)
     """Hours of executed stages."""
     gpu_hours: float | None = Field(None, gt=0)
     """Hours of executed stages times the number of GPUs that their engines hold."""
     cost: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """What the hours of executed stages may cost, at `prices`."""
+    """Maximum cost of the hours of executed stages, at `prices`."""
     prices: PricesConfig = PricesConfig()
     """Prices of an hour by kind of device; judges behind an address and people are not among them."""
     comparisons: int | None = Field(None, ge=0)
-    """Number of pairs that people or judges may be asked about, over all rounds; those of suites are not counted."""
+    """Maximum number of pairs for people or judges, over all rounds; those of suites are not counted."""
 
     @model_validator(mode="after")
     def _check_prices(self) -> BudgetConfig:

@@ -34,7 +34,7 @@ class RewardEnsembleConfig(Config):
     members: int = Field(3, ge=2)
     """Number of reward models."""
     by: Literal["seeds", "folds"] = "seeds"
-    """What differs: the seed alone (`seeds`), or also which fold of the prompts a member is not trained on (`folds`)."""
+    """Difference of the members: the seed alone (`seeds`), or also which fold of the prompts a member is not trained on (`folds`)."""
 
 
 class RewardModelSection(RewardModelConfig):

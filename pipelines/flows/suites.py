@@ -23,7 +23,7 @@ from stages.config.suite_prompts import SuitePromptsConfig
 
 PARENT = "parent"
 Condition: TypeAlias = Callable[[str, PromptsRef], PromptsRef]
-"""Returns the prompts as a policy that was trained on conditioned ones is asked them; a stage of the label."""
+"""Returns the prompts for a policy that was trained on conditioned ones; a stage of the label."""
 
 
 @dataclass

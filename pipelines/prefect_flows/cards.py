@@ -155,7 +155,7 @@ def _delete_artifact(key: UUID) -> None:
 
 
 class _Away:
-    """Time until which a server that did not answer is not asked again."""
+    """Time until which no request is sent to a server that did not answer."""
 
     until = 0.0
 

@@ -53,7 +53,7 @@ RECONCILE_EVERY_S = 60.0
 FORMS = ("tiny/distill", "tiny/conditional", "tiny/prm", "tiny/online", "tiny/full")
 """Profiles that fill the forms of single stages. If several have a section, the last one is used."""
 SAVE_TIMEOUT_S = 25.0
-"""Seconds that a flow may take to save when asked to end. Then it is killed, and resumes from its last checkpoint."""
+"""Seconds that a flow may take to save and end. Then it is killed, and resumes from its last checkpoint."""
 
 
 def deployments() -> list[Any]:
@@ -136,7 +136,7 @@ def _plain(config: BaseModel, left_out: Collection[str] = ()) -> dict[str, Any]:
 
 
 class InterruptingRunner(Runner):
-    """A runner that, when asked to end, first marks its runs as interrupted and then lets them save.
+    """A runner that, at its end, first marks its runs as interrupted and then lets them save.
 
     Prefect's own runner kills them and leaves them Running, or marks them Cancelled. Its folder has a name in the shared
     temporary folder that any user of the machine can take first; here it is in the state folder.
@@ -150,7 +150,7 @@ class InterruptingRunner(Runner):
         try:
             for mended in interrupt():
                 logger.warning("%s", mended)
-        except Exception as error:  # the flows must be told in any case
+        except Exception as error:  # the flows must be notified in any case
             logger.warning("could not mark the active runs as interrupted: %s", error)
         flows_under_way = psutil.Process().children()
         for process in flows_under_way:

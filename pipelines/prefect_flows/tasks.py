@@ -78,7 +78,7 @@ class TaskRunner:
         self._made: dict[str, State[bool]] = {}
         """Uri of an artifact -> the task that made or found it; outside a group, the group's."""
         self._ended: list[State[bool]] = []
-        """How the stages ended so far, those of the active group last."""
+        """States of the finished stages, those of the active group last."""
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
         run, refs = self._run, []

@@ -42,7 +42,7 @@ def halted(error: RunHalted) -> State[None]:
 
 
 def note(home: Home, flow_run: FlowRun, error: RunHalted) -> None:
-    """Remember what a run of a deployment waits for, in place of what it waited for before.
+    """Record the condition that a run of a deployment waits for, in place of the previous one.
 
     Runs that are no deployment's are in a terminal, where the same command goes on.
     """
@@ -70,7 +70,7 @@ def keep_resuming(home: Home, log: Path) -> None:
 
 
 def resume_met(home: Home, check: Check) -> list[str]:
-    """Schedule the waiting runs whose condition is met, as `check` says; return their ids.
+    """Schedule the waiting runs whose condition is met according to `check`; return their ids.
 
     A run that is not Waiting anymore is left alone: a person may have resumed or cancelled it.
     """
@@ -132,7 +132,7 @@ def approve(
     store: str = "",
     question: str = "",
 ) -> str:
-    """Approve or reject what a gate holds back; a run of a deployment that waits for it then goes on.
+    """Approve or reject an artifact at a gate; a run of a deployment that waits for it then continues.
 
     `run` and `gate` are named in the message of the run that waits. `by` is who decides and `reason` why; both are kept
     with the question. `question`, the id in that message, is needed only if the gate has asked several; `artifact` is the
@@ -149,7 +149,7 @@ def approve(
 
 
 def go_on(flow_runs: Sequence[str]) -> str:
-    """Start again those of the runs that are of a deployment and wait; return what comes of it, or what is left to do."""
+    """Start the waiting runs of deployments again; return the result, or the remaining steps."""
     by_hand, done = "run the same command again, and it goes on", []
     for flow_run in dict.fromkeys(flow_runs):
         if not waits(flow_run):

@@ -110,7 +110,7 @@ def served_elsewhere() -> str:
     """Return a description of a deployment of our flow that others serve on this server, or "".
 
     Prefect has one deployment per name: ours would replace theirs and execute their runs. A deployment of a state
-    folder that has not asked for work in the last minute counts as abandoned.
+    folder without a request for work in the last minute counts as abandoned.
     """
     tag = home_tag(Home.here())
     with get_client(sync_client=True) as client:

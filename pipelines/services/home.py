@@ -32,7 +32,7 @@ from rlhf_core.secrets.redaction import shown
 # ---------------------------------------------------------------- user settings
 
 OWN = "RLHF_OWN_SETTINGS"
-"""Environment variable with the settings that `rlhf` gave to its own processes, to tell them from the user's."""
+"""Environment variable with the settings that `rlhf` passed to its own processes, to distinguish them from the user's."""
 API_URL = "PREFECT_API_URL"
 AUTH = "PREFECT_API_AUTH_STRING"
 _DATABASE = {
@@ -264,7 +264,7 @@ class Home:
 
     @property
     def serving(self) -> Path:
-        """Return the file that says which policy `rlhf serve` serves, and where."""
+        """Return the file with the policy and address of `rlhf serve`."""
         return self.root / "serving.json"
 
     @property
@@ -379,7 +379,7 @@ def quiet_environment(home: Home) -> dict[str, str]:
 
 
 def _without_socks() -> dict[str, str]:
-    """Return settings that take SOCKS proxies away where httpx cannot use them: it refuses to ask 127.0.0.1, too, then."""
+    """Return settings without SOCKS proxies if httpx cannot use them: it would refuse requests to 127.0.0.1, too."""
     names = ("ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy")
     socks = [name for name in names if name in os.environ and os.environ[name].startswith("socks")]
     if not socks or importlib.util.find_spec("socksio") is not None:

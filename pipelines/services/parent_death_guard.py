@@ -70,7 +70,7 @@ def _stop(child: subprocess.Popen[bytes], patience_s: float) -> None:
 
 
 def _await_rest(child: subprocess.Popen[bytes]) -> None:
-    """Give what the command has started REST_S to end: Python's tracker of shared memory removes it only then."""
+    """Wait REST_S for the children of the command to end: Python's tracker of shared memory removes it only then."""
     deadline = time.monotonic() + REST_S
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:

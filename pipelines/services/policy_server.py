@@ -30,7 +30,7 @@ GIB = 1 << 30
 
 
 class ServingNote(Stored):
-    """Which policy is served, and where."""
+    """The served policy and its address."""
 
     url: str
     """Address for OpenAI clients, which ends in `/v1`."""
@@ -55,7 +55,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How vLLM serves."""
+    """Options of the vLLM server."""
 
     port: int = SERVE_PORT
     max_model_len: int = 0
@@ -154,7 +154,7 @@ def wait_for_end(note: ServingNote, every_s: float = 5.0) -> None:
 def serving(home: Home) -> ServingNote | None:
     """Return the policy server of this state folder, which had answered when it was noted; None if there is none.
 
-    The address alone says nothing: once the server is gone, the port may be another user's. Its guard keeps the port.
+    The address alone is no proof: once the server is gone, the port may be another user's. Its guard keeps the port.
     """
     note = read_stored(home.serving, ServingNote)
     if note is None or not note.pid or process_state(note.pid, note.started) == "gone":
@@ -163,7 +163,7 @@ def serving(home: Home) -> ServingNote | None:
 
 
 def health_url(url: str) -> str:
-    """Return where a server says whether it is well, from its address for OpenAI clients.
+    """Return the health address of a server, from its address for OpenAI clients.
 
     >>> health_url("http://127.0.0.1:8000/v1")
     'http://127.0.0.1:8000/health'

@@ -192,7 +192,7 @@ def bound_port(wanted: int) -> socket.socket:
     """Return a socket that listens at `wanted` or the next free port; close it when its server has ended for good.
 
     A server needs seconds before it listens, and may be restarted. Its starter binds the port and hands the socket over,
-    so nobody else has the port meanwhile, whatever their state folder, TMPDIR or user.
+    so no other process has the port meanwhile, whatever their state folder, TMPDIR or user.
     """
     if not 0 <= wanted <= LAST_PORT:
         raise ServiceError(f"port = {wanted}: must be from 0 to {LAST_PORT}; 0 is any free port")

@@ -75,7 +75,7 @@ class Child:
     well: Callable[[], bool]
     log: Path
     patience_s: float = STOP_PATIENCE_S
-    """Seconds that it may take to end when asked to."""
+    """Seconds that it may take to end."""
     listener: socket.socket | None = None
     """The socket at which it listens, which stays open while it is restarted."""
     process: subprocess.Popen[bytes] | None = None
@@ -119,7 +119,7 @@ def keep_alive(child: Child, stop: threading.Event) -> None:
 
 
 def _ailment(child: Child, stop: threading.Event, *, answered: bool) -> tuple[bool, str] | None:
-    """Return whether the child has answered since its start, and what is wrong with it now; None when `stop` is set."""
+    """Return whether the child has answered since its start, and its present problem; None when `stop` is set."""
     missed = 0
     began = last_check = time.monotonic()
     while not stop.wait(LOOK_EVERY_S):

@@ -53,11 +53,11 @@ DEPLOYED_MARK = "deployments.ready"
 BEAT_LATE_S = 15.0
 LAST_TIMEOUT_S = 20.0
 DEPLOYMENTS_PATIENCE_S = 32.0
-"""Seconds for the deployments to end: running flows are asked to save first."""
+"""Seconds for the deployments to end: running flows save first."""
 
 
 def supervise(home: Home) -> None:
-    """Start the services, record their addresses, restart what dies or hangs, and stop all on SIGTERM or Ctrl-C."""
+    """Start the services, record their addresses, restart dead or hanging ones, and stop all on SIGTERM or Ctrl-C."""
     stop = threading.Event()
     for number in (*terminations(), signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -1,4 +1,4 @@
-"""Remember which flow runs wait for people, and for what: `python -m pipelines.services.wait_notes FLOW_RUN ...`.
+"""Record which flow runs wait for people, with their conditions: `python -m pipelines.services.wait_notes FLOW_RUN ...`.
 
 A note is a small file in the state folder, so nothing is lost while no process waits. The command prints those of the
 named runs whose condition is met; it is a process of its own, because MLflow's client takes 200 MB.

@@ -1,4 +1,4 @@
-"""Tell whether a run that waits may go on: people have judged enough, or have answered a question."""
+"""Check whether a waiting run may continue: enough judgments exist, or a question is answered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def answers_awaited(questions: Sequence[str], store: Path) -> dict[str, Any]:
 
 
 def may_go_on(condition: Mapping[str, Any], *, uri: str) -> bool:
-    """Return whether what a run waits for has happened; `uri` is the address of MLflow."""
+    """Return whether the condition of a waiting run is met; `uri` is the address of MLflow."""
     if "questions" in condition:
         decisions = GateDecisions(StoreLayout(Path(condition["store"])))
         found = (decisions.find(question) for question in condition["questions"])

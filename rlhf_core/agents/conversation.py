@@ -257,7 +257,7 @@ class Transcript:
         self._spans: list[ActionSpan] = []
         self.extras: dict[str, float] = {}
         self.score: float | None = None
-        """What the agent gave for dynamic sampling to go by."""
+        """Score from the agent for dynamic sampling."""
 
     @property
     def room(self) -> int:
@@ -270,9 +270,9 @@ class Transcript:
         return len(self._spans)
 
     def request(self, max_tokens: int) -> SamplingRequest:
-        """Return the request for the next turn, of at most `max_tokens` tokens and of what fits.
+        """Return the request for the next turn: at most `max_tokens` tokens, and no more than fit.
 
-        The first turn has the episode's seed, so that an episode of one turn says what plain sampling says.
+        The first turn has the episode's seed, so that an episode of one turn equals plain sampling.
         """
         return SamplingRequest(
             self.prompt_ids + tuple(self._token_ids), turn_seed(self._seed, self.turns), min(max_tokens, self.room)
@@ -294,7 +294,7 @@ class Transcript:
         return True
 
     def earn(self, reward: float, *, turn: int = -1) -> None:
-        """Put `reward` at a turn, the last one unless told; ValueError if it is not finite."""
+        """Add `reward` to a turn (default: the last); ValueError if it is not finite."""
         if not math.isfinite(reward):
             raise ValueError(f"the reward is {reward}, and must be finite")
         self._spans[turn] = replace(self._spans[turn], reward=reward)

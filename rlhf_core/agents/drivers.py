@@ -76,7 +76,7 @@ class EnvironmentDriver:
         self.finished: FinishReason | None = None
 
     def on_observation(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
-        """Take `observed` (what `reset` adds to the prompt) or `stepped` (a StepResult)."""
+        """Take `observed` (the addition of `reset` to the prompt) or `stepped` (a StepResult)."""
         if kind == "observed":
             return self._begun(value)
         return self._stepped(value)
@@ -210,7 +210,7 @@ class ProgramDriver:
             if prompt_ids[: len(so_far)] != so_far:
                 if strict:
                     raise EpisodeFailed(
-                        f"turn {number + 1} was asked for with another past than what was said before it"
+                        f"turn {number + 1} was requested with another history than the conversation before it"
                     )
                 break
             text.add_text(prompt_ids[len(so_far) :])

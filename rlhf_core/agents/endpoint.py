@@ -53,7 +53,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "suffix": (None, ""),
 }
-"""Parameters that change what an answer is, with the values that leave it as it is."""
+"""Parameters that change the form of an answer, with their neutral values."""
 
 BODY = BodyLimits()
 
@@ -61,7 +61,7 @@ LOG = logging.getLogger(__name__)
 
 
 class CompletionRequest(BaseModel):
-    """What both kinds of request have; further keys are looked at by `check_parameters`."""
+    """Fields of both kinds of request; further keys are checked by `check_parameters`."""
 
     model_config = ConfigDict(extra="allow")
     model: str = MODEL
@@ -250,7 +250,7 @@ class Endpoint:
             "index": 0,
             "text": turn.answer.text,
             "finish_reason": turn.answer.finish_reason,
-            # 0 asks for the log-probabilities of the sampled tokens alone, and no others are kept.
+            # 0 returns the log-probabilities of the sampled tokens alone; no others are kept.
             "logprobs": None if wanted.logprobs is None or wanted.logprobs is False else rows,
         }
         return reply("text_completion", wanted, turn, choice, name)

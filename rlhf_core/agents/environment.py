@@ -1,4 +1,4 @@
-"""What a user writes: an environment of one episode, with `reset` and `step`, plain or `async`.
+"""The interface of a user's environment for one episode: `reset` and `step`, plain or `async`.
 
 It lives in a process of its own. A failure there (an exception, a hang, a crash) ends the episode as failed: it is counted
 and left out, never scored 0.
@@ -16,7 +16,7 @@ Observation = str | Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a turn of the policy led to.
+    """Result of a turn of the policy.
 
     `reward` belongs to the turn; an episode earns their sum. `extras` are figures to log as `episode/<name>`; of one that
     is reported in several turns the last counts.
@@ -45,7 +45,7 @@ class Environment:
     """
 
     def reset(self, prompt: Mapping[str, Any], seed: int) -> str | None:
-        """Begin the episode; return what to add to the prompt's last user turn, None for nothing.
+        """Begin the episode; return an addition to the prompt's last user turn, or None.
 
         `prompt` holds `id`, `messages` (role, content), `label`, `source`, `text` (as it is rendered), `sampling` and, where
         the label is a JSON object, its keys.

@@ -215,7 +215,7 @@ class _EpisodePool:
 
 
 def _problem(event: Event, config: EpisodeLimits) -> str:
-    """Return what is wrong with an event, "" if nothing is."""
+    """Return the problem of an event, "" if there is none."""
     match event.kind:
         case "raised":
             return f"it raised\n{event.value}"

@@ -30,7 +30,7 @@ SHOWN_CHARACTERS = 500
 
 
 class Verified(BaseModel):
-    """What `/verify` answers, as far as it is read."""
+    """The fields of a `/verify` response that are read."""
 
     reward: float
     reward_components: dict[str, float] = {}
@@ -118,7 +118,7 @@ def as_message(message: ChatMessage) -> dict[str, Any]:
 
 
 async def tool_result(client: httpx.AsyncClient, call: ToolUse, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Call one of `tools`; one that is not there, and arguments that it refuses, are the policy's doing: it is told."""
+    """Call one of `tools`; an unknown tool or invalid arguments are reported to the policy."""
     names = [tool["function"]["name"] for tool in tools]
     if call.name not in names:  # or the policy could verify itself
         return f"error: there is no tool {call.name}; {nearest(call.name, names)}"
@@ -129,7 +129,7 @@ async def tool_result(client: httpx.AsyncClient, call: ToolUse, tools: Sequence[
 
 
 async def posted(client: httpx.AsyncClient, route: str, body: Mapping[str, Any]) -> Any:
-    """Return what the server answers to `body`."""
+    """Return the server's response to `body`."""
     return checked(await client.post(route, json=body)).json()
 
 

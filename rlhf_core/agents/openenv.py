@@ -41,7 +41,7 @@ class ServerMessage(BaseModel):
 
 
 class Observed(BaseModel):
-    """What a reset or a step led to."""
+    """Result of a reset or a step."""
 
     observation: dict[str, Any]
     reward: float | None = None
@@ -50,7 +50,7 @@ class Observed(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How text becomes an action, and an observation text. `observation_field` "" stands for all of it as JSON."""
+    """Conversion of text to an action, and of an observation to text. `observation_field` "" stands for all of it as JSON."""
 
     action_field: str
     action_is_text: bool
@@ -93,7 +93,7 @@ class OpenEnvEpisode:
         return self._wire.text(observed.observation)
 
     async def step(self, action: str) -> StepResult:
-        """Send the turn as an action; return what it led to."""
+        """Send the turn as an action; return its result."""
         try:
             observed = await self._ask("step", self._wire.action(action))
         except (ValueError, InvalidAction) as error:
@@ -152,7 +152,7 @@ def open_server(config: OpenEnvAgent) -> Callable[[], OpenEnvEpisode]:
 
 
 def get_object(client: httpx.Client, path: str) -> dict[str, Any]:
-    """Return what the server says at `path`; ConfigError if it says nothing of the kind."""
+    """Return the server's response at `path`; ConfigError if it has another form."""
     try:
         response = client.get(path)
         response.raise_for_status()

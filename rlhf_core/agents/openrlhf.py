@@ -34,7 +34,7 @@ MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent", "openrlhf.utils
 
 
 CONSTRUCTOR = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
-"""What OpenRLHF 0.8.7 to 0.9.0 constructs an `AgentExecutor` with; later ones are constructed with nothing."""
+"""Constructor arguments of an `AgentExecutor` in OpenRLHF 0.8.7 to 0.9.0; later versions pass none."""
 
 
 class AgentInstanceBase(ABC):
@@ -53,7 +53,7 @@ class AgentInstanceBase(ABC):
 
 
 class AgentExecutorBase:
-    """Drives an episode: samples with an engine and says the conversation's tokens and what they earned.
+    """Drives an episode: samples with an engine and returns the conversation's tokens and rewards.
 
     Since OpenRLHF 0.9.1 `execute` is given everything and returns the episode. Up to 0.9.0 the constructor is given an
     `AgentInstanceBase` and the arguments `CONSTRUCTOR`; `execute` takes three arguments and puts the episode on
@@ -221,7 +221,7 @@ class StepFunction(AgentInstanceBase):
         self._takes_sampling = any(one.kind is one.VAR_KEYWORD or one.name == "sampling_params" for one in names)
 
     async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Return what the function says; ValueError if it changes what was said before."""
+        """Return the function's result; ValueError if it changes the earlier conversation."""
         observation, action = state_dict["observation_text"], state_dict["action_text"]
         passed = {"sampling_params": state_dict["sampling_params"]} if self._takes_sampling else {}
         result = await self._step(observation, action, state_dict["label"], **passed)
@@ -237,7 +237,7 @@ class StepFunction(AgentInstanceBase):
 
 @dataclass
 class SamplingParams:
-    """What an agent reads and changes; only `max_tokens` may differ from the stage's configuration."""
+    """Sampling parameters that an agent reads and changes; only `max_tokens` may differ from the stage's configuration."""
 
     max_tokens: int
     temperature: float
@@ -277,7 +277,7 @@ class RequestOutput:
 
 
 class LLMEngine:
-    """What an executor samples with, in place of OpenRLHF's vLLM engine."""
+    """The engine that an executor samples with, in place of OpenRLHF's vLLM engine."""
 
     def __init__(self, engine: ProgramEngine, tokenizer: Any, allowed: SamplingParams) -> None:
         self._engine = engine
@@ -329,7 +329,7 @@ class ConstructorEngine:
 
 
 Play: TypeAlias = Callable[[str, str, SamplingParams, LLMEngine], Coroutine[Any, Any, Mapping[str, Any]]]
-"""(prompt, label, sampling_params, llm_engine) -> what an executor says of an episode."""
+"""(prompt, label, sampling_params, llm_engine) -> an executor's result of an episode."""
 
 
 def open_executor(
@@ -423,7 +423,7 @@ def _step_play(config: OpenRLHFAgent, file: UserFile, tokenizer: Any) -> Play:
 
 
 def _is_early(kind: type[AgentExecutorBase]) -> bool:
-    """Return whether the class is one of OpenRLHF up to 0.9.0: what it is constructed with, or `execute`, tells."""
+    """Return whether the class is one of OpenRLHF up to 0.9.0, by its constructor or its `execute`."""
     return not _binds(kind) or "llm_engine" not in inspect.signature(kind.execute).parameters
 
 
@@ -443,7 +443,7 @@ def _binds(kind: Any, **arguments: Any) -> bool:
 
 
 def as_result(result: Mapping[str, Any]) -> ProgramResult:
-    """Return what an executor's dictionary says; KeyError if it lacks the conversation, ValueError for no number."""
+    """Return the result in an executor's dictionary; KeyError without the conversation, ValueError for no number."""
     reward = result.get("reward")
     rewards = result.get("turn_rewards") or ([] if reward is None else [reward])
     extras = {name: value for name, value in (result.get("extra_logs") or {}).items() if is_number(value)}

@@ -96,7 +96,7 @@ class Environments:
         return ticket
 
     def tell(self, ticket: int, verb: str, *arguments: Any, timeout_s: float) -> None:
-        """Call a method of the episode's session; `events` has its reply, or has said that its process was lost."""
+        """Call a method of the episode's session; `events` returns its reply or the loss of its process."""
         if ticket in self._homes:
             self._homes[ticket].send(Call(ticket, verb, arguments, timeout_s))
 
@@ -107,7 +107,7 @@ class Environments:
             child.send(Call(ticket, "end", (), self.config.step_timeout_s))
 
     def events(self, *, timeout_s: float) -> list[Event]:
-        """Return what happened, waiting for up to `timeout_s` until something has; a dead process is replaced."""
+        """Return new events, waiting up to `timeout_s` for the first; a dead process is replaced."""
         found: list[Event] = []
         with contextlib.suppress(queue.Empty):
             found += self._received(*self._inbox.get(block=timeout_s > 0, timeout=timeout_s or None))
@@ -117,7 +117,7 @@ class Environments:
         return found
 
     def close(self) -> None:
-        """End all processes and what they started."""
+        """End all processes and their children."""
         for child in self._children:
             child.close()
 
@@ -227,7 +227,7 @@ class _Child:
         kill_group(self._process)
 
     def close(self) -> int:
-        """Kill the process and what it started; return its status."""
+        """Kill the process and its children; return its status."""
         kill_group(self._process)
         status = self._process.wait()
         self._outbox.put(None)
@@ -255,7 +255,7 @@ class _Child:
                 pipe.flush()
 
     def _loaded(self, pipe: IO[bytes]) -> Any:
-        """Return the next message, None at the end, which is also what cannot be read."""
+        """Return the next message; None at the end or if it cannot be read."""
         try:
             return pickle.load(pipe)
         except (EOFError, pickle.UnpicklingError):

@@ -1,7 +1,7 @@
 """Run a command per episode, which calls the policy as it would call OpenAI's server.
 
 The command gets `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and the prompt as a line of JSON on its standard input. Its exit
-status says whether the episode succeeded; its last line of output may hold the reward.
+status is 0 if the episode succeeded; its last line of output may hold the reward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhf_core.processes.child import guarded_process
 from rlhf_core.secrets.redaction import without_secrets
 
 PROMPT_FIELDS = ("id", "messages", "source")
-"""What a program is told of a prompt unless it is given the label."""
+"""Fields of a prompt that a program receives unless it is given the label."""
 SHOWN_CHARACTERS = 2000
 """Of a program's errors, from the end."""
 

@@ -1,7 +1,7 @@
 """Run agent programs: code that drives an episode itself and requests turns, in the child process of `process`.
 
 A program is `async (prompt, seed, engine) -> ProgramResult`. What it gets from `engine.generate` is sampled by the driver
-and kept there, so its tokens cannot be changed on the way: the result only says which turns count and what they earned.
+and kept there, so its tokens cannot be changed on the way: the result only lists the turns that count and their rewards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ProgramEvent: TypeAlias = tuple[Literal["asks", "finished"], Any]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A turn that a program asks for; `max_tokens` 0 takes what the configuration and the episode's budget leave."""
+    """A turn that a program requests; `max_tokens` 0 means the limit of the configuration and the episode."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int = 0
@@ -85,11 +85,11 @@ class ProgramEngine:
             self._answer = None
 
     async def next_request(self) -> Ask:
-        """Return the next turn that the program asks for."""
+        """Return the next turn that the program requests."""
         return await self._requests.get()
 
     def answer(self, answer: Answer | str) -> None:
-        """Hand over the turn that was asked for, or why there is none."""
+        """Pass on the requested turn, or the reason why there is none."""
         if self._answer is None or self._answer.done():
             return
         if isinstance(answer, str):
@@ -102,7 +102,7 @@ Program: TypeAlias = Callable[[Mapping[str, Any], int, ProgramEngine], Coroutine
 
 
 class ProgramSession:
-    """One episode of a program: `begin`, then `answer` after each turn, say what it does next."""
+    """One episode of a program: `begin`, then `answer` after each turn, return its next request or result."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -120,7 +120,7 @@ class ProgramSession:
         return await self._next()
 
     async def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel the running tasks."""
         if self._running is not None:
             self._running.cancel()
 

@@ -52,7 +52,7 @@ class EnvironmentSession:
         self._wanted: frozenset[str] | None = None
 
     async def begin(self, prompt: Mapping[str, Any], seed: int) -> tuple[str, str | None]:
-        """Make the environment and reset it; return what it adds to the prompt."""
+        """Create and reset the environment; return its addition to the prompt."""
         self._environment = self._make()
         self._wanted = wanted_keywords(self._environment.step)
         added = await resolved(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
@@ -61,7 +61,7 @@ class EnvironmentSession:
         return "observed", None if added is None else plain_text(added)
 
     async def step(self, action: str, info: Mapping[str, Any]) -> tuple[str, StepResult]:
-        """Take a turn; return what it led to."""
+        """Take a turn; return its result."""
         passed = {name: value for name, value in info.items() if self._wanted is None or name in self._wanted}
         result = await resolved(self._environment.step(action, **passed))
         return "stepped", checked_step(result)

@@ -32,7 +32,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the policy wrote it; `problem` says why it cannot be made."""
+    """A call as the policy wrote it; `problem` is the reason if it cannot be made."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -68,7 +68,9 @@ class ToolEnvironment:
                 inspect.signature(function).bind(**call.arguments)
                 result = function(**call.arguments)
                 return as_text(await result if inspect.isawaitable(result) else result)
-            except Exception as error:  # the policy's arguments are as likely the cause as the tool: it is told
+            except (
+                Exception
+            ) as error:  # the policy's arguments are as likely the cause as the tool: report it to the policy
                 problem = without_secrets(f"{type(error).__name__}: {error}")
         self._failures += 1
         return f"error: {problem}"

@@ -32,7 +32,7 @@ from rlhf_core.processes import parent_death_guard
 from rlhf_core.processes.child import OUR_OWN, kill_group
 
 START_TIMEOUT_S = 100.0
-"""For the interpreter, the imports of `verifiers` and what the environment loads."""
+"""Seconds for the interpreter, the imports of `verifiers` and the data of the environment."""
 PING_TIMEOUT_S = 10.0
 """For the answer to a ping; then the interpreter is taken for hung in the environment's code, and killed."""
 
@@ -56,7 +56,7 @@ class Runner:
         self._process = self._start()
 
     async def play(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what an episode came to; EpisodeFailed if it could not be played, RunnerEnded if the process ended."""
+        """Return the result of an episode; EpisodeFailed if it could not be played, RunnerEnded if the process ended."""
         self._loop = asyncio.get_running_loop()
         if self._process.poll() is not None:
             await self._started_again(self._loop)
@@ -129,7 +129,7 @@ class Runner:
         )
         os.close(own)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # an interpreter that ended at once says so below
+        with contextlib.suppress(BrokenPipeError):  # an interpreter that ended at once is reported below
             process.stdin.write(json.dumps(settings) + "\n")
             process.stdin.flush()
         first: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -154,7 +154,7 @@ class Runner:
             raise ConfigError(explain("agent.version", wanted, problem, "install that version, or change this"))
 
     def _listen(self, process: subprocess.Popen[str], first: queue.SimpleQueue[dict[str, Any]], held: int) -> None:
-        """Hand on what the process says; when it ends, fail what still waits. Runs in a thread of its own."""
+        """Pass on the output of the process; when it ends, fail the waiting episodes. Runs in its own thread."""
         assert process.stdout is not None
         lines = (json.loads(line) for line in process.stdout if line.endswith("\n"))  # the last may be half a line
         first.put(next(lines, {"refused": "its interpreter exited immediately; see its error output"}))
@@ -162,7 +162,7 @@ class Runner:
             self._hand_on(reply["id"], reply)
         os.close(held)
         process.kill()
-        process.wait()  # before anyone is told: the next episode finds it ended, and starts another
+        process.wait()  # before the callers are notified: the next episode finds it ended, and starts another
         for number in list(self._waiting):
             self._hand_on(number, {"ended": True})
 
@@ -205,7 +205,7 @@ def open_verifiers(config: VerifiersAgent, *, tokenizer: str) -> Program:
 
 
 def result_of(said: Mapping[str, Any], *, cut: bool) -> ProgramResult:
-    """Return what the runner says of an episode; EpisodeFailed if there is no finite reward."""
+    """Return the runner's result of an episode; EpisodeFailed if there is no finite reward."""
     reward = said["reward"]
     if not isinstance(reward, (int, float)) or not math.isfinite(reward):
         raise EpisodeFailed(f"its reward is {reward}")

@@ -21,15 +21,15 @@ import traceback
 from typing import Any, TextIO
 
 KEY_VARIABLE = "RLHF_POLICY_KEY"
-"""The variable that `verifiers` is told to read the policy's API key from."""
+"""The variable from which `verifiers` reads the policy's API key."""
 
 
 PROBLEMS: contextvars.ContextVar[list[str]] = contextvars.ContextVar("PROBLEMS")
-"""What went wrong in the episode whose code is running."""
+"""Errors of the episode whose code is running."""
 
 
 class Overheard(logging.Handler):
-    """Keeps errors that `verifiers` only logs: 0.1 takes a reward function that raised for one that said 0."""
+    """Keeps errors that `verifiers` only logs: 0.1 gives 0 for a reward function that raised."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the message with the episode that it belongs to."""
@@ -80,7 +80,7 @@ class Current:
         self._task_class = type(self._environment.taskset).task_type()
 
     def serving(self) -> Any:
-        """Return the context of what its rollouts share."""
+        """Return the context that its rollouts share."""
         return self._environment.serving()
 
     async def play(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ async def serve(environment: Legacy | Current, requests: TextIO, answers: TextIO
 
 
 def main() -> None:
-    """Load the environment, say how that went, and serve."""
+    """Load the environment, report the result, and serve."""
     answers, requests = os.fdopen(os.dup(1), "w", encoding="utf-8"), os.fdopen(os.dup(0), "r", encoding="utf-8")
     os.dup2(2, 1)
     settings = json.loads(requests.readline())

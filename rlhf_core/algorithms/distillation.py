@@ -27,9 +27,9 @@ They add up to 1 for any n. For groups of one token on both sides the outcomes a
 paper's. (GOLD has one outcome for each first token and multiplies all of them by prod_(j>1) p(x_j): they add up to less than
 1, so that a student which gives every text the teacher's probability still has a loss.)
 
-Kinds: `uld` is W_1 over all outcomes. Sorted probabilities do not say which token is meant, therefore the paper adds the
+Kinds: `uld` is W_1 over all outcomes. Sorted probabilities do not identify tokens, therefore the paper adds the
 cross-entropy. `uld_text` compares the one outcome that both models have, the text, with itself and sorts the others,
-|P(text) - Q(text)| + sum_i |P_(i) - Q_(i)|: at least `uld`, and it says of each text whether it should be likelier.
+|P(text) - Q(text)| + sum_i |P_(i) - Q_(i)|: at least `uld`, and its sign per text is whether it should be likelier.
 
 With `k` > 0 only the k likeliest other outcomes count one by one and the rest as one more: a lower bound. The loss is
 between 0 and 2, without a unit. Only the student's outcomes have a gradient.

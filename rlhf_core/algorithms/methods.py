@@ -35,7 +35,7 @@ def methods_in(package: str, path: Iterable[str], family: type[M], *, first: Seq
 
 
 def one_of(methods: Sequence[type[Config]]) -> Any:
-    """Return the annotation of a field that holds one of `methods`, told apart by `type`; a bare name is read as one.
+    """Return the annotation of a field with one of `methods`, selected by `type`; a bare name stands for its table.
 
     >>> from pydantic import TypeAdapter
     >>> from rlhf_core.algorithms import policy

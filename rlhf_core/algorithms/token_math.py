@@ -1,4 +1,4 @@
-"""What stands under every loss: sums and counts of masked tokens, and log-ratios that cannot overflow.
+"""Primitives of all losses: sums and counts of masked tokens, and log-ratios that cannot overflow.
 
 Estimators of the KL divergence to a reference, and the controllers of its coefficient.
 
@@ -164,10 +164,10 @@ Mode: TypeAlias = Literal["truncate", "mask"]
 
 
 class CorrectionConfig(Config):
-    """What is done about a sampler whose probabilities mu differ from the trainer's; q = pi_old / mu."""
+    """Correction for a sampler whose probabilities mu differ from the trainer's; q = pi_old / mu."""
 
     level: Level = "token"
-    """What q is taken over: a token, the product over its sequence, or the geometric mean."""
+    """Unit of q: a token, the product over its sequence, or the geometric mean."""
     mode: Mode = "truncate"
     """`truncate` bounds q by `cap`; `mask` drops tokens whose q is outside [low, cap] (IcePop: 0.5 to 5)."""
     cap: float = Field(2.0, gt=0)
@@ -364,7 +364,7 @@ def clipped_value_loss(
     """Return 0.5 sum of max((V_clip - R)^2, (V - R)^2) over `num_tokens`, the masked tokens of the whole step.
 
     Tensors [B, L]. V_clip = V_old + clamp(V - V_old, +-clip): arXiv 1707.06347's reference code, and
-    lm-human-preferences. `clip` None is the plain squared error; `num_tokens` None says that this call is the step.
+    lm-human-preferences. `clip` None is the plain squared error; `num_tokens` None: those of this call.
     Metrics: `value_loss`, `value_clip_fraction`, `value_mean`.
     """
     # Masked first: a NaN outside the mask would come back through the square as a NaN gradient.
@@ -412,7 +412,7 @@ def sft_loss(
     """Return -sum of log pi(y_t) over masked tokens, divided by `tokens`, the masked tokens of the whole step.
 
     The token mean of InstructGPT's supervised step (arXiv 2203.02155, section 3.5), in nats per token. `tokens` None
-    says that this call is the whole step. With `dft` each token is weighted by its own probability, detached: dynamic
+    means that this call is the whole step. With `dft` each token is weighted by its own probability, detached: dynamic
     fine-tuning, arXiv 2508.05629. The metric `nll` is the unweighted mean in both cases.
     """
     logprobs_BL = masked(logprobs_BL, loss_mask_BL)
@@ -424,7 +424,7 @@ def sft_loss(
 
 # ---------------------------------------------------------------- reward
 
-# Shape legend: B pairs or rows of a batch, M models of an ensemble. Tensors are [B] unless said.
+# Shape legend: B pairs or rows of a batch, M models of an ensemble. Tensors are [B] unless noted.
 
 
 EnsembleReduction: TypeAlias = Literal["mean", "min", "mean_minus_std"]
@@ -441,7 +441,7 @@ def bradley_terry_loss(
     """Return sum of -log sigmoid(r_c - r_r - margin) + c (r_c + r_r)^2, over `pairs`, the pairs of the whole step.
 
     Bradley-Terry likelihood: arXiv 2203.02155 eq. 1; margin: Llama 2, arXiv 2307.09288 eq. 2; centering (scores are
-    otherwise defined only up to a constant): arXiv 2312.09244, c = 0.01 suggested, 0 switches it off. `pairs` None says
+    otherwise defined only up to a constant): arXiv 2312.09244, c = 0.01 suggested, 0 switches it off. `pairs` None means
     that this call is the whole step. `accuracy` counts r_c > r_r strictly: a model that scores everything alike has
     accuracy 0, not 1.
     """
@@ -491,7 +491,7 @@ def step_loss(logits_S: Tensor, labels_S: Tensor, *, steps: float | None = None)
 
     `logits_S` are the model's outputs at the step-end tokens of all answers, `labels_S` hard (PRM800K, arXiv
     2305.20050) or soft in [0, 1] (the share of rollouts that end right: Math-Shepherd, arXiv 2312.08935).
-    `steps` None says that this call is the whole step. Metrics: `loss`, `accuracy` (a logit of 0 is never right),
+    `steps` None: those of this call. Metrics: `loss`, `accuracy` (a logit of 0 is never right),
     `positive_fraction` of the labels, both with the label rounded at 0.5. Raises DataError for a label outside [0, 1].
     """
     logits_S, labels_S = at_least_fp32(logits_S), at_least_fp32(labels_S)

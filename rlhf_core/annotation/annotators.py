@@ -1,4 +1,4 @@
-"""Ask annotators about comparisons: a program that simulates people, or a file that people fill in."""
+"""Collect judgments of comparisons from a simulated annotator or from files that people fill in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONGEST_S = 1e9
 
 
 class NotJudgedYet(Exception):
-    """Raised while judgments are missing; the message says how many, and where they are awaited."""
+    """Raised while judgments are missing; the message has their number and place."""
 
 
 # ---------------------------------------------------------------- simulated people
@@ -120,7 +120,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _shown(one: Comparison) -> dict[str, Any]:
-    """Return what an annotator sees: neither the policies nor what is expected."""
+    """Return the annotator's view: neither the policies nor the expected answer."""
     messages = [{"role": message.role, "content": message.content} for message in one.prompt]
     return {"id": one.id, "prompt": messages, "first": one.first, "second": one.second}
 
@@ -136,7 +136,7 @@ def _judgment(place: str, content: bytes, known: set[str]) -> Judgment:
     if row["choice"] not in CHOICES:
         raise DataError(explain(f"{place}.choice", row["choice"], f"must be one of {', '.join(CHOICES)}", "correct it"))
     if row["id"] not in known:
-        rule = "is none of the comparisons that were asked"
+        rule = "is none of the given comparisons"
         raise DataError(explain(f"{place}.id", row["id"], rule, f"take the ids of {EXPORT}"))
     annotator, reason, seconds = row.get("annotator", "annotator-1"), row.get("reason", ""), row.get("seconds", 0.0)
     if not isinstance(annotator, str) or not isinstance(reason, str):

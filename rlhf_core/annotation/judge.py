@@ -1,4 +1,4 @@
-"""Ask a language model about comparisons, each in both orders, and measure how far the order decides.
+"""Judge comparisons with a language model, each in both orders, and measure the effect of the order.
 
 Models prefer an answer for its place (arXiv 2306.05685, section 3.3), so a choice counts only if it survives the swap.
 Every verdict is written down as it comes: a killed stage asks only for the missing ones.
@@ -125,7 +125,7 @@ def ask_judge(
 
 
 def question(template: str, one: Comparison, order: Order, rubric: str) -> str:
-    """Return the question about a comparison in one order; what the answers say is not filled in again."""
+    """Return the prompt for a comparison in one order; placeholders in the answers stay as they are."""
     first, second = (one.first, one.second) if order == "given" else (one.second, one.first)
     filled = {"rubric": rubric, "prompt": prompt_text(one.prompt), "first": first, "second": second}
     return _PLACE.sub(lambda place: filled[place.group(1)], template)
@@ -181,7 +181,7 @@ def write_verdicts(path: Path, verdicts: Sequence[Verdict]) -> None:
 
 
 def _verdict(config: JudgeAnnotator, endpoint: ChatEndpoint, one: Comparison, order: Order, rubric: str) -> Verdict:
-    """Return the verdict on one question; after a reply without one the judge is asked for it."""
+    """Return the verdict on one question; after a reply without one, request it once more."""
     began = time.monotonic()
     messages = [Message("user", question(config.template, one, order, rubric))]
     reply, choice, malformed = "", "", 0

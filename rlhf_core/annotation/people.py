@@ -1,4 +1,4 @@
-"""Ask people about comparisons, through files or MLflow's Review page, and tell when they have judged enough."""
+"""Collect people's judgments through files or MLflow's Review page, and check whether there are enough."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEANINGS: Mapping[str, Choice] = {"A": "first", "B": "second", "tie": "tie", "bo
 def ask_people(
     config: People, comparisons: Sequence[Comparison], *, name: str, uri: str
 ) -> tuple[list[Judgment], dict[str, Any]]:
-    """Return the judgments of people and what the report adds on them; raise NotJudgedYet while they are too few.
+    """Return people's judgments and their part of the report; raise NotJudgedYet while there are too few.
 
     `name` tells these comparisons from those of other rounds and runs. `uri` is the address of MLflow, which only
     `mlflow` needs.
@@ -78,7 +78,7 @@ def shared_out(
 
 
 def shown(one: Comparison) -> ReviewItem:
-    """Return what a person sees of a comparison, in Markdown: neither the policies nor what is expected.
+    """Return a person's view of a comparison, in Markdown: neither the policies nor the expected answer.
 
     Answers keep their Markdown but for headings and rules, with which an answer could pass for both.
     """
@@ -90,7 +90,7 @@ def shown(one: Comparison) -> ReviewItem:
 
 
 def condition(config: People, comparisons: Path, *, name: str) -> dict[str, Any]:
-    """Return as JSON values what `is_met` needs to tell whether enough is judged; it holds no secrets."""
+    """Return the arguments of `is_met` as JSON values, without secrets."""
     return {"annotator": config.model_dump(mode="json"), "comparisons": str(comparisons.resolve()), "name": name}
 
 

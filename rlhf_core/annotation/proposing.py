@@ -58,7 +58,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Judgment:
-    """What one annotator chose for one comparison. `seconds` is 0.0 if the time was not measured.
+    """Choice of one annotator for one comparison. `seconds` is 0.0 if the time was not measured.
 
     >>> Judgment("c1", "annotator-1", "first").choice
     'first'
@@ -195,7 +195,7 @@ def comparisons(
 ) -> list[Comparison]:
     """Return the pairs as comparisons in random order and with random sides, and the ones that check the annotators.
 
-    `repeat_fraction` of them are asked a second time with the sides swapped; as many attention checks as
+    `repeat_fraction` of them are shown a second time with the sides swapped; as many attention checks as
     `attention_fraction` of them show an answer beside the answer to another prompt.
     """
     rng = random.Random(derive_seed(seed, "sides"))
@@ -248,7 +248,7 @@ def _attention_checks(pairs: Sequence[Candidate], count: int, rng: random.Random
             for pair in pairs
             if pair.prompt.messages != own.prompt.messages and pair.second.completion.text not in answers
         ]
-        if not others:  # replies that fit every prompt: nothing could be told by them
+        if not others:  # replies that fit every prompt discriminate nothing
             continue
         stranger = replace(rng.choice(others), prompt=own.prompt)
         pair = Candidate(own.first, stranger, (own.policies[0], "another prompt"))

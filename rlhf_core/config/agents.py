@@ -186,7 +186,7 @@ class VerifiersAgent(RewardingAgent):
     version: str = ""
     """Version of `verifiers` that must be installed there, or a prefix of it; it belongs to the key of a stage."""
     environment_version: str = ""
-    """Version of the environment. It belongs to the key of a stage, which cannot see what is installed there."""
+    """Version of the environment. It is in the key of a stage, which cannot see the packages installed there."""
     folders: tuple[str, ...] = ()
     """Folders from which its modules may be imported; all their `*.py` files belong to the key of a stage."""
     request_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0

@@ -31,7 +31,7 @@ class ProgramAnnotator(Config):
 
 
 class Patience(Config):
-    """How long the stage waits for people."""
+    """Time that the stage waits for people."""
 
     needed: float = Field(1.0, gt=0, le=1)
     """Share of the comparisons that must be judged before the stage goes on."""
@@ -102,7 +102,7 @@ class ReviewAnnotator(Patience):
 
 
 class JudgeAnnotator(Config):
-    """A language model at an OpenAI-compatible chat endpoint, asked about every comparison in both orders.
+    """A language model at an OpenAI-compatible chat endpoint; it judges every comparison in both orders.
 
     A choice counts if it is the same in both orders; otherwise the judgment is a tie (arXiv 2306.05685, section 3.4).
     """
@@ -129,7 +129,7 @@ class JudgeAnnotator(Config):
     verdict: Annotated[PatternVerdict | JsonVerdict, Field(discriminator="type")] = PatternVerdict(
         pattern=r"(?im)better[\s*_`]*[:=][\s*_`]*(?:answer[\s*_`]+)?(a|b|tie|neither)[\s*_`.]*$"
     )
-    """How the verdict is read from the reply: `A`, `B`, `tie` or `neither`, in either case."""
+    """Pattern of the verdict in the reply: `A`, `B`, `tie` or `neither`, in either case."""
     max_tokens: int = Field(256, ge=1)
     """Maximum number of tokens of a reply."""
     temperature: float = Field(0.0, ge=0)
@@ -137,7 +137,7 @@ class JudgeAnnotator(Config):
     corrections: Annotated[int, Field(ge=0), FAILURES] = 2
     """Number of times that a reply without a verdict is answered with a request for one. They are counted."""
     concurrency: Annotated[int, Field(ge=1), FAILURES] = 16
-    """Number of questions asked at the same time."""
+    """Number of concurrent requests."""
     timeout_s: Annotated[float, Field(gt=0), FAILURES] = 120.0
     """Deadline, in seconds, of one question."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 4
@@ -145,7 +145,7 @@ class JudgeAnnotator(Config):
     token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
     """Environment variable with the bearer token (API key); empty sends none."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
-    """What happens if a question gets no verdict: `fail` ends the stage, which keeps the other verdicts for the next
+    """Action if a question gets no verdict: `fail` ends the stage, which keeps the other verdicts for the next
     run; `invalid` leaves the comparison without a judgment, counted."""
 
     @field_validator("url")

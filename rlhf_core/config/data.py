@@ -82,13 +82,13 @@ class InstructionsWorld(Config):
     """Number of held-out prompts; a third each are about new topics only, combine instructions in a new way, and have
     a kind of instruction that no training prompt has."""
     min_words: int = Field(6, ge=1)
-    """Number of words of an answer that is one, where no instruction asks for fewer."""
+    """Minimum number of words of an answer, unless an instruction requests fewer."""
     demonstrations: int = added_option(0, ge=0)
     """Number of written answers to training prompts, each of which follows its instructions; 0 makes no such table."""
     eval_demonstrations: int = added_option(24, ge=1)
     """Number of held-out ones, if `demonstrations` > 0."""
     singles: int = added_option(4, ge=1, le=100)
-    """How many times as often as a combination a training prompt has one instruction of some kind."""
+    """Ratio of training prompts with one instruction of a kind to those with a combination."""
     combined: int = added_option(2, ge=1, le=3)
     """The most instructions of one training prompt."""
     kinds: tuple[InstructionKind, ...] = added_option(())
@@ -220,7 +220,7 @@ class Source(Config):
     """Whether `label` beside one answer is a verdict on it (`verdict`: bad answers are not imitated) or the expected
     answer (`answer`). `auto` infers it from the labels of the whole source and refuses ambiguous ones."""
     repeated_prompts: Literal["remove", "keep"] = added_option("remove")
-    """What becomes of prompts that nearly all answers of the source begin with."""
+    """Treatment of prompts that nearly all answers of the source begin with."""
     ranking_pairs: RankingPairs = "max_min"
     """Pairs made from a ranking: the best answer against the worst, each against the next one, or each against each."""
     rating_weights: dict[str, float] = added_option({})
@@ -229,7 +229,7 @@ class Source(Config):
     min_margin: float = added_option(0.0, ge=0)
     """Smallest difference between two ratings that counts as a preference; answers that are closer are a tie."""
     rating_questions: dict[str, str] = added_option({})
-    """Label Studio and Argilla: the field that each question with a rating asks about, `{quality_a = "response_a"}`."""
+    """Label Studio and Argilla: the field that each rating question is about, `{quality_a = "response_a"}`."""
     bare_rankings: bool = added_option(False)
     """Argilla: whether a ranking that lists names without ranks is read as best first. Argilla 2 exports rankings so,
     and ties cannot be seen in them."""
@@ -259,7 +259,7 @@ class Filters(Config):
     min_alphabetic: float = Field(0.0, ge=0, le=1)
     """Smallest share of an answer's words that contain a letter (arXiv 2112.11446, appendix A1.1: 0.8)."""
     pii: Literal["off", "drop", "mask"] = "off"
-    """What becomes of rows with personal data (emails, phone numbers, credit cards, IP addresses, keys and tokens): `drop`
+    """Treatment of rows with personal data (emails, phone numbers, credit cards, IP addresses, keys and tokens): `drop`
     leaves them out, `mask` writes `[EMAIL]`, `[PHONE]`, `[CARD]`, `[IP]` and `[KEY]` in their place."""
     phone_region: str = Field("", pattern="^([A-Z]{2})?$")
     """Country (ISO 3166-1, `US`) whose national phone numbers are found too; without it only those with a `+`."""

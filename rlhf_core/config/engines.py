@@ -1,4 +1,4 @@
-"""Configure what several stages share: models, optimizer, trainer, sampler and runtime."""
+"""Configure the parts that several stages share: models, optimizer, trainer, sampler and runtime."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 @cache
 def multiplies_bfloat16(cpu_info: Path = CPU_INFO) -> bool:
-    """Return whether this machine's processor multiplies bfloat16 natively; False where the system does not say."""
+    """Return whether this machine's processor multiplies bfloat16 natively; False if unknown."""
     try:
         lines = cpu_info.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux

@@ -1,4 +1,4 @@
-"""Configure what is watched while a policy is optimized: `[ppo.evaluate]` and `[[ppo.monitors]]`.
+"""Configure evaluation and monitoring of policy optimization: `[ppo.evaluate]` and `[[ppo.monitors]]`.
 
 Name what policy optimization and training on rows measure, so that a misspelt metric is refused before they run.
 
@@ -87,7 +87,7 @@ def is_named(metric: str, known: Iterable[str]) -> bool:
 
 
 def remedy_of(metric: str, known: Collection[str], *, shown: int = 40) -> str:
-    """Return what to do about a metric that is not among `known`: the nearest name, or all of them.
+    """Return the remedy for a metric that is not in `known`: the nearest name, or all of them.
 
     >>> remedy_of("kl/k4", ["kl/k3", "reward/mean"])
     'did you mean kl/k3?'
@@ -185,7 +185,7 @@ def check_watched(
 
 
 def _never_logged(name: str, evaluate: HeldOutConfig | None, *, uses_reference: bool, uses_values: bool) -> str:
-    """Return why a metric is never logged and what to do about it, "" if it may be."""
+    """Return why a metric is never logged, with the remedy; "" if it may be logged."""
     if name.startswith("kl/") and not uses_reference:
         return "because there is no reference; set kl_coef above 0"
     if name.startswith("value/") and not uses_values:

@@ -49,7 +49,7 @@ class DynamicSampling(Config):
 
 
 class PtxConfig(Config):
-    """Demonstrations mixed into every update to preserve what SFT taught: PPO-ptx, arXiv 2203.02155 eq. 2."""
+    """Demonstrations mixed into every update to keep the abilities of SFT: PPO-ptx, arXiv 2203.02155 eq. 2."""
 
     coef: float = Field(0.1, gt=0)
     batch_size: int = Field(16, ge=1)
@@ -80,10 +80,10 @@ else:
     PolicyLoss = one_of(policy.METHODS)
 
 KLCredit = Literal["token", "answer"]
-"""What a KL penalty in the reward is subtracted from, for estimators that compare the answers to a prompt."""
+"""Value from which a KL penalty in the reward is subtracted, for estimators that compare the answers to a prompt."""
 
 TruncatedAnswers = Literal["train", "mask"]
-"""What the update does with answers that were cut off at the token limit."""
+"""Treatment of truncated answers in the update."""
 
 # ---------------------------------------------------------------- the stage
 
@@ -110,12 +110,12 @@ class PPOConfig(Config):
     kl_in: Literal["reward", "loss"] = "reward"
     """Where the KL penalty enters: `reward` subtracts k1 from every token's reward, `loss` adds k2 to the loss."""
     kl_credit: KLCredit = "token"
-    """What a KL penalty in the reward is subtracted from, for estimators that compare the answers to a prompt. `token`:
+    """Value from which a KL penalty in the reward is subtracted, for estimators that compare the answers to a prompt. `token`:
     from each token after the group's baseline, so that a token pays for the penalty from itself on (OpenRLHF;
     REINFORCE++, arXiv 2501.03262). `answer`: its sum, from the answer's reward before the baseline (RLOO, arXiv
     2402.14740; TRL, verl)."""
     kl_estimator: KLInLoss = added_option("k2")
-    """What `kl_in = "loss"` adds: `k2`; the value of `k1` or `k3` with the gradient of k2, the reverse KL's (arXiv
+    """Estimator that `kl_in = "loss"` adds: `k2`; the value of `k1` or `k3` with the gradient of k2, the reverse KL's (arXiv
     2510.01555); or `k3_direct`, k3 with its own gradient, as in GRPO's paper (arXiv 2402.03300 eq. 4)."""
     reference_sync: ReferenceSync | None = added_option(None)
     """When the reference takes over weights of the policy; None keeps it as it is."""
@@ -144,7 +144,7 @@ class PPOConfig(Config):
     """Number of groups that partial rollouts sample at once; 0 means twice `prompts_per_step`."""
 
     truncated_answers: TruncatedAnswers = added_option("train")
-    """What the update does with answers that were cut off at the token limit: `mask` trains on none of their tokens, and
+    """Treatment of truncated answers in the update: `mask` trains on none of their tokens, and
     keeps them in the baseline of their group (DAPO's overlong filtering, arXiv 2503.14476). `rewards.truncated` changes
     their reward instead."""
 

@@ -15,11 +15,11 @@ from rlhf_core.secrets.redaction import hidden
 # ---------------------------------------------------------------- terms
 
 OnFailure = Literal["fail", "invalid"]
-"""What happens to a generation without a reward: it ends the stage or becomes an invalid rollout; it never scores 0."""
+"""Treatment of a generation without a reward: it ends the stage or becomes an invalid rollout; it never scores 0."""
 
 
 Compares = Literal["nothing", "group", "batch"]
-"""What an answer's value is relative to: nothing; `group`, the other answers to its prompt, which form one call;
+"""Answers that a value is relative to: nothing; `group`, the other answers to its prompt, which form one call;
 `batch`, all answers scored together (a step of `ppo`, a shard of `score`), which form one call. So a value never
 depends on the number of workers or the batch size."""
 
@@ -97,9 +97,9 @@ class FunctionReward(Term):
     """Keyword arguments of the function. Write secrets as `"env:NAME"`: the function gets the value of that environment
     variable."""
     protocol: FunctionProtocol = "auto"
-    """How the function is called; `auto` infers it from the names of its parameters."""
+    """Calling convention of the function; `auto` infers it from the names of its parameters."""
     compares: Compares = "nothing"
-    """What an answer's value is relative to: `group`, the other answers to its prompt, which then form one call;
+    """Answers that a value is relative to: `group`, the other answers to its prompt, which then form one call;
     `batch`, all answers of a step (`ppo`) or shard (`score`), which then form one call."""
     timeout_s: Annotated[float, Field(gt=0), FAILURES] = 60.0
     """Deadline, in seconds, of one batch; the process is killed after it."""
@@ -112,7 +112,7 @@ class FunctionReward(Term):
     retries: Annotated[int, Field(ge=0), FAILURES] = 0
     """Number of retries of a batch that raised, died or was late, after 0.5 s, 1 s, 2 s ..."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
-    """What happens to answers for which the function fails: `fail` ends the run, `invalid` leaves them out with their
+    """Treatment of answers for which the function fails: `fail` ends the run, `invalid` leaves them out with their
     group."""
     cache: Annotated[bool, OPERATIONAL] = False
     """Whether values are cached by content. Only for a function that gives the same answer the same value whatever else
@@ -146,7 +146,7 @@ class RemoteReward(Term):
     version: str = ""
     """Version of the reward, part of the stage's key: change it when the server scores differently."""
     compares: Literal["nothing", "group"] = "nothing"
-    """What an answer's value is relative to: `group`, the other answers to its prompt, which then form one request."""
+    """Answers that a value is relative to: `group`, the other answers to its prompt, which then form one request."""
     timeout_s: Annotated[float, Field(gt=0), FAILURES] = 180.0
     """Deadline, in seconds, of one request."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 4
@@ -156,7 +156,7 @@ class RemoteReward(Term):
     token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
     """Environment variable with the bearer token; empty sends none."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
-    """What happens to answers for which the server fails: `fail` ends the run, `invalid` leaves them out with their
+    """Treatment of answers for which the server fails: `fail` ends the run, `invalid` leaves them out with their
     group."""
     cache: Annotated[bool, OPERATIONAL] = False
     """Whether values are cached by content."""
@@ -213,7 +213,7 @@ class JudgeReward(Term):
     template: str
     """Text of the question. `{prompt}`, `{completion}` and `{label}` are filled in; other braces stay."""
     verdict: Annotated[PatternVerdict | JsonVerdict, Field(discriminator="type")] = PatternVerdict()
-    """How the score is read from the judge's answer."""
+    """Pattern of the score in the judge's answer."""
     low: float = 0.0
     """Lowest accepted score."""
     high: float = 10.0
@@ -223,7 +223,7 @@ class JudgeReward(Term):
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of the judge."""
     concurrency: Annotated[int, Field(ge=1), FAILURES] = 16
-    """Number of questions asked at the same time."""
+    """Number of concurrent requests."""
     timeout_s: Annotated[float, Field(gt=0), FAILURES] = 120.0
     """Deadline, in seconds, of one question."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 4
@@ -231,7 +231,7 @@ class JudgeReward(Term):
     token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
     """Environment variable with the bearer token; empty sends none."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
-    """What happens to answers for which the judge fails: `fail` ends the run, `invalid` leaves them out with their
+    """Treatment of answers for which the judge fails: `fail` ends the run, `invalid` leaves them out with their
     group."""
     cache: Annotated[bool, OPERATIONAL] = False
     """Whether values are cached by content."""
@@ -277,7 +277,7 @@ class GatedProduct(Config):
     gates: tuple[str, ...] = Field(min_length=1)
     """Names of the terms whose product is g; their weights are not used."""
     closed: float = 0.0
-    """Reward of a closed gate. It must be below every honest reward, or failing the gate pays off."""
+    """Reward of a closed gate. It must be below every reward of an open gate, or failing the gate pays off."""
 
 
 class Gdpo(Config):
@@ -313,13 +313,13 @@ class OverlongPenalty(Config):
 
 
 class TruncatedReward(Config):
-    """What an answer that was cut off at the token limit earns; the change is the component `truncated`."""
+    """Reward of truncated answers; the change is the component `truncated`."""
 
     type: Literal["scale", "penalty", "value"] = "penalty"
     """`scale` multiplies a reward above 0 by `amount` (one below 0 stays: it would be forgiven), `penalty` subtracts
     `amount`, `value` replaces the reward by `amount`."""
     amount: float = 1.0
-    """Factor, size of the penalty, or reward, as `type` says."""
+    """Factor, size of the penalty, or reward, depending on `type`."""
 
     @model_validator(mode="after")
     def _check_amount(self) -> TruncatedReward:
@@ -336,16 +336,16 @@ class RewardsConfig(Config):
     terms: dict[str, RewardSpec] = Field(default={"reward_model": RewardModelReward()}, min_length=1)
     """Terms of the reward by name; `reward_components` keeps their raw values."""
     composition: Composition = WeightedSum()
-    """How the terms are combined into one reward."""
+    """Combination of the terms into one reward."""
     normalise: Literal["none", "running"] = "none"
-    """How the reward is normalized: `running` subtracts the mean and divides by the standard deviation of all rewards
+    """Normalization of the reward: `running` subtracts the mean and divides by the standard deviation of all rewards
     so far."""
     clip: float = Field(0.0, ge=0)
     """Bound to which the absolute reward is clipped; 0 does not clip."""
     overlong: OverlongPenalty | None = None
     """Penalty for long answers."""
     truncated: TruncatedReward | None = added_option(None)
-    """What answers that were cut off earn, before the penalty for long ones."""
+    """Reward of truncated answers, before the penalty for long ones."""
 
     @model_validator(mode="after")
     def _check_terms(self) -> RewardsConfig:

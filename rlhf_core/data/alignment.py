@@ -65,7 +65,7 @@ class AlignedSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherOutcomes:
-    """What a teacher with another tokenizer says at the G groups of a sample (`rlhf_core.algorithms.distillation`)."""
+    """Log-probs of a teacher with another tokenizer at the G groups of a sample (`rlhf_core.algorithms.distillation`)."""
 
     spans: tuple[tuple[int, int], ...]
     """The student's masked tokens [start, end) of each group."""
@@ -193,7 +193,7 @@ class _Answer:
 
 
 def _common_ends(own: _Answer, theirs: _Answer) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of tokens after which both answers have said the same text."""
+    """Yield the token counts at which both tokenizations have decoded the same text."""
     same = own.text.strip() == theirs.text.strip()
     (start, end), (teacher_start, teacher_end) = _edges(own.text, theirs.text), _edges(theirs.text, own.text)
     ours = own.places(start=start, end=end)

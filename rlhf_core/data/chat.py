@@ -194,7 +194,7 @@ def _uses(rows: Rows, tools: Sequence[dict[str, Any]]) -> tuple[bool, ...]:
 def left_out(
     rows: Rows, tools: Sequence[dict[str, Any]], render: Callable[[Rows, list[dict[str, Any]], bool], str], eos: str
 ) -> str:
-    """Return what of the tools, calls and results in a conversation the template leaves out; empty if nothing.
+    """Return the tools, calls and results in a conversation that the template omits; empty if none.
 
     `render` gives the text of rows and tools, with a generation prompt or without. A call must also end with `eos`:
     a turn without it has no end that could be learned.
@@ -283,7 +283,7 @@ CHATML_LIKE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-"""Template for tokenizers without one, used only if a profile asks for it (`chat_template = "chatml"`).
+"""Template for tokenizers without one, used only if the profile selects it (`chat_template = "chatml"`).
 
 Roles are ordinary text and a turn ends with the tokenizer's own EOS, so no token is added to the vocabulary:
 

@@ -55,7 +55,7 @@ _CLOSES_REASONING = re.compile(r"""\{\{-?\s*['"]</think>""")
 
 
 def shipped_for(template: str) -> str:
-    """Return the name of the template here all of whose tokens `template` has, "" if there is none.
+    """Return the shipped template whose tokens are all in `template`, "" if there is none.
 
     >>> shipped_for("{{ '<｜User｜>' }}{{ '<｜Assistant｜><think>' }}")
     'deepseek_r1'
@@ -66,18 +66,18 @@ def shipped_for(template: str) -> str:
 
 
 def other_opening(template: str, asked: str, shown: str) -> tuple[str, str]:
-    """Return rule and remedy for a `template` that does not show an answer as it asks for one.
+    """Return rule and remedy for a `template` whose prompt is no prefix of the conversation with the answer.
 
     `asked` is the text of a conversation with the generation prompt, `shown` the same one with its answer.
     """
     shorter = min(len(asked), len(shown))
     same = next((at for at, (one, other) in enumerate(zip(asked, shown, strict=False)) if one != other), shorter)
     asks, shows = asked[same:][:40], shown[same:][:40]
-    rule = f"asks for an answer with {asks!r} where it shows one with {shows!r}, so there is no exact loss mask"
+    rule = f"prompts for an answer with {asks!r} but renders one with {shows!r}, so there is no exact loss mask"
     shipped = shipped_for(template)
     if shipped and template != SHIPPED[shipped]:
-        return rule, f'set prepare_data.chat_template = "{shipped}", which shows an answer as it asks for one'
-    return rule, "give a template that shows an answer as it asks for one (prepare_data.chat_template)"
+        return rule, f'set prepare_data.chat_template = "{shipped}", whose prompts are prefixes of its conversations'
+    return rule, "set prepare_data.chat_template to a template whose prompts are prefixes of its conversations"
 
 
 class Decoder:
@@ -89,7 +89,7 @@ class Decoder:
     """
 
     def __init__(self, tokenizer: Any, *, ends: Iterable[int] = ()) -> None:
-        """Render short conversations with the chat template of `tokenizer`, if it has one, to find what it writes."""
+        """Render short conversations with the chat template of `tokenizer`, if any, to find its markers."""
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items()
         special = {number for number, token in added if token.special}.union(tokenizer.all_special_ids)

@@ -205,7 +205,7 @@ class NearDuplicates:
 
 
 def _compared(example: Example) -> Turns:
-    """Return the turns of a row with their tool calls as words, without what whole sources share.
+    """Return the turns of a row with their tool calls as words, without the text that whole sources share.
 
     That is system turns and the schemas of tools; a long one would make every two rows similar.
     """
@@ -305,7 +305,7 @@ def luhn(digits: str) -> bool:
 
 
 def _candidates(text: str, phone_region: str) -> Iterator[Found]:
-    """Yield what is found, the kinds that are told most surely first."""
+    """Yield the findings, the most certain kinds first."""
     yield from _matches("key", _KEY, text, lambda _: True)
     yield from _matches("email", _EMAIL, text, lambda _: True)
     yield from _matches("card", _CARD, text, lambda number: luhn(re.sub(r"\D", "", number)))
@@ -336,14 +336,14 @@ def _is_address(text: str) -> bool:
 # ---------------------------------------------------------------- filters
 
 SHORTEST = 20
-"""Fewest letters in a row by which its language is told; shorter rows are kept."""
+"""Minimum letters of a row for language detection; shorter rows are kept."""
 
 
 class RowFilter:
     """The filters of a configuration; the language model is loaded once, before rows are read."""
 
     def __init__(self, config: Filters) -> None:
-        """Load what the filters need. Raises ConfigError if a package is missing or a language unknown."""
+        """Load the models of the filters. Raises ConfigError if a package is missing or a language unknown."""
         self._config = config
         self._language = _identifier(config.languages) if config.languages else None
 
@@ -475,7 +475,7 @@ def _identifier(languages: tuple[str, ...]) -> Callable[[str], tuple[str, float]
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
     unknown = sorted(set(languages) - set(identifier.labels))
     if unknown:
-        rule = f"{unknown[0]!r} is not a language that can be told"
+        rule = f"{unknown[0]!r} is not a language that can be detected"
         known = f"use codes of ISO 639-1: {', '.join(sorted(identifier.labels))}"
         raise ConfigError(explain("data.filters.languages", list(languages), rule, known))
     return identifier.classify  # type: ignore[no-any-return]

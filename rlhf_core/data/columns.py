@@ -1,4 +1,4 @@
-"""Account for the columns of a row: which name means what, which were read, and which would be left out.
+"""Account for the columns of a row: the meaning of names, and the columns that are read or left out.
 
 Decide over a whole source whether its labels are verdicts on the answers, or the answers that are expected.
 
@@ -94,14 +94,14 @@ class Reading(Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def __or__(self, more: Mapping[str, Any]) -> Reading:
-        """Return the row with the columns `more`; what is read there is read here."""
+        """Return the row with the columns `more`; reads there count as reads here."""
         other = Reading({**self._row, **more})
         other._theirs = {ours: theirs for ours, theirs in self._theirs.items() if ours not in more}
         other._seen = self._seen
         return other
 
     def maps(self, name: str) -> bool:
-        """Return whether `columns` says what the row calls the column `name`."""
+        """Return whether `columns` maps the column `name`."""
         return name in self._theirs
 
     def again(self) -> Reading:
@@ -115,7 +115,7 @@ class Reading(Mapping[str, Any]):
         return sorted({name for column, value in self._row.items() for name in self._unread(column, value)})
 
     def _name(self, name: str) -> str | None:
-        """Return what the row calls the column `name`; None for its own name of a column that is mapped to another."""
+        """Return the row's name of the column `name`; None for its own name of a column that is mapped to another."""
         if not self._theirs:
             return name
         if name in self._theirs:
@@ -177,7 +177,7 @@ def unread_fields(record: Mapping[str, Any], texts: Sequence[Any]) -> list[str]:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a cell holds nothing, as tables write what a row does not have."""
+    """Return whether a cell is empty, as tables write missing values."""
     return value is None or (isinstance(value, (str, list, tuple, Mapping)) and len(value) == 0)
 
 
@@ -198,7 +198,7 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
     return _value(row[column], rest) if dot and isinstance(row.get(column), Mapping) else _ABSENT
 
 
-# ---------------------------------------------------------------- Tell the format of a row by its columns
+# ---------------------------------------------------------------- Detect the format of a row by its columns
 
 FORMATS = sorted(set(get_args(RowFormat)) - {"auto"})
 

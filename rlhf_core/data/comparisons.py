@@ -50,7 +50,7 @@ _VERDICTS = {"preference", "preferences", "preferred", "winner", "loser", "bette
 
 
 class NoPreference(Exception):
-    """Raised for a valid row that prefers no answer; `reason` says why, for the report of dropped rows."""
+    """Raised for a valid row that prefers no answer; `reason` is for the report of dropped rows."""
 
     reason = ""
 
@@ -418,7 +418,7 @@ def _rated(answer: Any, weights: Mapping[str, float]) -> float | None:
         return overall(answer if aspects is None else aspects, weights)
     given = {name: value for name in _OVERALL if (value := rating(answer.get(name))) is not None}
     if len(set(given.values())) > 1:
-        raise DataError(f"ambiguous rating: an answer has {given}; set rating_weights to say which counts")
+        raise DataError(f"ambiguous rating: an answer has {given}; set rating_weights to choose one")
     if not given and aspects and not any(name in answer for name in _OVERALL):
         raise DataError(
             f"no overall rating: an answer has aspects only, {sorted(aspects)}; set rating_weights to weigh them"

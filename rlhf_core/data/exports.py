@@ -1,4 +1,4 @@
-"""Read what people judged from exports of Label Studio and Argilla.
+"""Read judgments from exports of Label Studio and Argilla.
 
 Both hold, for one record, the texts that people saw and the responses of each annotator. A record becomes a `Judged`:
 the answers and one verdict per annotator. An export says neither which field is the prompt nor what a number rates; what
@@ -21,7 +21,7 @@ from rlhf_core.errors import DataError
 EXPORTS = ("label_studio", "argilla")
 
 LONGEST_S = 1e9
-"""Longest time for one response; anything longer, and what is no time, counts as not measured."""
+"""Maximum seconds for one response; longer or invalid times count as not measured."""
 
 _KINDS = ("pairwise", "choices", "ranking", "rating")
 _PROMPTS = ("prompt", "instruction", "question", "conversation")
@@ -30,7 +30,7 @@ _NOT_WORD = re.compile(r"[\W_]+")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one annotator said of the answers of a record: a value for each, more is better, None if not judged."""
+    """One annotator's values for the answers of a record; higher is better, None if not judged."""
 
     annotator: str
     values: tuple[float | None, ...]
@@ -61,7 +61,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """The response of one annotator to one question; `shown` are the names of what it compares, if the export has them."""
+    """The response of one annotator to one question; `shown` are the names of the compared answers, if the export has them."""
 
     annotator: str
     question: str
@@ -74,7 +74,7 @@ class _Response:
 def read_record(row: Row, format_name: str, source: Source) -> Judged:
     """Return a record of an export (`label_studio` or `argilla`). Raises DataError if it is ambiguous or malformed.
 
-    Raises Unrated if nobody has judged it.
+    Raises Unrated without a judgment.
     `source` decides by `columns` (prompt, response1, response2, preference), `rating_questions` and `bare_rankings`.
     """
     fields, said = _label_studio(row) if format_name == "label_studio" else _argilla(row)
@@ -97,7 +97,7 @@ def preference_rows(judged: Judged, *, pairs: RankingPairs, min_margin: float) -
 
     The margin is the difference of the means: for a choice between two answers the share of annotators that chose one
     less the share that chose the other.
-    Raises Tie if annotators are evenly split or all see a tie, and Unrated if nobody judged two answers.
+    Raises Tie if annotators are evenly split or all see a tie, and Unrated if fewer than two answers were judged.
     """
     columns = zip(*(verdict.values for verdict in judged.verdicts), strict=True)
     means = [
@@ -237,7 +237,7 @@ def _kind(value: Any) -> str:
     return "rating" if isinstance(value, (int, float)) and not isinstance(value, bool) else "choices"
 
 
-# ---------------------------------------------------------------- what was asked about what
+# ---------------------------------------------------------------- questions and the answers that they compare
 
 
 def _prompt(fields: Mapping[str, Any], source: Source) -> str:
@@ -250,7 +250,7 @@ def _prompt(fields: Mapping[str, Any], source: Source) -> str:
 
 
 def _of_question(said: list[_Response], source: Source) -> list[_Response]:
-    """Return the responses to the questions that compare the answers. Raises DataError if these cannot be told."""
+    """Return the responses to the questions that compare the answers. Raises DataError if these are ambiguous."""
     asked_for = set(source.rating_questions) or ({source.columns.preference} - {""})
     questions = asked_for or {one.question for one in said if one.kind in _KINDS}
     found = [one for one in said if one.question in questions]
@@ -280,7 +280,7 @@ def _refuse_unread(said: Sequence[_Response]) -> None:
 
 
 def _answer_names(fields: Mapping[str, Any], said: Sequence[_Response], source: Source) -> tuple[str, ...]:
-    """Return the fields with the answers. Raises DataError if the record does not tell them."""
+    """Return the fields with the answers. Raises DataError if they are ambiguous."""
     columns = source.columns
     shown = next((one.shown for one in said if one.kind == "pairwise" and set(one.shown) <= set(fields)), ())
     ranked = next((_ranking(one.value, source) for one in said if one.kind == "ranking"), {})
@@ -323,11 +323,11 @@ def _plain(name: str) -> str:
     return _NOT_WORD.sub("", name).lower()
 
 
-# ---------------------------------------------------------------- what was said
+# ---------------------------------------------------------------- verdicts
 
 
 def _verdict(said: Sequence[_Response], names: tuple[str, ...], source: Source) -> Verdict:
-    """Return what one annotator said of the answers `names`."""
+    """Return one annotator's verdict on the answers `names`."""
     annotator, seconds = said[0].annotator, said[0].seconds
     twice = next((question for question, count in Counter(one.question for one in said).items() if count > 1), None)
     if twice is not None:
@@ -348,7 +348,7 @@ def _verdict(said: Sequence[_Response], names: tuple[str, ...], source: Source) 
     if one.kind == "choices":
         return Verdict(annotator, _chosen(one, names), seconds)
     raise DataError(
-        f"not a comparison: question {one.question!r} has {one.kind} {str(one.value)[:40]!r}, which does not say of which "
+        f"not a comparison: question {one.question!r} has {one.kind} {str(one.value)[:40]!r} of no named "
         "answer; set rating_questions = {question = field, ...}, or columns = {preference = ...} to another question"
     )
 
@@ -363,7 +363,7 @@ def _pairwise(one: _Response, names: tuple[str, ...], source: Source) -> tuple[f
         left = names[0]
     else:
         raise DataError(
-            f"no side: the tags {list(one.shown)} are not fields, so the export does not say which text was left; set "
+            f"no side: the tags {list(one.shown)} are not fields, so the left text is unknown; set "
             "columns = {response1 = <left>, response2 = <right>}"
         )
     first = (left == names[0]) == (one.value == "left")

@@ -1,4 +1,4 @@
-"""Tell the file type of a data source, its files, and files of another type. Planning uses it, so it imports no library."""
+"""Detect the file type of a data source, its files, and files of another type. Planning uses it, so it imports no library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OTHERS = (
     (b"<!doctype", "a web page", "download the file itself"),
     (b"<html", "a web page", "download the file itself"),
 )
-"""First bytes of a file, in lower case -> what it is, and the remedy if another type was expected."""
+"""First bytes of a file, in lower case -> its type, and the remedy if another type was expected."""
 _JSON = re.compile(rb'\[?\s*\{(\s*"|\s*$)')
 _OWN = {"parquet": "Parquet", "arrow": "Arrow"}
 

@@ -307,7 +307,7 @@ def _judged(content: Content, row: Row) -> Content:
 
 
 def _prompt_cell(row: Row, format_name: str) -> Any:
-    """Return what a row has its prompt in: the column of the prompt, or else the chosen side that begins with it."""
+    """Return the part of a row with its prompt: the prompt column, or else the chosen side, which begins with it."""
     if format_name == "preference":
         return row.get(prompt_name(row) or "prompt", "")
     return row.get({"implicit_preference": "chosen", "alpaca": "instruction"}.get(format_name, "prompt"), "")

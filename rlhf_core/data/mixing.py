@@ -112,7 +112,7 @@ def rows_from(first: int, rows: Sequence[T], *, count: int, seed: int) -> list[T
     return [rows[orders[position // size][position % size]] for position in positions]
 
 
-@lru_cache(maxsize=8)  # every step of an epoch asks for its order, and an order of a million rows takes half a second
+@lru_cache(maxsize=8)  # every step of an epoch needs its order, and an order of a million rows takes half a second
 def shuffled_indices(count: int, seed: int) -> Sequence[int]:
     """Return the integers 0 ... count - 1 in a random order determined by `seed`."""
     order = array("q", range(count))

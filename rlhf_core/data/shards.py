@@ -181,7 +181,7 @@ def write_index(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return what `write_index` wrote. Raises DataError if the index is missing."""
+    """Return the index of `write_index`. Raises DataError if the index is missing."""
     path = folder / INDEX_FILE
     if not path.is_file():
         raise DataError(explain("index", str(path), "must exist beside the shards", "generate or score again"))
@@ -333,7 +333,7 @@ class RolloutLog:
         self._folder = folder
 
     def read(self, step: int, *, policy: str) -> ScoredStep | None:
-        """Return what the policy with this digest made for `step`, or None if there is nothing."""
+        """Return the shard of the policy with this digest for `step`, None if there is none."""
         folder = self._of(step)
         if not folder.is_dir():
             return None
@@ -374,7 +374,7 @@ def write_drawn(folder: Path, drawn: dict[int, Drawn]) -> None:
 
 
 def read_drawn(folder: Path) -> dict[int, Drawn]:
-    """Return what `write_drawn` wrote, by step, in ascending order."""
+    """Return the draws of `write_drawn`, by step, in ascending order."""
     return {
         _step(one): Drawn(read_index(one)["policy"], read_generations(one), read_pool(one / POOL))
         for one in sorted(folder.glob("step-*"))
@@ -389,7 +389,7 @@ def write_pool(folder: Path, pool: Pool) -> None:
 
 
 def read_pool(folder: Path) -> Pool:
-    """Return what `write_pool` wrote."""
+    """Return the pool of `write_pool`."""
     return Pool(read_index(folder)["begun"], tuple(read_generations(folder))) if folder.is_dir() else Pool()
 
 

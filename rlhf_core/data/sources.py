@@ -67,7 +67,7 @@ def _file_rows(path: Path, kind: str, source: Source) -> Iterator[Record]:
 
 
 def _beginning(path: Path, kind: str, source: Source) -> bytes:
-    """Return the first bytes of a file, unpacked. Raises DataError if its name says that it is packed, and it is not."""
+    """Return the first bytes of a file, decompressed. Raises DataError if only its name is that of a compressed file."""
     with path.open("rb") as raw:
         begin = raw.read(_BEGINNING)
     magic = PACKED.get(path.suffix.lower())

@@ -70,7 +70,7 @@ class RepeatedKey(DataError):
 
 
 def from_json(text: str) -> Any:
-    """Return the value of JSON text. Raises RepeatedKey, or another DataError for what is not JSON."""
+    """Return the value of JSON text. Raises RepeatedKey, or DataError for invalid JSON."""
     try:
         return json.loads(text, parse_int=_integer, object_pairs_hook=_object)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -133,7 +133,7 @@ def margin(row: Row) -> float:
 
 
 def annotator(row: Row) -> str:
-    """Return who judged the row, a text or a number, as text; empty if the row does not say."""
+    """Return the annotator of the row, a text or a number, as text; empty if unknown."""
     value = next((row[name] for name in ("annotator", "annotator_id") if row.get(name) is not None), "")
     if isinstance(value, float) and value.is_integer():  # a column of integers with gaps
         value = int(value)
@@ -212,7 +212,7 @@ _NOTHING = ("", "[]", "{}", "null")
 _CALLS = ("tool_calls", "function_call")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TRAINED = ("weight", "train", "loss_mask", "loss", "trainable")
-"""Keys that say whether a turn is trained on."""
+"""Keys that mark whether a turn is trained on."""
 _OF_RESULTS = ("name", "tool_call_id")
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "thinking": "thinking", "reasoning": "text"}
 """Type of a part of the content -> the key with its text."""
@@ -364,9 +364,7 @@ def _turns_in_text(text: str) -> Any:
     if match is None or not (_ROLE_AS_TEXT.search(text) and _CONTENT_AS_TEXT.search(text)):
         return None
     if match[1] == "'":
-        raise DataError(
-            "not turns: text as Python shows a list, of which nobody knows the escapes; store turns as JSON"
-        )
+        raise DataError("not turns: text as Python shows a list, whose escapes are ambiguous; store turns as JSON")
     try:
         found = from_json(text)
     except DataError as error:
@@ -407,7 +405,7 @@ def _with_reasoning(text: str, thoughts: list[str], role: str) -> str:
 
 
 def _refuse_untrained(item: Mapping[str, Any], role: str) -> None:
-    """Raise DataError for a turn that is trained on otherwise than the row says: every answer is, and nothing else."""
+    """Raise DataError if a row's training mark contradicts the rule that exactly the answers are trained on."""
     for name in _TRAINED:
         if name not in item or item[name] in (None, "", []):
             continue
@@ -420,7 +418,7 @@ def _refuse_untrained(item: Mapping[str, Any], role: str) -> None:
 
 
 def _tool_fields(item: Mapping[str, Any], calls: list[dict[str, Any]], role: str) -> str:
-    """Return the JSON of what a template reads of a turn besides its content; the empty text if that is nothing."""
+    """Return the JSON of the parts of a turn that a template reads besides its content; "" if there are none."""
     if calls:
         return _json({"tool_calls": calls})
     names = [name for name in _OF_RESULTS if role == "tool" and item.get(name)]

@@ -2,7 +2,7 @@
 
 Calibrate a reward model: fit a temperature on the pairs of one half of the prompts, and judge it on those of the other.
 
-A Bradley-Terry model says P(chosen is better) = sigmoid(margin / T). T = 1 is the model as it was trained; a model that is too
+In a Bradley-Terry model P(chosen is better) = sigmoid(margin / T). T = 1 is the model as it was trained; a model that is too
 sure of itself has T > 1 (temperature scaling, Guo et al., arXiv 1706.04599).
 """
 

@@ -78,7 +78,7 @@ def _peer_spelled(address: Address, family: socket.AddressFamily) -> str:
 # ---------------------------------------------------------------- door
 
 LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "::1", socket.gethostname().lower()})
-"""What `Host` may name. Many systems resolve their own name to 127.0.1.1; no page of others can have it."""
+"""Allowed values of `Host`. Many systems resolve their own name to 127.0.1.1; no page of others can have it."""
 NONCE, PROOF = "x-rlhf-nonce", "x-rlhf-proof"
 FRAMES = (
     (b"x-frame-options", b"SAMEORIGIN"),
@@ -96,12 +96,12 @@ def nothing(scope: Scope) -> bool:
 
 
 def health_alone(scope: Scope) -> bool:
-    """Leave `GET /health` open, which says nothing but that the server works."""
+    """Leave `GET /health` open; its response has no content beyond the status."""
     return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and scope["path"] == "/health"
 
 
 class Door:
-    """An application that answers 403 to strangers' pages and host names, and 401 or 403 without authorization.
+    """An application that answers 403 to foreign origins and host names, and 401 or 403 without authorization.
 
     `authorization` is the value that the header must have; "" restricts the server to the user who started it.
     `pages` lets the server's own pages in; `open_to` says which requests need no authorization; `key` proves the server.
@@ -176,7 +176,7 @@ class Door:
 
 
 def proof(key: str, nonce: str, port: int) -> str:
-    """Return what proves that a server on `port` knows `key`; no other server's proof fits, so none can be passed on."""
+    """Return the proof that a server on `port` knows `key`; it depends on the port, so it cannot be relayed."""
     return hmac.new(key.encode(), f"{nonce} at {port}".encode(), "sha256").hexdigest()
 
 
@@ -203,7 +203,7 @@ def refused(hosts: list[str], origins: list[str], *, loopback: bool = True, page
 
 
 def refused_fetch(site: list[str], mode: list[str], dest: list[str], *, pages: bool) -> str:
-    """Return why what a browser says of a request without `Origin` keeps it out, or "".
+    """Return why a browser's headers of a request without `Origin` are refused, or "".
 
     Pages of others may link to ours, but not embed them or load anything from them.
 
@@ -229,7 +229,7 @@ def _values(scope: Scope, name: str) -> list[str]:
 
 
 def _is_loopback(address: tuple[str, int | None] | None) -> bool:
-    """Return whether a connection was made to a loopback address; True for what is no address (a socket file)."""
+    """Return whether a connection was made to a loopback address; True for a socket file."""
     try:
         found = ipaddress.ip_address(address[0]) if address else None
     except ValueError:

@@ -208,7 +208,7 @@ class Block:
 
 
 def cost(length: int, hidden: int) -> int:
-    """Return what a row of `length` tokens costs a layer of width `hidden`, in units of 4 * hidden operations.
+    """Return the cost of a row of `length` tokens in a layer of width `hidden`, in units of 4 * hidden operations.
 
     A position costs 24 * hidden^2 operations in the projections and the MLP, a pair of positions 4 * hidden.
     """
@@ -345,7 +345,7 @@ class SharedRows:
     gone_to: Tensor
     """[B * L]: flat index into the shared rows of each position of the batch. Padding has none and reads the first."""
     mask_R1LL: Tensor | None = None
-    """Whether a position (third dimension) attends to another (fourth); None where `position_ids_RL` say it."""
+    """Whether a position (third dimension) attends to another (fourth); None if `position_ids_RL` define it."""
 
     def restore(self, hidden_RLH: Tensor, batch: TokenBatch) -> Tensor:
         """Return the hidden states in the rows of the batch. Those of padding are meaningless."""
@@ -367,7 +367,7 @@ def prefix_width(config: Any) -> int:
 def sees_whole_rows(config: Any) -> bool:
     """Return whether surely no layer has an attention window: a mask of our own would replace it.
 
-    Some architectures go by `layer_types`, others by `sliding_window` alone, whatever else the configuration says.
+    Some architectures use `layer_types`, others `sliding_window` alone, whatever else is in the configuration.
     """
     text = config.get_text_config()
     types = getattr(text, "layer_types", None) or ()

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 PAD_CANDIDATES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
 """Tokens to use as padding if a model has no padding token, in order of preference."""
 _REPORT = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-"""Options with which transformers reports what is wrong with weights, to be checked by `_check_weights`."""
+"""Options with which transformers reports missing and unexpected weights, for `_check_weights`."""
 
 
 def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpointing: bool, device: str) -> nn.Module:
@@ -243,7 +243,7 @@ def _config_without_dropout(folder: Path) -> Any:
 
 def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
     """Return the name of the model for transformers, and the options that locate it."""
-    # Set explicitly, because otherwise transformers asks at the terminal.
+    # Set explicitly, because otherwise transformers prompts at the terminal.
     options: dict[str, Any] = {"trust_remote_code": False}
     if config.gguf_file:
         options["gguf_file"] = config.gguf_file

@@ -146,7 +146,7 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
     if config.quantise:
         quantise(model, targets)
         any_model.is_loaded_in_4bit = (
-            True  # tells peft to adapt 4-bit layers; deleted below, as transformers would refuse to move the model
+            True  # makes peft adapt 4-bit layers; deleted below, as transformers would refuse to move the model
         )
     try:
         with torch.random.fork_rng(devices=[]):

@@ -1,1 +1,1 @@
-"""Monitors of a training run: pure functions of the history of its metrics, and what is done when one finds a fault."""
+"""Monitors of a training run: pure functions of the history of its metrics, and their actions."""

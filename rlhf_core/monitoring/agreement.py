@@ -75,7 +75,7 @@ class KLEstimate(MonitorConfig):
 
     type: Literal["kl_estimate"] = "kl_estimate"
     tolerance: float = Field(0.05, gt=0)
-    """Bound of the difference of both, in nats per token, beyond what `relative` allows."""
+    """Bound of the difference of both, in nats per token, beyond that of `relative`."""
     relative: float = Field(0.5, ge=0)
     """Share of k3 by which they may differ besides."""
     window: int = Field(10, ge=4, le=LAST)
@@ -99,7 +99,7 @@ class KLEstimate(MonitorConfig):
         return self._tested(k1, k3)
 
     def _tested(self, k1: Points, k3: Points) -> str:
-        """Return what the steps say together; those whose policy is still the reference say nothing."""
+        """Return the agreement over all steps; steps whose policy is still the reference are ignored."""
         pairs = [(one, three) for (_, one), (_, three) in zip(k1, k3, strict=False) if three > 1e-12]
         if len(pairs) < self.window or not self.level:
             return ""

@@ -76,14 +76,14 @@ class History:
         return [name for name, points in self._points.items() if not points]
 
     def forget_after(self, step: int) -> None:
-        """Remove what came after `step`: the run goes back to it."""
+        """Remove the metrics after `step`, to which the run returns."""
         for points in self._points.values():
             points[:] = [point for point in points if point[0] <= step]
         for samples in self._samples.values():
             samples[:] = [sample for sample in samples if sample[0] <= step]
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep (JSON)."""
+        """Return the state for a checkpoint (JSON)."""
         return {"points": self._points, "samples": dict(self._samples)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class MonitorConfig(Config):
     name: str = Field("", pattern=r"^[\w\-. ]*$")
     """Name of the monitor in messages and metrics; its type if empty."""
     action: Action = "warn"
-    """What happens: `warn` only says so, `pause` waits until a person decides whether the stage goes on, `stop` ends it with
+    """Action: `warn` only logs, `pause` waits until a person decides whether the stage goes on, `stop` ends it with
     its best honest checkpoint, `rollback` returns to that checkpoint and goes on more carefully. All but `warn` need
     `[ppo.evaluate]`, which finds it."""
     for_steps: int = Field(3, ge=1, le=LAST)
@@ -134,7 +134,7 @@ class MonitorConfig(Config):
 
     @abstractmethod
     def check(self, history: History, *, looks: int) -> str:
-        """Return what is wrong at the last step of the history, "" if nothing is.
+        """Return the problem at the last step of the history, "" if there is none.
 
         `looks` is the number of evaluations of the run, for monitors that test a hypothesis at each of them.
         """
@@ -142,7 +142,7 @@ class MonitorConfig(Config):
 
     @property
     def unit(self) -> str:
-        """Return what `for_steps` counts."""
+        """Return the condition that `for_steps` counts."""
         return "step"
 
 

@@ -138,7 +138,7 @@ OUR_OWN = ("PYTHONPATH", "PYTHONSAFEPATH")
 async def guarded_process(
     command: Sequence[str], *, environment: Mapping[str, str]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start `command` with pipes for its streams; if it cannot be started, its standard error says so (status 1).
+    """Start `command` with pipes for its streams; if it cannot be started, the reason is in its standard error (status 1).
 
     `python` as the first word means the current interpreter. `OUR_OWN` variables are not passed on.
     """

@@ -1,4 +1,4 @@
-"""Identify this machine and its network, and tell whether a process id still belongs to the same process."""
+"""Identify this machine and its network, and check whether a process id still belongs to the same process."""
 
 from __future__ import annotations
 

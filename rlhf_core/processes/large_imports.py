@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def large_imports() -> Iterator[None]:
-    """Import large libraries inside, without collections; later ones do not look at what exists now.
+    """Import large libraries inside, without collections; later collections skip the existing objects.
 
     Use it before the process has made anything that must be freed: cycles that exist now are never collected.
     """

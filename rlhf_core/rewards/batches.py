@@ -36,7 +36,7 @@ LARGEST_REWARD = 1e6
 LONGEST_REASON = 200
 
 Logs = Mapping[str, tuple[float, int]]
-"""Name -> sum and count of what is to be logged as a mean."""
+"""Name -> sum and count of a quantity that is logged as a mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Reward(Protocol):
 
 
 class BatchFailed(RewardError):
-    """A batch has no rewards. `reason` says why in a line; a smaller batch may do where it is `divisible`."""
+    """A batch has no rewards. `reason` is one line; a smaller batch may do where it is `divisible`."""
 
     def __init__(self, message: str, *, reason: str, divisible: bool = True) -> None:
         super().__init__(message)
@@ -74,7 +74,7 @@ class BatchFailed(RewardError):
 
 
 def as_outcome(answer: RewardOutcome | Sequence[float | None]) -> RewardOutcome:
-    """Return what a `Reward` gave as an outcome."""
+    """Return the result of a `Reward` as an outcome."""
     return answer if isinstance(answer, RewardOutcome) else RewardOutcome(tuple(answer))
 
 
@@ -147,7 +147,7 @@ def joined_scores(outcomes: Sequence[RewardOutcome]) -> tuple[float | None, ...]
 
 
 def read_scores(value: Any, count: int) -> tuple[float | None, ...]:
-    """Return what a function or server gave as `scores`, if it is one finite number or None for each of `count` answers.
+    """Return the `scores` of a function or server, if they are one finite number or None for each of `count` answers.
 
     Empty if it is anything else, such as one number for all of them: that is only to be logged.
 
@@ -185,7 +185,7 @@ def checked(name: str, values: Sequence[float | None], generations: Sequence[Gen
 
 
 class ResultCache:
-    """Content -> value, for one reward. `identity` says which: its code, its arguments, its version.
+    """Content -> value, for one reward. `identity` is its code, arguments and version.
 
     With a `path` every value is appended to that file, and those of the same identity in it are known from the start.
     Several threads may add.
@@ -243,7 +243,7 @@ _Kept: TypeAlias = tuple[float | None, float | None]
 
 
 def _read(path: Path) -> dict[str, _Kept]:
-    """Return what a cache file holds; a line that a kill cut off is passed over."""
+    """Return the content of a cache file; a truncated line is skipped."""
     known: dict[str, _Kept] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -273,7 +273,7 @@ class BatchedReward:
     A batch that fails is tried `retries` times more, after pauses that double. Then RewardError for `fail`; for `invalid`
     it is halved, and its halves, down to the generations that fail alone: those become failures, the others are scored.
     Answers that are compared with each other stay together: if one fails, its group (or batch) fails.
-    Generations that the `cache` knows are not asked about, and those that are alike are asked about once. The values of a
+    Cached generations are not scored again, and equal ones are scored once. The values of a
     batch are kept as soon as it is settled: neither a kill nor a batch that fails later makes them be paid for again.
     """
 

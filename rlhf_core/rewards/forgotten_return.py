@@ -53,7 +53,7 @@ def _reached(function: Callable[..., Any]) -> Iterator[FunctionType]:
 
 
 def _plain(value: Any) -> Iterator[FunctionType]:
-    """Yield a function and what its decorators wrap, or the methods of an object or a class."""
+    """Yield a function and its wrapped functions, or the methods of an object or a class."""
     while isinstance(value, partial):
         value = value.func
     methods = [value]
@@ -90,7 +90,7 @@ def _tree(function: FunctionType) -> ast.Module | None:
 
 
 def _used(tree: ast.Module) -> Iterator[str]:
-    """Yield the names of the functions that are called or handed on for what they return."""
+    """Yield the names of the functions that are called or passed on for their result."""
     calls = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
     dropped = {id(call.func) for call in calls if isinstance(call, ast.Call)}
     for node in ast.walk(tree):

@@ -66,7 +66,7 @@ class IsolatedReward:
         return list(self.outcome(generations).values)
 
     def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
-        """Return the values with what the function logged."""
+        """Return the values and the logs of the function."""
         if not generations:
             return RewardOutcome(())
         if self._process.poll() is not None:

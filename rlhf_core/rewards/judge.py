@@ -89,7 +89,7 @@ class ChatEndpoint:
 
 
 def find_verdict(text: str, verdict: PatternVerdict | JsonVerdict) -> Any:
-    """Return what the last match of the pattern holds, or the field of the last JSON object that has it; None without.
+    """Return the group of the last match of the pattern, or the field of the last JSON object that has it, or None.
 
     >>> find_verdict("Score: 3. No, Score: 4", PatternVerdict())
     '4'
@@ -107,7 +107,7 @@ def _content(received: bytes) -> str:
         text = without_secrets(received.decode(errors="replace"))[:80]
         raise ValueError(f"the judge's server answered with no chat completion: {text!r}") from None
     if not isinstance(content, str):
-        raise ValueError("the judge said nothing")
+        raise ValueError("the judge's answer is empty")
     return content
 
 
@@ -130,7 +130,7 @@ _PLACE = re.compile(r"\{(prompt|completion|label)\}")
 
 
 class Judge:
-    """A `Reward` that asks about each generation on its own; `BatchedReward` asks `concurrency` of them at a time.
+    """A `Reward` that sends one request per generation; `BatchedReward` sends `concurrency` of them at a time.
 
     Requests are retried with exponential backoff. An answer without a score, or with one outside of the range, is a
     failure of that generation. RewardError for `on_failure = "fail"`.
@@ -173,7 +173,7 @@ class Judge:
 
 
 def question(template: str, generation: Generation) -> str:
-    """Return the template with prompt, completion and label filled in; what they say is not filled in again."""
+    """Return the template with prompt, completion and label filled in; placeholders in them stay as they are."""
     filled = {
         "prompt": prompt_text(generation.prompt.messages),
         "completion": generation.completion.text,

@@ -55,7 +55,7 @@ class PromptRenderer(Protocol):
 
 @dataclass(frozen=True)
 class Contract:
-    """What `contract.json` of a reward model promises: the longest input, and what it scored on leaving training."""
+    """`contract.json` of a reward model: the longest input, and its probe scores after training."""
 
     max_length: int
     probe: tuple[tuple[int, ...], ...]
@@ -158,7 +158,7 @@ class Splitter(Protocol):
 
 @dataclass(frozen=True)
 class ProcessContract:
-    """What `contract.json` of a process reward model promises: how answers are cut, and what the probes scored."""
+    """`contract.json` of a process reward model: how answers are split into steps, and its probe scores."""
 
     max_length: int
     separator: str
@@ -267,7 +267,7 @@ OTHER_HEADS = ("value_head.weight", "v_head.summary.weight", "classifier.weight"
 """Heads of OpenRLHF up to 0.5, TRL's value models, and encoders."""
 
 GIT_LFS = b"version https://git-lfs"
-"""How the small text begins that git leaves in place of a large file that has not been fetched."""
+"""First bytes of a Git LFS pointer, which stands in place of a file that was not fetched."""
 
 PROBES = (
     ("What is 12 + 30?", "12 + 30 is 42."),
@@ -279,11 +279,11 @@ PROBES = (
     ("Write a sentence about the sea.", "The sea was calm, and the boats came home before dark."),
     ("Is the earth flat?", "No. It is very nearly a sphere, a little wider at the equator."),
 )
-"""Questions and answers that are scored at the import, so that every later use can tell that it reads the same."""
+"""Questions and answers that are scored at the import, so that every later use can check that it computes the same."""
 
 
 def check_classifier(folder: Path) -> None:
-    """Raise ConfigError, with what to do, for a folder that cannot be read as a reward model. No weight is loaded."""
+    """Raise ConfigError with a remedy for a folder that is no readable reward model. No weight is loaded."""
     refuse_adapter(folder)
     if not (folder / "config.json").is_file():
         raise _refused(folder, "is not a folder with a config.json", "download the model first, and give its folder")
@@ -314,7 +314,7 @@ def check_classifier(folder: Path) -> None:
 
 
 def single_output(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a `config.json` that says of a head of one output what transformers would else take to be two."""
+    """Return a `config.json` with `num_labels` 1, as transformers would otherwise assume 2."""
     return {**config, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
@@ -394,7 +394,7 @@ def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, Rewar
 
 
 def _models_of(spec: RewardSpec) -> list[tuple[str, str]]:
-    """Return key -> name of the reward models that a term asks for."""
+    """Return key -> name of the reward models that a term needs."""
     match spec:
         case RewardModelReward() | ProcessRewardModelReward():
             return [("model", spec.model)]

@@ -47,7 +47,7 @@ Protocol = Literal["generations", "columns", "openrlhf", "trl", "trl_text", "trl
 LABEL_COLUMNS = ("label", "labels", "solution", "answer")
 _TRL = frozenset({"prompts", "completions", "completion_ids"})
 _TEXT_FOR_MESSAGES = ("string indices must be integers", "'str' object has no attribute")
-"""What Python says of code that takes text for messages, such as `completion[0]["content"]`."""
+"""Python's error for code that takes text for messages, such as `completion[0]["content"]`."""
 _KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -176,7 +176,7 @@ def adapt(function: Callable[..., Any], *, protocol: FunctionProtocol, arguments
 
 
 def protocol_of(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> Protocol:
-    """Return the protocol that the names of the parameters tell; ConfigError if none."""
+    """Return the protocol by the names of the parameters; ConfigError if none fits."""
     named = [
         name
         for name, one in parameters.items()
@@ -212,7 +212,7 @@ def prompt_text(messages: Sequence[Message]) -> str:
 
 
 def columns_of(generations: Sequence[Generation]) -> dict[str, list[Any]]:
-    """Return column -> one value per generation, as the module says."""
+    """Return column -> one value per generation (see the module)."""
     rows = [_label_fields(one.prompt.label) for one in generations]
     names = dict.fromkeys(name for row in rows for name in row)
     columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
@@ -231,7 +231,7 @@ def columns_of(generations: Sequence[Generation]) -> dict[str, list[Any]]:
 
 
 def read_answer(answer: Any, count: int, *, also: Logs) -> RewardOutcome:
-    """Return what a function returned as an outcome of plain floats; ValueError or TypeError if it holds no numbers."""
+    """Return a function's result as an outcome of plain floats; ValueError or TypeError if it holds no numbers."""
     logs = [also]
     scores: tuple[float | None, ...] = ()
     if isinstance(answer, Mapping):
@@ -251,7 +251,7 @@ def read_answer(answer: Any, count: int, *, also: Logs) -> RewardOutcome:
 
 
 class _Logged:
-    """What a function logs while it runs: the callables that TRL hands out."""
+    """Logs of a function while it runs: the callables that TRL passes."""
 
     def __init__(self) -> None:
         self._parts: list[Logs] = []
@@ -296,7 +296,7 @@ def _label_fields(label: str) -> dict[str, Any]:
 
 
 def _log(name: str, value: Any, count: int) -> Logs:
-    """Return sum and count of a number, which stands for all `count` rows, or of a list; what is no finite number is left out,
+    """Return sum and count of a number, which stands for all `count` rows, or of a list; other values are left out,
     and a column of text, which is for the tables of others."""
     listed = _listed(value)
     if any(isinstance(one, str) for one in listed):

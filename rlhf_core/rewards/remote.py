@@ -2,7 +2,7 @@
 
     {"query": ["2+2? 4"], "prompts": ["2+2? "], "labels": ["4"]}  ->  {"rewards": [1.0], "extra_logs": {"hits": 1.0}}
 
-`scores` in the answer are what dynamic sampling goes by, and logged with `extra_logs`; a reward that is null does not apply.
+`scores` in the answer are used by dynamic sampling, and logged with `extra_logs`; a reward that is null does not apply.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 """Before the second try and at most; it doubles, and it is the same in every run."""
 CONNECT_S = 5.0
 COOL_DOWN_S = 10.0
-"""For so long a URL that failed is asked only if all the others failed as well."""
+"""Seconds for which a failed URL is used only if all others failed as well."""
 LARGEST_ANSWER = 64 * 2**20
 REFUSED_FOR_GOOD = (401, 403, 404, 405)
 """No second try and no smaller batch will help."""
@@ -47,7 +47,7 @@ def plain_query(generation: Generation) -> str:
 
 
 class RemoteRewardClient:
-    """A `Reward` that asks servers at `urls`: batches go to all of them at once, and from one that fails to the next.
+    """A `Reward` from servers at `urls`: batches go to all of them in parallel, and from a failed one to the next.
 
     `timeout_s` is for one try; connecting has 5 s of its own, and the last read of an answer that arrives slowly may be late
     by as much again. So a batch has an answer or fails within (retries + 1) * (2 * timeout_s + 13 s), mostly far sooner.
@@ -80,7 +80,7 @@ class RemoteRewardClient:
         self._pool = ThreadPoolExecutor(len(urls), thread_name_prefix=f"remote-{name}")
 
     def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
-        """Return one value per generation, None where the server says null, and the servers' logs."""
+        """Return one value per generation, None for null, and the servers' logs."""
         batches = cut(generations, self._batch_size, compares=self._compares)
         outcomes = list(self._pool.map(self._scored, batches))
         values = tuple(value for outcome in outcomes for value in outcome.values)
@@ -109,7 +109,7 @@ class RemoteRewardClient:
             url = self._urls.next(avoid=[url for url, problem in problems.items() if problem.final])
             if url is None:
                 break
-            if url in problems:  # another one is asked at once; the same one after a while
+            if url in problems:  # another one is tried at once; the same one after a while
                 time.sleep(min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S))
             try:
                 outcome = read_answer(self._post(url, body), len(batch))

@@ -46,7 +46,7 @@ Components = Mapping[str, Sequence[float | None]]
 def compose(
     components: Components, composition: Composition, weights: Mapping[str, float], groups: Sequence[str]
 ) -> list[float | None]:
-    """Return one reward per generation, combined as the configuration says; None where no term of `weights` applies.
+    """Return one reward per generation, combined by the configuration; None where no term of `weights` applies.
 
     `groups` names the prompt of each generation: what has the same name is one group.
     """
@@ -170,7 +170,7 @@ class RunningNormalizer:
         )
 
     def normalized(self, values: Sequence[float]) -> list[float]:
-        """Return (value - mean) / std with what was seen so far; 0.0 for each where nothing varied yet."""
+        """Return (value - mean) / std over the values so far; 0.0 while they do not vary."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
         return [(value - self.mean) / (std + STD_EPS) if std > 0 else 0.0 for value in values]
 
@@ -268,7 +268,7 @@ class Scorer:
         """Return one rollout per generation, in order; RewardError names the reward and the prompt.
 
         A generation that failed is not shown to any reward. It is invalid, and so is one for which a term that counts
-        failed, or to which none applies: its reward is NaN and `invalid` says why.
+        failed, or to which none applies: its reward is NaN and `invalid` is the reason.
         """
         sent = [at for at, generation in enumerate(generations) if not generation.completion.failure]
         shown = [generations[at] for at in sent]
@@ -305,7 +305,7 @@ class Scorer:
         return Scorer(self._config.model_copy(update=plain), self._rewards)
 
     def logs(self) -> Metrics:
-        """Return what the rewards logged in this step: means, and for terms that may fail the share that did.
+        """Return the logs of the rewards in this step: means, and for terms that may fail the share that did.
 
         `reward_constant/<term>` is 1 if all answers of the step got one value from the term, and 0 otherwise. A term that
         becomes constant is a warning in the log: nothing can be learned from it.
@@ -325,13 +325,13 @@ class Scorer:
         return self._failed
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep (JSON)."""
+        """Return the state for a checkpoint (JSON)."""
         terms = {name: asdict(normalizer) for name, normalizer in self._of_terms.items()}
         kept = {"normaliser": asdict(self._normalizer), "terms": terms, "logs": self._logs, "failed": self._failed}
         return kept | {"ranges": self._ranges}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; that of an earlier version does not say what failed, nor which values there were."""
+        """Continue from `state`; that of an earlier version lacks failures and values."""
         self._normalizer = RunningNormalizer(**state["normaliser"])
         self._of_terms = {name: RunningNormalizer(**kept) for name, kept in state["terms"].items()}
         self._logs = {name: (total, count) for name, (total, count) in state["logs"].items()}
@@ -358,7 +358,7 @@ class Scorer:
         return given or (None,) * max((len(outcome.values) for outcome in outcomes.values()), default=0)
 
     def _weights(self) -> dict[str, float]:
-        """Return the weights of the terms that count; one whose schedule is at 0 just now still says that it applies."""
+        """Return the weights of the terms that count; one whose schedule is at 0 now still applies."""
         counting = {name: spec for name, spec in self._config.terms.items() if spec.weight or spec.weight_end}
         return {name: _weight_at(spec, self._step) for name, spec in counting.items()}
 

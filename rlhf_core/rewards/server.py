@@ -60,12 +60,12 @@ Score = Callable[[Sequence[Query]], RewardOutcome]
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """How requests are gathered, and what is refused."""
+    """Batching and limits of requests."""
 
     max_batch: int = 256
     """Answers that are scored at a time; a request with more is a batch of its own."""
     max_wait_s: float = 0.01
-    """So long a request waits for others."""
+    """Seconds that a request waits for others."""
     body: BodyLimits = BodyLimits()
 
 
@@ -93,7 +93,7 @@ def create_app(score: Score, *, name: str, token: str, limits: ServerLimits = Se
 
 
 def read_request(body: bytes) -> list[Query]:
-    """Return the queries of a request; ValueError says what is wrong with it. Text must be such that UTF-8 can hold it.
+    """Return the queries of a request; ValueError with the problem if it is invalid. Text must be encodable as UTF-8.
 
     >>> read_request(b'{"query": ["2+2? 4"], "prompts": ["2+2? "], "labels": [null]}')
     [Query(text='2+2? 4', prompt='2+2? ', label='')]
@@ -251,7 +251,7 @@ def _as_logs(logs: Logs) -> Logs:
 
 
 def _as_text(value: Any) -> str:
-    """Return a label as text: OpenRLHF sends what the data hold, which may be a number or a table."""
+    """Return a label as text: OpenRLHF sends it as in the data, which may be a number or a table."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value)
@@ -277,7 +277,7 @@ def function_score(reward: Reward) -> Score:
 
 
 def reward_model_score(trainer: Trainer, encode: Encode, *, max_length: int) -> Score:
-    """Return a scorer by a reward model that reads what `encode` makes of a query, cut to `max_length` tokens."""
+    """Return a scorer by a reward model that reads `encode(query)`, cut to `max_length` tokens."""
 
     def score(queries: Sequence[Query]) -> RewardOutcome:
         sequences = [encode(query)[:max_length] for query in queries]

@@ -107,7 +107,7 @@ def open_elsewhere(
     functions: Mapping[str, str] = MappingProxyType({}),
     notes: str = "",
 ) -> BatchedReward:
-    """Return a reward that runs in other processes; what it caches is kept in `folder`.
+    """Return a reward that runs in other processes; its cache is in `folder`.
 
     A function that has another digest than it has in `functions` is refused, whenever a process loads it; what it reads
     beyond its key is noted in the file `notes`.
@@ -172,7 +172,7 @@ def identity(spec: Term) -> str:
 
 
 def episode_reward(generations: Sequence[Generation]) -> RewardOutcome:
-    """Return the sum of what an environment gave over an episode's spans; None for a completion without spans.
+    """Return the sum of an environment's rewards over an episode's spans; None for a completion without spans.
 
     With the scores that an agent gave beside its rewards, if it gave any.
     """
@@ -187,7 +187,7 @@ def episode_reward(generations: Sequence[Generation]) -> RewardOutcome:
 def _start_workers(
     name: str, spec: FunctionReward, leases: ExitStack, functions: Mapping[str, str], notes: str
 ) -> list[IsolatedReward]:
-    """Start the processes: the first alone, since it tells whether the function can be loaded."""
+    """Start the processes: the first alone, to check that the function can be loaded."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = spec.memory_mb * 2**20 if spec.memory_mb else machine // 2 // spec.workers
     code = {spec.function: functions[spec.function]} if spec.function in functions else {}

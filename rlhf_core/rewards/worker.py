@@ -28,7 +28,7 @@ from rlhf_core.user_code.watch import watch_process
 
 
 class WorkerSettings(BaseModel):
-    """What the child must know beside the function's name; JSON on its command line."""
+    """Settings of the child beside the function's name; JSON on its command line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
     arguments: dict[str, Any] = {}
@@ -37,7 +37,7 @@ class WorkerSettings(BaseModel):
     code: dict[str, str] = {}
     """The digest that the function must have, if it is known: that by which the key of the stage was made."""
     notes: str = ""
-    """File for what the function reads beyond its key; "" notes nothing."""
+    """File for reads of the function beyond its key; "" records none."""
     memory_bytes: int = 0
     """Most memory of the process; 0 sets no limit."""
 

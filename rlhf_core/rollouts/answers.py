@@ -65,7 +65,7 @@ class StepSampler(Protocol):
         ...
 
     def borrow(self, weights: Callable[[], Weights], *, version: int, job: Callable[[], T]) -> T:
-        """Return what `job` returns, which may use the engine while it holds `weights()`; nothing else is sampled then."""
+        """Return the result of `job`, which may use the engine with `weights()` loaded; nothing else is sampled meanwhile."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -73,12 +73,12 @@ class StepSampler(Protocol):
         ...
 
     def load(self, folder: Path, step: int) -> None:
-        """Continue at `step` from what `save` wrote."""
+        """Continue at `step` from the state of `save`."""
         ...
 
 
 class OnPolicySampler:
-    """A `StepSampler` that samples each step when it is asked for, with the weights that were loaded last.
+    """A `StepSampler` that samples each step on request, with the weights that were loaded last.
 
     A step that the same policy (by digest) sampled and the log has, since a run was killed, is taken from the log.
     """
@@ -112,7 +112,7 @@ class OnPolicySampler:
         return Drawn(self._policy, generations, self._pool)
 
     def borrow(self, weights: Callable[[], Weights], *, version: int, job: Callable[[], T]) -> T:
-        """Send `weights()` to the engine and return what `job` returns."""
+        """Send `weights()` to the engine and return the result of `job`."""
         self._engine.load_weights(weights(), version=version)
         return job()
 
@@ -121,7 +121,7 @@ class OnPolicySampler:
         write_pool(folder / POOL, self._pool)
 
     def load(self, folder: Path, step: int) -> None:
-        """Read what `save` wrote."""
+        """Read the state of `save`."""
         self._pool = read_pool(folder / POOL)
 
 
@@ -213,7 +213,7 @@ def answers(
 
 
 def episode_metrics(completions: Sequence[Completion]) -> Metrics:
-    """Return turns, failures and the means of what the environments report; nothing for answers that are no episodes."""
+    """Return turns, failures and means of the environments' reports; {} for answers that are no episodes."""
     episodes = [completion for completion in completions if completion.spans or completion.failure]
     if not episodes:
         return {}
@@ -315,9 +315,9 @@ def _longer(completion: Completion, segment: Completion, chat: ChatTemplate) -> 
 # ---------------------------------------------------------------- ahead
 
 LOOK_EVERY_S = 1.0
-"""How often a wait for a job checks that its thread is alive."""
+"""Seconds between checks that a job's thread is alive."""
 INTERRUPT_PATIENCE_S = 5.0
-"""How long an interrupted stage waits for the running job, which cannot be stopped."""
+"""Seconds that an interrupted stage waits for the running job, which cannot be stopped."""
 
 
 class AheadSampler:
@@ -366,7 +366,7 @@ class AheadSampler:
         return self._jobs.result(self._drawn.pop(step))
 
     def borrow(self, weights: Callable[[], Weights], *, version: int, job: Callable[[], T]) -> T:
-        """Return what `job` returns in the thread, after all steps that are requested, while the engine has `weights()`."""
+        """Run `job` in the thread after all requested steps, with `weights()` in the engine; return its result."""
         if self._loaded is not None:
             self._jobs.result(self._loaded)
         sent = weights()
@@ -378,7 +378,7 @@ class AheadSampler:
         self._inner.save(folder)
 
     def load(self, folder: Path, step: int) -> None:
-        """Continue at `step` from what `save` wrote. DataError if rollouts are missing that older weights sampled.
+        """Continue at `step` from the state of `save`. DataError if rollouts are missing that older weights sampled.
 
         A step in which every group has a failed episode is sampled again, and so are those after it, by the current weights.
         """
@@ -409,7 +409,7 @@ class AheadSampler:
 
 
 class Background:
-    """One thread for all jobs. After a job that failed no other runs: every later call here raises what it raised.
+    """One thread for all jobs. After a failed job none runs: every later call raises its error.
 
     The jobs' own calls into workers have deadlines, so a wait for a job ends: with its result, its failure, or the end of
     the thread.
@@ -448,7 +448,7 @@ class Background:
         return made
 
     def result(self, job: Future[T]) -> T:
-        """Wait for the job and return what it returned; raise what it, or one before it, raised."""
+        """Wait for the job and return its result; raise its error or that of an earlier job."""
         while not wait([job], timeout=LOOK_EVERY_S).done:
             if not self._thread.is_alive():
                 rule = "the sampling thread ended before it had finished"

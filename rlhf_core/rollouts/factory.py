@@ -1,4 +1,4 @@
-"""Choose how the rollouts of policy optimization are made: one sampler and one scorer, whatever the configuration says.
+"""Build the sampler and the scorer of policy optimization from the configuration.
 
 The training loop makes the same calls for all of them:
 
@@ -85,7 +85,7 @@ def open_guard(
     context: StageContext,
     leases: ExitStack,
 ) -> RunGuard:
-    """Return the guard of a run; `leases` end what its independent rewards need."""
+    """Return the guard of a run; `leases` hold the engines of its independent rewards."""
     if config.evaluate is None:
         return RunGuard(config, sampler, None, context)
     independent = config.evaluate.independent

@@ -155,7 +155,7 @@ def _components(name: str, means: Metrics) -> Metrics:
 
 
 def _counts(name: str, failed: Counts) -> dict[str, tuple[int, int]]:
-    """Return what failed by its path in the configuration; independent rewards are not below `rewards`.
+    """Return the failures by path in the configuration; independent rewards are not below `rewards`.
 
     Both score the same episodes, so those that failed are counted once.
     """
@@ -187,12 +187,12 @@ class Best:
         return replace(self, since=self.since + 1)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep (JSON)."""
+        """Return the state for a checkpoint (JSON)."""
         return asdict(self) | {"value": self.value if self.step >= 0 else None}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Self:
-        """Return what `state` was called on."""
+        """Return the object of a `state`."""
         return cls(since=state["since"]) if state["step"] < 0 else cls(**state)
 
 
@@ -201,7 +201,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Alarm:
-    """What a monitor found at a step, and what is to be done; `text` is "rollout/length 3.1 < 6 for 3 steps"."""
+    """Finding of a monitor at a step, and its action; `text` is "rollout/length 3.1 < 6 for 3 steps"."""
 
     step: int
     monitor: str
@@ -227,11 +227,11 @@ class Watch:
         self._streaks = dict.fromkeys(self._monitors, 0)
         self._rollbacks = dict.fromkeys(self._monitors, 0)
         self._accepted: set[str] = set()
-        """Monitors whose complaint a person has accepted, until it ends."""
+        """Monitors whose alarm a person has accepted until it clears."""
 
     @property
     def honest(self) -> bool:
-        """Return whether no monitor that acts has a complaint about the last step that nobody has accepted."""
+        """Return whether no acting monitor has an unaccepted alarm at the last step."""
         acting = [name for name, one in self._monitors.items() if one.action != "warn" and name not in self._accepted]
         return not any(self._streaks[name] for name in acting)
 
@@ -264,7 +264,7 @@ class Watch:
         self._accepted.add(monitor)
 
     def rolled_back(self, alarm: Alarm, *, to: int) -> None:
-        """Forget what came after step `to`, and count the rollback."""
+        """Drop the history after step `to`, and count the rollback."""
         self._history.forget_after(to)
         self._streaks = dict.fromkeys(self._streaks, 0)
         self._accepted.clear()
@@ -287,7 +287,7 @@ class Watch:
                     raise ConfigError(explain(f"ppo.monitors[{number}].metric", name, rule, f"choose one of {known}"))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep (JSON)."""
+        """Return the state for a checkpoint (JSON)."""
         kept = {"history": self._history.state(), "streaks": self._streaks, "rollbacks": self._rollbacks}
         return kept | ({"accepted": sorted(self._accepted)} if self._accepted else {})
 
@@ -325,16 +325,16 @@ class Pause:
 
     @property
     def text(self) -> str:
-        """Return what was found."""
+        """Return the finding."""
         return "; ".join(f"monitor {one.monitor}: {one.text} at step {one.step}" for one in self.alarms)
 
     def question(self, context: StageContext) -> Question:
-        """Return what a person is asked: may the computation of this key go on after what was found at this step?"""
+        """Return the question: may the computation of this key continue after the finding at this step?"""
         condition = {"after": context.label, "step": self.alarms[0].step, "found": self.text}
         return Question(gate=self.alarms[0].monitor, condition=condition, digest=context.key, found=self.text)
 
     def answer(self, context: StageContext) -> GateAnswer:
-        """Return what a person has decided; raise StageWaiting, with the question as its condition, if nobody has."""
+        """Return the decision; raise StageWaiting, with the question as its condition, if there is none."""
         question = self.question(context)
         request = GateDecisions(context.store.layout).find(question.id)
         if request is None or request.answer is None:
@@ -345,12 +345,12 @@ class Pause:
         return request.answer
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what a checkpoint must keep (JSON)."""
+        """Return the state for a checkpoint (JSON)."""
         return [plain(alarm) for alarm in self.alarms]
 
     @classmethod
     def restored(cls, state: Sequence[Mapping[str, Any]]) -> Self:
-        """Return what `state` was called on."""
+        """Return the object of a `state`."""
         return cls(tuple(Alarm(**alarm) for alarm in state))
 
 
@@ -391,7 +391,7 @@ class RunGuard:
         evaluate = config.evaluate
         self._watch = Watch(config.monitors, looks=1 + math.ceil(config.steps / evaluate.every) if evaluate else 0)
         self.acts = evaluate is not None
-        """Whether the guard may return to a checkpoint, so that the best honest one is kept besides the newest."""
+        """Whether the guard may roll back, so that the best checkpoint without alarms is kept besides the newest."""
         self.checkpoints = context.checkpoints.keeping(best=1) if self.acts else context.checkpoints
         self.target: Checkpoint | None = None
         """The checkpoint that the last step is to be rolled back to."""
@@ -432,7 +432,7 @@ class RunGuard:
         return measured.metrics
 
     def after_step(self, step: int, metrics: Metrics, weights: Callable[[], Weights]) -> Metrics:
-        """Evaluate if it is due, ask the monitors, decide; return what this adds to the metrics of the step.
+        """Evaluate if due, run the monitors and act on them; return the added metrics of the step.
 
         Afterwards `target` says where to roll back to, and `steps` ends if the run does.
         """
@@ -458,7 +458,7 @@ class RunGuard:
         return measured.metrics | complaints
 
     def saves(self, step: int) -> bool:
-        """Return whether a checkpoint is due because of what the step brought: a new best, a rollback, a pause, the end."""
+        """Return whether the step requires a checkpoint: after a new best, a rollback, a pause or the end."""
         new_best = self.candidate is not None
         return (
             bool(self._ended)
@@ -469,7 +469,7 @@ class RunGuard:
         )
 
     def decide(self) -> None:
-        """Go on, or end, as a person has decided about a pause; raise StageWaiting if nobody has.
+        """Continue or end as decided about a pause; raise StageWaiting without a decision.
 
         Call it when the checkpoint of the step is written. Who decided, when and why is in the tags and not in the
         report, whose content must not depend on it.
@@ -514,7 +514,7 @@ class RunGuard:
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep (JSON); {} for a guard that does nothing."""
+        """Return the state for a checkpoint (JSON); {} for a guard that does nothing."""
         if self._idle:
             return {}
         return {
@@ -555,7 +555,7 @@ class RunGuard:
         return measured
 
     def _check_metrics(self, step: int, metrics: Metrics) -> None:
-        """Raise ConfigError, at the first step that updates the policy, for a monitor of what steps do not have."""
+        """Raise ConfigError, at the first policy update, for a monitor of a metric that steps do not have."""
         if step == 1 + self._config.value_warmup_steps * self._config.advantage.uses_values:
             # Where every answer was cut off and is masked, the step has no update.
             not_updated = () if "policy/loss" in metrics else ("policy/", "value/")

@@ -142,7 +142,7 @@ ScoreAnswers = Callable[[int, Sequence[Generation]], list[Rollout]]
 
 
 class StepScorer:
-    """Scores what was sampled for a step; logs the rollouts of the last `keep_steps` steps.
+    """Scores the samples of a step; logs the rollouts of the last `keep_steps` steps.
 
     >>> rollouts = score(step, sampler.generate(step))     # doctest: +SKIP
     """
@@ -205,7 +205,7 @@ def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> list[Rollou
 def rollout_metrics(
     config: PPOConfig, step: int, drawn: Drawn, rollouts: Sequence[Rollout], *, ahead: int, ends: Sequence[int]
 ) -> Metrics:
-    """Return `rollout/*`: staleness, what episodes report, groups that are undecided, equal or in flight, and the answers' health.
+    """Return `rollout/*`: staleness, episode reports, groups that are undecided, equal or in flight, and the answers' health.
 
     `ahead` counts the later steps that are being sampled, `ends` are the tokens that end an answer.
     """

@@ -89,7 +89,7 @@ SMALLEST_OBJECT_STORE = 256 << 20
 CONNECT_TIMEOUT_S = 300.0
 """Time limit for starting or joining Ray, which starts about six processes, perhaps on a very busy machine."""
 RECONNECT_TIMEOUT_S, RECONNECT_EVERY_S = 120.0, 2.0
-"""How long to wait for a head at `RAY_ADDRESS` that was connected before and is lost."""
+"""Seconds to wait for a lost head at `RAY_ADDRESS`."""
 
 
 def connect(cores: int) -> bool:

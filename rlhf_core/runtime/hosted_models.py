@@ -25,7 +25,7 @@ class HostedModels:
         self._trainers: dict[str, RankTrainer] = {}
 
     def warm(self, threads: int) -> None:
-        """Fix the number of threads and the kernels, and import what models are built with."""
+        """Fix the number of threads and the kernels, and import the model libraries."""
         torch.set_num_threads(threads)
         # On a GPU some kernels have no deterministic form: they warn instead of failing a long run.
         torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())

@@ -67,7 +67,7 @@ class RayWatch:
         self._thread.start()
 
     def settle(self) -> str:
-        """Ask all servers until each has answered or one is lost; return `lost`.
+        """Ping all servers until each has responded or one is lost; return `lost`.
 
         A worker dies before the death of its raylet is certain, and a new worker must not be started on that raylet.
         """
@@ -98,7 +98,7 @@ class RayWatch:
             self._look()
 
     def _look(self) -> bool:
-        """Ask every server; return whether all answered, and record the first that is lost."""
+        """Ping every server; return whether all responded, and record the first that is lost."""
         with self._looking:
             well = True
             for name, address in self._servers.items():

@@ -53,7 +53,7 @@ def engine_count(sampler: AnySamplerConfig) -> int:
 
 
 def layout(config: RuntimeConfig) -> Layout:
-    """Return the bundles of a `config` that asks for GPUs: no GPU holds two train workers or two engines.
+    """Return the bundles of a `config` with GPUs: no GPU holds two train workers or two engines.
 
     >>> shared = layout(RuntimeConfig(train_workers=2, gpus_per_train_worker=0.5, gpus_per_engine=0.5))
     >>> shared.bundles, shared.train, shared.sample
@@ -269,7 +269,7 @@ class GpuSharing:
             if trainers is not None and self._resting is not trainers:
                 self._resting = trainers  # before the call, which may fail halfway
                 trainers.call("shared_gpu", "rest", self._offload)
-            # A broken group is called too: its error says how it was lost.
+            # A broken group is called too: its error has the cause of the loss.
             engines = None if self._engines is None else self._engines()
             if engines is not None and self._asleep is engines:
                 engines.call("policy", "wake")

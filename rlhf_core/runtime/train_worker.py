@@ -74,7 +74,7 @@ class TrainWorker:
         return MeetingPoint(self._host(), free_port(), network())
 
     def join(self, rank: int, address: MeetingPoint) -> None:
-        """Set what torch.distributed reads from the environment, fix the number of threads and import the engine."""
+        """Set torch.distributed's environment, fix the number of threads and import the engine."""
         self._rank = rank
         self._meeting_point = address
         host, port, _ = address
@@ -131,7 +131,7 @@ class TrainWorker:
     def _check_meeting_point(self) -> None:
         """Raise ConfigError if rank 0 is on another machine but has a loopback address, which is unreachable from here.
 
-        The check is not in `join`, because nobody waits for its result.
+        The check is not in `join`, whose result is not awaited.
         """
         there = self._meeting_point
         if there is not None and there.network != network() and is_loopback(there.host):

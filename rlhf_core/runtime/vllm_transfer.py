@@ -29,7 +29,7 @@ class MappingSource(WeightSource):
             yield name, tensor.to("cuda")
 
     def probes(self) -> Probes:
-        """Return rows of the tensors, with which an engine compares what it holds."""
+        """Return rows of the tensors, with which an engine checks its weights."""
         return probe_weights(self.tensors)
 
 

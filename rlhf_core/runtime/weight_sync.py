@@ -86,7 +86,7 @@ class DeviceSender:
         return not self._ipc or _largest(tensors) <= self._buffer_bytes
 
     def send(self, tensors: Mapping[str, Any]) -> None:
-        """Send name -> CPU tensor to all engines, which check what arrived. Raises SamplingError if it differs."""
+        """Send name -> CPU tensor to all engines, which check them. Raises SamplingError if it differs."""
         self._source.tensors = tensors
         try:
             self._engine.send_weights()

@@ -45,7 +45,7 @@ class WorkerGroup:
         log_folder: str,
         ray_lost: Callable[[], str],
     ) -> None:
-        """`ray_lost` returns what part of Ray itself was lost, "" while all of it is up."""
+        """`ray_lost` returns the lost part of Ray itself, "" while all of it is up."""
         self.kind = kind
         self.actors = list(actors)
         self._killed = False

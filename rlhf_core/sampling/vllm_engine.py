@@ -1,4 +1,4 @@
-"""Start vLLM's engine and ask it. The only module that imports vLLM's engine; `vllm_sampler` sets its variables before."""
+"""Start and call vLLM's engine. The only module that imports vLLM's engine; `vllm_sampler` sets its variables before."""
 
 from __future__ import annotations
 

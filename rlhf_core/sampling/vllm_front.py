@@ -26,7 +26,7 @@ class PolicyDoor(Door):
     def __init__(self, app: ASGIApp) -> None:
         token = os.environ[TOKEN] if TOKEN in os.environ else ""
         if not token:
-            raise ConfigError(explain(TOKEN, token, "the door asks for a token", "set it to a long random text"))
+            raise ConfigError(explain(TOKEN, token, "the server requires a token", "set it to a long random text"))
         super().__init__(app, authorization=f"Bearer {token}", open_to=health_alone, key=token)
 
 

@@ -32,7 +32,7 @@ SHOWN_CHARACTERS = 300
 
 
 class ServerFailed(Exception):
-    """A server did not do what was requested. `refused` means that it never will, nor would another one."""
+    """Raised if a server did not fulfil a request. `refused`: no retry and no other server would."""
 
     def __init__(self, url: str, reason: str, *, status: int = 0) -> None:
         super().__init__(without_secrets(f"{url} {reason}"))

@@ -242,7 +242,7 @@ class VllmServerSampler:
         self._sampled.clear()
 
     def _cancel(self, asked: Iterable[Sampled]) -> None:
-        """Cancel what is not done yet, and wait until the connections are closed, so that the servers notice."""
+        """Cancel unfinished requests, and wait until the connections are closed, so that the servers notice."""
         cancelled = [future for future in asked if future.cancel()]
         if cancelled:
             self._run(_others_ended())

@@ -24,7 +24,7 @@ class Operational:
 
 
 class FailureSetting(Operational):
-    """A mark for an operational field that decides whether an answer fails, or what happens to a failed answer.
+    """Marks an operational field that decides whether an answer fails, or the treatment of a failed answer.
 
     It does not enter the key, but a result with failed answers counts only for these settings
     (`rlhf_core.store.failures`).

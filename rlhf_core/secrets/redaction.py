@@ -220,7 +220,7 @@ def know(value: str) -> None:
 
 
 class ErrorWithoutSecrets(Exception):
-    """A replacement for an error whose text has a secret elsewhere than in `args`, with its class name and cleaned text."""
+    """Stands for an error whose text has a secret elsewhere than in `args`, with its class name and cleaned text."""
 
 
 def hide_in(error: BaseException) -> BaseException:

@@ -147,7 +147,7 @@ class StageContext:
 
     @property
     def notes(self) -> str:
-        """Return the file in which all processes note what the user's code reads beyond the key."""
+        """Return the file in which all processes note the reads of user code beyond the key."""
         return str(self.work / attempts.UNSEEN)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -193,7 +193,7 @@ class StageContext:
     def wait(self, what: str, condition: Mapping[str, Any] = NOTHING) -> NoReturn:
         """Raise StageWaiting: people are to do something first, and the same command goes on then.
 
-        `condition` tells other processes, as JSON values, what the stage waits for.
+        `condition` holds, as JSON values for other processes, the condition that the stage waits for.
         """
         raise stopping.StageWaiting(f"{self.label} is waiting: {what}", condition)
 

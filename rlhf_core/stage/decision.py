@@ -1,4 +1,4 @@
-"""Decide what to do with a stage, and why: reuse its result, wait for another process, resume, or run."""
+"""Decide for each stage, with a reason: reuse its result, wait for another process, resume, or run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Note(Stored):
 class Target:
     """The current key of a spec, the payload whose hash it is, and the digests of its code's modules.
 
-    `functions` holds the digests of the user's functions that entered the key. `why` says why an earlier take does not
+    `functions` holds the digests of the user's functions that entered the key. `why` is the reason why an earlier take does not
     fit, if the payload names a later one.
     """
 
@@ -82,7 +82,7 @@ def decide(
     force: bool = False,
     strict: Strictness = Strictness(),
 ) -> Decision:
-    """Return what `execute` would do with the stage now, without doing it."""
+    """Return the decision of `execute` for the stage now, without executing it."""
     target = target_of(store, spec, strict=strict)
     if not force:
         record = store.record(target.key)
@@ -144,7 +144,7 @@ def _is_there(store: ArtifactStore, key: str) -> bool:
 
 
 def unfit(store: ArtifactStore, spec: StageSpec, key: str) -> str:
-    """Return what failed in the result or work of `key` under other settings than those of `spec`, or ""."""
+    """Return the failure in the result or work of `key` under other settings than those of `spec`, or ""."""
     settings = failure_settings(spec.config)
     if not settings:
         return ""
@@ -217,7 +217,7 @@ def _may_go_on(past: Sequence[attempts.Attempt]) -> bool:
 
 
 def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
-    """Save the stage's key, payload and code under its label, so that the next decision can say what changed."""
+    """Save the stage's key, payload and code under its label, so that the next decision can name the changes."""
     path = store.layout.label(spec.label)
     table = {"label": spec.label, "key": target.key, "payload": target.payload, "code": target.code}
     if read_json(path) != json.loads(json.dumps(table)):

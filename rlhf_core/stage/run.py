@@ -1,4 +1,4 @@
-"""Run a stage: decide, hold the lease, pass the context to the stage, and check that it committed what it returns."""
+"""Run a stage: decide, hold the lease, pass the context to the stage, and check that its result is committed."""
 
 from __future__ import annotations
 

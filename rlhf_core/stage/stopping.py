@@ -1,4 +1,4 @@
-"""Ask the running stage to save and end, after a signal or when the machine's time allocation runs out.
+"""Request the running stage to save and end, after a signal or at the end of the time allocation.
 
 A signal belongs to the whole process, and so does the request. A loop calls `reason()` after every step; if it is not
 empty, the loop saves a checkpoint and raises `StageStopped`. A second signal, or `GRACE_S` seconds without reaching
@@ -33,7 +33,7 @@ _deadlines: list[tuple[float, str]] = []
 
 
 class StageStopped(KeyboardInterrupt):
-    """Raised by a stage that was asked to end and has saved its work; the same command resumes it."""
+    """Raised by a stage that has saved its work and ended on request; the same command resumes it."""
 
 
 class RunHalted(StageStopped):
@@ -57,7 +57,7 @@ class StageWaiting(RunHalted):
 
 
 class RunBlocked(RunHalted):
-    """Raised at the end of a run in which a gate held back what depends on an artifact."""
+    """Raised at the end of a run in which a gate blocked the stages after an artifact."""
 
     state = "Blocked"
 
@@ -85,7 +85,7 @@ def goes_on(error: BaseException) -> bool:
 
 
 def ask(why: str) -> None:
-    """Ask the running stage, and all after it, to save and end."""
+    """Request the running stage, and all after it, to save and end."""
     global _reason
     _reason = why
     _asked.set()
@@ -93,7 +93,7 @@ def ask(why: str) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Ask stages inside the block to end `seconds` after the start of the allocation, or after now; 0 sets no limit."""
+    """End the stages inside the block `seconds` after the start of the allocation, or after now; 0 sets no limit."""
     if not seconds:
         yield
         return
@@ -104,7 +104,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def deadline(seconds: float, why: str) -> Iterator[None]:
-    """Ask stages inside the block to end `seconds` from now, with `why` as the reason."""
+    """End the stages inside the block `seconds` from now, with `why` as the reason."""
     limit = (time.time() + seconds, why)
     _deadlines.append(limit)
     try:
@@ -114,7 +114,7 @@ def deadline(seconds: float, why: str) -> Iterator[None]:
 
 
 def terminations() -> tuple[signal.Signals, ...]:
-    """Return the signals that ask a process to end: SIGTERM, and SIGHUP unless it is ignored, as under nohup.
+    """Return the signals that end a process: SIGTERM, and SIGHUP unless it is ignored, as under nohup.
 
     SIGHUP comes when the terminal, or the connection to it, has gone.
     """
@@ -136,7 +136,7 @@ def _deliver(number: int) -> None:
 
 @contextmanager
 def on_signals() -> Iterator[None]:
-    """Let the first SIGTERM, SIGHUP or Ctrl-C ask the stage to end, and the second interrupt; only in the main thread.
+    """Let the first SIGTERM, SIGHUP or Ctrl-C end the stage after saving, and the second interrupt it; only in the main thread.
 
     A SIGHUP is never the second: nobody repeats it, but systemd sends one after its SIGTERM, and a shell may send another.
     The previous handler gets the signal in the end: after the stage has saved, or at once for the second signal. Where

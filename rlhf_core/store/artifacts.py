@@ -1,4 +1,4 @@
-"""The artifact store: immutable folders addressed by their content, and key records that say which stage made them.
+"""The artifact store: immutable folders addressed by their content, and key records of the stages that made them.
 
 A folder without a manifest is not an artifact, and an object without a key record does not exist yet: the record,
 written last and atomically, is the only commit point. A crash at any instant leaves either no result or a whole one.
@@ -273,7 +273,7 @@ class ArtifactStore:
         return maintenance.pins(self.layout)
 
     def gc(self, dry_run: bool, *, keep_days: float = 30.0) -> GcReport:
-        """Remove (or only list) what is reachable from no root and from no record used in the last `keep_days`.
+        """Remove (or only list) objects that neither a root nor a record used in the last `keep_days` reaches.
 
         Roots are pins and what waiting runs need (`rlhf_core.store.maintenance`). While a record or a root cannot be read,
         what it reaches is unknown: all records and objects are then kept.
@@ -283,7 +283,7 @@ class ArtifactStore:
     # ------------------------------------------------------------ private
 
     def _check(self, key: str) -> tuple[KeyRecord | None, str, str]:
-        """Return the record of a key, what is damaged, and why its stage may have read damaged inputs."""
+        """Return the record of a key, its damage, and why its stage may have read damaged inputs."""
         record, problem = parse_record(self.layout.key(key))
         if record is None:
             return None, f"its record {problem}" if problem else "", ""

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 HISTORY = "attempt.json"
 METRICS = "metrics.jsonl"
 UNSEEN = "unseen.jsonl"
-"""What user code has read that the key does not see."""
+"""Reads of user code beyond the key."""
 _NUMBERED = re.compile(r"(work|out)-(\d{1,10})")
 
 Status = Literal["running", "failed", "interrupted", "committed"]
@@ -132,7 +132,7 @@ def end(
 def abandon(folder: Path, *, committed: bool) -> tuple[str, Attempt] | None:
     """Mark the attempt still recorded as running as killed; return its label and the attempt, or None if there is none.
 
-    The caller holds the lease, so no process is working there. `committed` says whether it had written its record.
+    The caller holds the lease, so no process is working there. `committed`: whether it had written its record.
     """
     label, past = _read(folder)
     if not past or past[-1].status != "running":
@@ -149,7 +149,7 @@ def output(folder: Path, attempt: Attempt) -> Path:
 
 
 def work(folder: Path, attempt: Attempt) -> Path:
-    """Return the folder of what a later attempt can use: checkpoints, shards, metrics, failures, logs."""
+    """Return the folder of reusable work: checkpoints, shards, metrics, failures, logs."""
     return folder / f"work-{attempt.number}"
 
 
@@ -211,7 +211,7 @@ def clear(folder: Path, *, keep_metrics: bool, until: Attempt | None = None) -> 
 
 
 def give_way(folder: Path, attempt: Attempt) -> None:
-    """Remove what an attempt wrote after a later attempt had taken over its work: nothing reads it."""
+    """Remove the files that an attempt wrote after a later attempt took over its work; nothing reads them."""
     if any(item.number > attempt.number for item in history(folder)):
         remove_tree(work(folder, attempt))
         remove_tree(output(folder, attempt))

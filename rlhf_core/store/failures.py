@@ -20,7 +20,7 @@ from rlhf_core.store.fingerprint import canonical_json
 FAILURES = "failures.jsonl"
 
 Settings: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Dotted path of what may fail (`rewards.terms.mine`, `agent`) -> its fields that may be the cause."""
+"""Dotted path of a part that may fail (`rewards.terms.mine`, `agent`) -> its fields that may be the cause."""
 Counts: TypeAlias = Mapping[str, tuple[int, int]]
 """Path -> number of failed answers and number of all answers there."""
 
@@ -39,12 +39,12 @@ class Failed(BaseModel):
 
 
 def failure_settings(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the settings that may make an answer fail, or that decide what happens to a failed answer."""
+    """Return the settings that may make an answer fail, or that decide on the treatment of a failed answer."""
     return {path: fields for path, fields in _marked(config, "") if fields}
 
 
 def note(folder: Path, step: int, counts: Counts, settings: Settings) -> None:
-    """Record in the work folder `folder` what failed at a step, before its answers are kept.
+    """Record the failures of a step in the work folder `folder`, before its answers are kept.
 
     The last record of a step counts.
     """

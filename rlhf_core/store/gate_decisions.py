@@ -1,4 +1,4 @@
-"""Keep what people were asked and decided at gates and pauses: a folder for each question, `roots/gates/<id>`.
+"""Keep the questions and decisions of gates and pauses: one folder per question, `roots/gates/<id>`.
 
 A question is about one artifact under one gate in runs of one name: an artifact that is made again with other content, or a
 gate with another condition, is asked about again, and the answer for one run lets no other one go on. `question.json` says
@@ -45,7 +45,7 @@ class GateAnswer(Stored):
 
 
 class Question(Stored):
-    """A question to a person: may what depends on this artifact go on?
+    """A question to a person: may the stages after this artifact run?
 
     >>> asked = Question(gate="quality", condition={"after": "sft"}, digest="d1", run="night")
     >>> asked.id == asked.model_copy(update={"run": "day"}).id
@@ -59,13 +59,13 @@ class Question(Stored):
     digest: str
     """Digest of the artifact, or the key of the stage that pauses."""
     found: str = ""
-    """What was found, such as `accuracy_low 0.61 < 0.65`."""
+    """The finding, such as `accuracy_low 0.61 < 0.65`."""
     run: str = ""
     """Name of the runs whose question it is; "" for a stage that pauses, whose result all runs share."""
 
     @property
     def id(self) -> str:
-        """Return the name of its folder; what was found follows from the rest and is no part of it."""
+        """Return the name of its folder; the finding follows from the rest and is no part of it."""
         return sha256_text(canonical_json(self.model_dump(exclude={"found"})))
 
 
@@ -79,12 +79,12 @@ class Asker(Stored):
     links: dict[str, str] = {}
     """Where it can be looked up, such as its flow run in Prefect."""
     asked: str
-    """When it asked last (ISO 8601 in UTC)."""
+    """Time of its last request (ISO 8601 in UTC)."""
 
 
 @dataclass(frozen=True)
 class GateRequest:
-    """A question with the runs that asked it, the one that asked last at the end, and the answers, the last at the end."""
+    """A question with the runs that wait for it and its answers, both in order of time."""
 
     question: Question
     askers: tuple[Asker, ...]
@@ -97,16 +97,16 @@ class GateRequest:
 
     @property
     def answer(self) -> GateAnswer | None:
-        """Return the last answer; None if nobody has decided."""
+        """Return the last answer; None without a decision."""
         return self.answers[-1] if self.answers else None
 
     @property
     def asked(self) -> str:
-        """Return when it was asked last."""
+        """Return the time of the last request."""
         return self.askers[-1].asked
 
     def asked_in(self, run: str) -> bool:
-        """Return whether a run of this name, or a flow run of this id, asked."""
+        """Return whether a run of this name, or a flow run of this id, waits for it."""
         return any(run in (one.run, *one.links.values()) for one in self.askers)
 
 
@@ -117,7 +117,7 @@ class GateDecisions:
     layout: StoreLayout
 
     def find(self, question: str) -> GateRequest | None:
-        """Return the question with this id, with its askers and answers; None if nobody was asked."""
+        """Return the question with this id, with its runs and answers; None if there is none."""
         folder = self.layout.gates / question
         asked = read_stored(folder / QUESTION, Question)
         askers = sorted(self._read(folder, ASKERS, Asker), key=lambda one: one.asked)
@@ -149,7 +149,7 @@ class GateDecisions:
         return said
 
     def requests(self) -> list[GateRequest]:
-        """Return all questions, the one that was asked last at the end."""
+        """Return all questions, the most recent at the end."""
         found = (self.find(folder.name) for folder in self.layout.gates.glob("*") if folder.is_dir())
         return sorted((one for one in found if one is not None), key=lambda one: (one.asked, one.id))
 

@@ -89,12 +89,12 @@ class StoreLayout:
 
     @property
     def gates(self) -> Path:
-        """Return the folder of what people were asked, and what they decided, at gates."""
+        """Return the folder of the questions and decisions at gates."""
         return self.root / "roots" / "gates"
 
     @property
     def waits(self) -> Path:
-        """Return the folder of what runs that wait for people need."""
+        """Return the folder of the needs of runs that wait for people."""
         return self.root / "roots" / "waits"
 
     @property
@@ -115,7 +115,7 @@ class StoreLayout:
         return self.root / "roots" / "damaged" / digest
 
     def damage(self, key: str) -> Path:
-        """Return the file that says why the artifact of a key was moved into quarantine."""
+        """Return the file with the reason why the artifact of a key was moved into quarantine."""
         return self.quarantine / "why" / f"{key}.json"
 
 
@@ -209,7 +209,7 @@ def make_folder(folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the table in a JSON file; None if the file does not exist or does not hold a table.
 
-    Other read errors (an unreachable network drive, no permission) say nothing about the content and are raised. Raises
+    Other read errors (an unreachable network drive, no permission) are independent of the content and are raised. Raises
     ArtifactError for what is no regular file.
     """
     try:
@@ -222,7 +222,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 class NotRegular(OSError):
-    """What has the name of a file is a folder, a pipe, a device, a socket, or a link to itself."""
+    """A path of a file is a folder, a pipe, a device, a socket, or a link to itself."""
 
 
 def read_regular(path: Path) -> str:
@@ -347,7 +347,7 @@ def _allow_writing(folder: Path) -> None:
 
 @contextmanager
 def naming_disk_errors(root: Path) -> Iterator[None]:
-    """Turn the error of a full or unwritable disk into an ArtifactError that says what to do.
+    """Turn the error of a full or unwritable disk into an ArtifactError with the remedy.
 
     Only a permission error at a path below `root` counts; a full disk is detected from any error.
     """

@@ -63,7 +63,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease that this process holds. `waited` says whether another process held it before."""
+    """A lease that this process holds. `waited`: whether another process held it before."""
 
     folder: Path
     key: str

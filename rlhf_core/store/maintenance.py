@@ -1,4 +1,4 @@
-"""Maintain a store: verify objects against their manifests, and remove what no root reaches.
+"""Maintain a store: verify objects against their manifests, and remove unreachable ones.
 
 The roots of a store, which `gc` keeps with all that they were made from: pins, and what waiting runs need.
 
@@ -33,7 +33,7 @@ from rlhf_core.store.typed_json import Stored, read_stored
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """What is kept, by a key, the digest of an object or that of an artifact, and why."""
+    """The kept keys, objects and artifacts, with the reason."""
 
     target: str
     why: str
@@ -61,7 +61,9 @@ def roots_of(layout: StoreLayout) -> tuple[list[Root], list[Unreadable]]:
             unreadable.append(Unreadable(path, "does not name what a waiting run needs"))
     for name, kind in ((QUESTION, Question), (ASKERS, Asker)):
         damaged = (path for path in sorted(layout.gates.glob(f"*/{name}")) if read_stored(path, kind) is None)
-        unreadable += [Unreadable(path, "is damaged, until its run asks again") for path in damaged if path.exists()]
+        unreadable += [
+            Unreadable(path, "is damaged until its run writes it again") for path in damaged if path.exists()
+        ]
     try:
         roots += _asked_about(layout)
     except ArtifactError as error:
@@ -95,7 +97,7 @@ def note_wait(layout: StoreLayout, run: str, keys: Iterable[str]) -> None:
 
 
 def forget_wait(layout: StoreLayout, run: str) -> None:
-    """Keep no more what the run of this name needed while it waited."""
+    """Release the objects that the run of this name kept while it waited."""
     _wait_path(layout, run).unlink(missing_ok=True)
 
 
@@ -200,7 +202,7 @@ class GcItem:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What `gc` removed, or would remove in a dry run. If `held_back` lists unreadable files, records and objects were
+    """Items that `gc` removed, or would remove in a dry run. If `held_back` lists unreadable files, records and objects were
     left alone because of them."""
 
     items: tuple[GcItem, ...]
@@ -255,7 +257,7 @@ def verify(layout: StoreLayout, records: Sequence[KeyRecord], unreadable: Sequen
 
 
 def _hashed(folder: Path) -> str:
-    """Return what is wrong with an object; for a sound one, set its last good check to the time when hashing began."""
+    """Return the damage of an object; for a sound one, set its last good check to the time when hashing began."""
     began = time.time()
     problem = object_damage(folder, deep=True)
     if not problem and last_good(folder) < began:
@@ -293,7 +295,7 @@ def collect(
     dry_run: bool,
     keep_days: float,
 ) -> GcReport:
-    """Keep what roots and recently used records reach through their inputs, and remove the rest.
+    """Keep the objects that roots and recently used records reach through their inputs; remove the rest.
 
     A record is removed before its object, so no record points to a missing object. Young objects and attempts of
     living owners stay; so do all records and objects while a record or a root is unreadable. The lock of the store is
@@ -382,7 +384,7 @@ def _reached(layout: StoreLayout, records: Sequence[KeyRecord], roots: Sequence[
 
 
 def _names(record: KeyRecord) -> set[str]:
-    """Return what a root may call a record by: its key, its object, and the digest of its artifact."""
+    """Return the names of a record in roots: its key, its object, and the digest of its artifact."""
     return {record.key, object_of(record.handle.uri), record.handle.digest}
 
 

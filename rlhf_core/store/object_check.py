@@ -28,7 +28,7 @@ _LONGEST_NAME = 255
 
 
 def object_damage(folder: Path, *, deep: bool) -> str:
-    """Return what is wrong with an object, or an empty string.
+    """Return the damage of an object, or "".
 
     `deep` hashes all files; otherwise sizes are compared, and only files written to since the last good check are
     hashed.
@@ -104,7 +104,7 @@ class Finding:
 
 
 def quarantine_object(layout: StoreLayout, digest: str, problem: str) -> None:
-    """Record that the object is damaged and move it into quarantine. A missing object is ignored: nobody read it."""
+    """Record that the object is damaged and move it into quarantine. A missing object is ignored."""
     folder = layout.object(digest)
     if not folder.exists():
         return

@@ -62,7 +62,7 @@ class Provenance(BaseModel):
     failures: dict[str, Failed] = {}
     """Failed answers by their path in the configuration, with counts and settings; {} if none failed."""
     unseen: tuple[str, ...] = ()
-    """What the user's code read, connected to or started that is not in the key; () in records of earlier versions."""
+    """Reads, connections and processes of user code beyond the key; () in records of earlier versions."""
     metrics: dict[str, float]
     engines: dict[str, str]
     environment: dict[str, str]
@@ -122,7 +122,7 @@ def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
 
 
 def parse_record(path: Path) -> tuple[KeyRecord | None, str]:
-    """Return the record in a file, or a description of what is wrong with it; neither if the file does not exist."""
+    """Return the record in a file, or a description of its damage; neither if the file does not exist."""
     stored = read_json(path)
     if stored is None:
         return None, "is not a JSON object" if path.exists() else ""

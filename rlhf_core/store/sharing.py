@@ -21,7 +21,7 @@ _OF_ALL = stat.S_IRWXG
 
 
 def share(root: Path, group: str) -> None:
-    """Give a store to a group. New files follow, whoever makes them. It may be repeated, after files were copied in say.
+    """Give a store to a group. New files of all users follow. Repeat it after copying files into the store.
 
     Raises ArtifactError if there is no such group, if its members cannot reach the folder, or if this user may not
     change what others made.
@@ -46,7 +46,7 @@ def share(root: Path, group: str) -> None:
 
 
 def is_shared(folder: Path) -> bool:
-    """Return whether what is made in `folder` belongs to its group, which may write there."""
+    """Return whether new files in `folder` belong to its group, which may write there."""
     return folder.stat().st_mode & _OF_A_FOLDER == _OF_A_FOLDER
 
 
@@ -60,7 +60,7 @@ def open_to_group(root: Path) -> None:
 
 
 def give_made(folder: Path) -> None:
-    """In a shared store, give the group what this user made in `folder`; elsewhere nothing changes.
+    """In a shared store, give the group access to this user's files in `folder`; otherwise do nothing.
 
     Some libraries make files for their owner alone whatever the umask is, safetensors for one, and what was moved here
     kept its group.

@@ -1,6 +1,6 @@
 """Run tasks of EleutherAI's evaluation harness (lm_eval) on our trainer and sampler.
 
-The harness asks for log-likelihoods of continuations and for answers up to a stop text. The trainer computes the first and
+The harness requests log-likelihoods of continuations and answers up to a stop text. The trainer computes the first and
 the sampler the second, from the tokens that the harness's own `hf` model would use, so that the numbers agree. Two things
 differ: a document longer than the policy's context keeps one token less of its beginning, and stop texts are cut from the
 finished answer instead of ending it.
@@ -180,7 +180,7 @@ _OPTIONS = {"do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """How the harness reaches the policy: its tokenizer, and leases of the trainer and of the sampler."""
+    """The policy behind the harness: its tokenizer, and leases of the trainer and the sampler."""
 
     tokenizer: Any
     trainer: Callable[[], AbstractContextManager[Trainer]]
@@ -188,7 +188,7 @@ class Engines:
     max_length: int
     """Most tokens of the policy's context, at which trainer and sampler agree."""
     max_sampled_length: int
-    """Most tokens of a question with its answer: the same, or what the sampler is set to if that is less."""
+    """Most tokens of a question with its answer: the same, or the sampler's limit if that is less."""
     seed: int
 
 
@@ -243,12 +243,12 @@ def _task_manager(tasks: Sequence[str], include_path: str) -> TaskManager:
 
 
 def _loaded(manager: TaskManager, tasks: Sequence[str]) -> Mapping[str, Any]:
-    """Return the tasks; raise ConfigError for what the harness refuses: a pattern, a task that is named beside its group."""
+    """Return the tasks; raise ConfigError for a pattern, or a task that is named beside its group."""
     try:
         return dict(manager.load(list(tasks)))
     except (KeyError, ValueError) as error:
         # The harness reads the tasks' files and data here, too.
-        remedy = "name each task or its group once, without patterns, or mend its files and data"
+        remedy = "name each task or its group once, without patterns, or correct its files and data"
         rule = f"cannot be loaded ({error})"
         raise ConfigError(explain("evaluate.suites.tasks", list(tasks), rule, remedy)) from error
 
@@ -376,7 +376,7 @@ def _scored(engines: Engines, samples: Sequence[TokenSample]) -> list[tuple[floa
 
 
 def _sampling(engines: Engines, kwargs: Mapping[str, Any]) -> SamplingConfig:
-    """Return the sampling that the harness's generation options ask for; raise ConfigError for what cannot be sampled."""
+    """Return the sampling of the harness's generation options; raise ConfigError for unsupported ones."""
     options = normalize_gen_kwargs(dict(kwargs), MAX_GEN_TOKENS)
     unknown = sorted(set(options) - _OPTIONS)
     if unknown:

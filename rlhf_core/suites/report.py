@@ -159,7 +159,7 @@ def render(report: Mapping[str, Any], regressions: Sequence[Mapping[str, Any]]) 
             f"Ranges are {report['level']:.0%} intervals over prompts; one prompt, or few that are alike, may have none. "
             f"Differences to {reference} are paired: prompt by prompt, over those that both answered; of win rates "
             "only where both have the same opponent. "
-            "An arrow after a measure says that lower is better."
+            "An arrow after a measure means that lower is better."
         ),
         figures=[],
         samples_title="Worst regressions",

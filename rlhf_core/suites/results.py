@@ -13,7 +13,7 @@ leaderboard of models and is left out here.
 Measure how well answers follow verifiable instructions, as IFEval does (arXiv 2311.07911, section 3).
 
 Strict accuracy checks the answer as it is; loose accuracy also accepts it without its first or last line, or without
-asterisks. Prompt-level accuracy asks for all instructions of a prompt, instruction-level accuracy counts each.
+asterisks. Prompt-level accuracy requires all instructions of a prompt, instruction-level accuracy counts each.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a suite found of one policy. `measures` holds those that are no mean over the rows.
+    """Results of a suite for one policy. `measures` holds those that are no mean over the rows.
 
     `headline` names the measure that stands for the suite. A measure in `lower_is_better` is a rate of failures, and one in
     `shares` is between 0 and 1.
@@ -130,7 +130,7 @@ def difference(ours: Sequence[Row], theirs: Sequence[Row], measure: str, *, shar
 
 
 def shares_among(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return the measures of which every row has 0 or 1, as a function that says right or wrong gives."""
+    """Return the measures with 0 or 1 in every row, as of a function for right or wrong."""
     names = dict.fromkeys(name for row in rows for name in row.values)
     return tuple(name for name in names if bounds_of([row.values[name] for row in rows if name in row.values]))
 
@@ -143,7 +143,7 @@ def _columns(rows: Sequence[Row], measure: str) -> tuple[list[float], list[float
 
 REPORT, ROWS = "report.json", "rows.jsonl"
 ENDS = ("low", "high", "prompts")
-"""What the metrics of a mean have besides it, as `<measure>_low`."""
+"""Suffixes of a mean's further metrics, as in `<measure>_low`."""
 SHOWN = 16
 
 

@@ -27,7 +27,7 @@ from rlhf_core.types import CHAMPION
 # ---------------------------------------------------------------- Write down that a version of a model becomes champion, as a tag of that version
 
 TAG = "champion."
-"""Beginning of the tags that say when a version became champion."""
+"""Prefix of the tags with the times at which a version became champion."""
 
 
 def move_tag(how: str, why: str) -> dict[str, str]:

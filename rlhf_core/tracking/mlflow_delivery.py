@@ -110,7 +110,7 @@ class Outbox:
     def flush(self, timeout_s: float, *, retry: bool) -> bool:
         """Wait until everything queued so far is delivered; return False if the server is away or time is up.
 
-        A server that is known to be away is asked again only with `retry`.
+        A server that is known to be down is contacted again only with `retry`.
         """
         with self._condition:
             if self._closing or (self._offline and not retry):
@@ -124,7 +124,7 @@ class Outbox:
             return self._done >= target
 
     def close(self, timeout_s: float) -> bool:
-        """Deliver what can be delivered, stop, and leave the rest in the spool for the next process."""
+        """Deliver as many records as possible, stop, and leave the rest in the spool for the next process."""
         delivered = self.flush(timeout_s, retry=True)
         with self._condition:
             self._closing = True
@@ -557,7 +557,7 @@ class Delivery:
         return str(model.model_id)
 
     def _made_model(self, client: Any, name: str, digest: str, uri: str, run_id: str) -> str:
-        """Return the id of the model with this digest, which can be loaded from `uri`; create what is not there."""
+        """Return the id of the model with this digest, which can be loaded from `uri`; create it if missing."""
         model_id = self._find_model(client, digest)
         if model_id is None:
             return self._create_model(client, name, digest, uri, run_id)

@@ -42,9 +42,9 @@ def save_model_file(mlflow: Any, client: Any, model: Any, policy: Path | None) -
 
 
 def save_reference(mlflow: Any, spec: Any, policy: Path, folder: Path) -> None:
-    """Write an MLmodel file with a flavor that loads the policy in `policy`, and the file that says where that is."""
+    """Write an MLmodel file with a flavor that loads the policy in `policy`, and the file with its location."""
     (folder / REFERENCE).write_text(json.dumps({"folder": str(policy)}), encoding="utf-8")
-    spec.metadata = None  # it says that MLflow cannot load the model
+    spec.metadata = None  # its text is that MLflow cannot load the model
     # The one it has is a placeholder, against which MLflow would check every input.
     types = mlflow.types
     spec.signature = mlflow.models.ModelSignature(

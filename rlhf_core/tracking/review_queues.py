@@ -24,7 +24,7 @@ PAGE = 100
 
 
 class ReviewError(RlhfError, RuntimeError):
-    """Raised if MLflow could not keep or return what people review; names the server."""
+    """Raised if MLflow could not keep or return reviews; names the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class Question:
 
     @property
     def digest(self) -> str:
-        """Return a few digits of what people see of it."""
+        """Return a short digest of its displayed content."""
         return sha256_text("\n".join((self.instruction, *self.options)))[:8]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a person answered about an item; `source` is the person's name in MLflow, `default` without sign-in."""
+    """A person's answer about an item; `source` is the person's name in MLflow, `default` without sign-in."""
 
     item: str
     value: str
@@ -79,7 +79,7 @@ class QueueState:
 def review_queue(
     uri: str, *, experiment: str, name: str, user: str, question: Question, items: Sequence[ReviewItem]
 ) -> QueueState:
-    """Return the state of the queue `name` of `user` behind `uri`; what is missing of it is made.
+    """Return the state of the queue `name` of `user` behind `uri`; missing parts are created.
 
     Raises ReviewError if MLflow does not answer, or cannot hold the whole texts.
     """

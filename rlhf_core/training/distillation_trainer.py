@@ -1,4 +1,4 @@
-"""Train a student on what its teachers say of its samples, computed in pieces during training."""
+"""Train a student on its teachers' log-probs, computed in pieces during training."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _of_student(
 class DistillationTrainer:
     """A `Trainer` of a student on samples that its `teachers` complete when they are used.
 
-    What the teachers say is dropped after use, so that a step or an evaluation of any size holds at most
+    The teachers' log-probs are dropped after use, so that a step or an evaluation of any size holds at most
     `PIECE_ELEMENTS` of their log-probs.
     """
 

@@ -140,7 +140,7 @@ def estimate_advantages(
 def trained_on(
     experience: Experience, advantages: Advantages, loss: PolicyMethod, *, masks: bool, seed: int
 ) -> tuple[Experience, Advantages]:
-    """Return what the update trains on: without answers that were cut off if it `masks` them, then the choice of `loss`.
+    """Return the trained rollouts: without truncated answers if the loss `masks` them, then the choice of `loss`.
 
     In this order: tokens that are in no loss must not take the place of others in what the loss draws.
     """
@@ -167,7 +167,7 @@ def with_loss_choice(advantages: Advantages, experience: Experience, loss: Polic
 
 
 def without_truncated(experience: Experience, advantages: Advantages) -> tuple[Experience, Advantages]:
-    """Return what the update trains on where answers that were cut off are masked: those that ended by themselves.
+    """Return the rollouts that ended by themselves, for updates that mask truncated answers.
 
     Masked answers were part of their group's baseline and of the whitening; they are in no loss and in none of its
     counts: DAPO's overlong filtering, arXiv 2503.14476, section 3.4. The metric `rollout/masked` is their share.

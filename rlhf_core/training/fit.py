@@ -40,7 +40,7 @@ class Carried(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return what it remembers, as JSON can hold it."""
+        """Return its state as JSON values."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:

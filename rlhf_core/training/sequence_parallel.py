@@ -179,7 +179,7 @@ def _all_heads(x_BALD: Tensor, group: Any, size: int) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """An exchange that sends x[n] to rank n of the group and returns what rank m sent at [m]."""
+    """An exchange that sends x[n] to rank n of the group and returns the tensor of rank m at [m]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -92,7 +92,7 @@ def save_engine_settings(folder: Path, settings: Mapping[str, int]) -> None:
 
 
 def engine_settings(folder: Path) -> dict[str, int]:
-    """Return what `save_engine_settings` wrote, or those of the plain engine, which writes none."""
+    """Return the settings of `save_engine_settings`, or those of the plain engine, which writes none."""
     file = folder / ENGINE_FILE
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {"zero_stage": 0, "workers": 1}
 

@@ -250,7 +250,7 @@ class LocalTrainer:
         write_part(folder, f"rank_{self._engine.rank:05d}", partial(write_states, states))
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises TrainingError if it belongs to another model or other engine settings.
+        """Restore the state of `save`. Raises TrainingError if it belongs to another model or other engine settings.
 
         The number of ranks may differ. New ranks get a random state from the model's seed.
         """
@@ -281,7 +281,7 @@ class LocalTrainer:
         return self._copies.take(itertools.chain(self._engine.tensors(), averaged), self._engine.device)
 
     def wake(self) -> None:
-        """Restore what `rest` moved, bit for bit."""
+        """Restore the tensors that `rest` moved, bit for bit."""
         self._copies.give_back()
 
     def close(self) -> None:

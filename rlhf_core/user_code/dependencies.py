@@ -29,7 +29,7 @@ from rlhf_core.user_code.watch import unseen_uses
 
 
 def user_code_digest(spec: str, *, key: str = "callable") -> str:
-    """Return the digest of the function's file, of all user modules that it reaches, and of what they declare.
+    """Return the digest of the function's file, of all user modules that it reaches, and of their declared dependencies.
 
     `spec` is `package.module:function` or `path/to/file.py:function`. Comments do not count; docstrings and decorators
     do, because a docstring may be a prompt and a decorator a cache. Raises ConfigError, naming the `key` that holds the
@@ -55,7 +55,7 @@ class UserFunction:
     spec: str
     digest: str
     notes: str = ""
-    """File for what the function reads beyond its key (`rlhf_core.user_code.watch`); "" notes nothing."""
+    """File for reads of the function beyond its key (`rlhf_core.user_code.watch`); "" records none."""
 
     @classmethod
     def of(cls, spec: str, digest: str, *, notes: str = "") -> UserFunction:
@@ -89,7 +89,7 @@ def user_code(spec: str, *, key: str = "callable") -> dict[str, str]:
 
 
 def unseen_reads(spec: str, *, key: str = "callable") -> list[str]:
-    """Return phrases that describe what a function reads outside its key; [] if nothing was found.
+    """Return phrases that describe the reads of a function outside its key; [] if none were found.
 
     Files and variables of modules that declare such in `DEPENDS_ON` are taken for declared. What installed packages and
     this program read counts as their version does.
@@ -98,7 +98,7 @@ def unseen_reads(spec: str, *, key: str = "callable") -> list[str]:
 
 
 def unseen_by_programs(files: Sequence[str]) -> list[str]:
-    """Return phrases for what the Python programs among `files`, whose bytes are in the key, import and read beside them."""
+    """Return phrases for the imports and reads of the Python programs among `files`, whose bytes are in the key."""
     seen, phrases = {Path(name).resolve() for name in files}, []
     for name in files:
         modules = reached_from(name) if name.endswith(".py") else []

@@ -90,7 +90,7 @@ class Modules:
             self._top(module.name.partition(".")[0])  # before anyone else imports it, such as pickle
 
     def run(self) -> ModuleType:
-        """Return a new module of the file; a second one shares what the first has imported."""
+        """Return a new module of the file; a second one shares the imports of the first."""
         spec = _FINDER.find_spec(self._name)
         assert spec is not None and spec.loader is not None
         module = sys.modules[self._name] = module_from_spec(spec)
@@ -104,7 +104,7 @@ class Modules:
             return importlib.import_module(self.named(name))
 
     def named(self, name: str) -> str:
-        """Return the name in `sys.modules` of what an import here calls `name`."""
+        """Return the name in `sys.modules` of the module that an import here names `name`."""
         top, dot, rest = name.partition(".")
         return f"{self._top(top)}{dot}{rest}"
 
@@ -141,7 +141,7 @@ class Modules:
 
     @contextmanager
     def _own_path(self) -> Iterator[None]:
-        """Keep what the code adds to the path to this load; without what others have added, or it might not add its own."""
+        """Keep the code's additions to the path for this load; without those of others, or it might not add its own."""
         with _LOADING:
             whole, before = list(sys.path), list(BEFORE)
             BEFORE[:] = program_path()
@@ -288,7 +288,7 @@ class UserFile:
         self._modules = Modules(key, str(path), code=code, notes=notes)
 
     def run(self) -> ModuleType:
-        """Return a fresh module of the file; a second one shares what it imports. Raises ConfigError if it fails."""
+        """Return a fresh module of the file; a second one shares its imports. Raises ConfigError if it fails."""
         try:
             return self._modules.run()
         except Exception as error:

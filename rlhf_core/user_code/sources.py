@@ -37,7 +37,7 @@ DECLARATION = "DEPENDS_ON"
 Files and folders are relative to the module's own folder."""
 PROGRAM_PACKAGES = (*OUR_PACKAGES, "pipelines")
 ADDED: set[str] = set()
-"""Entries of `sys.path` that loading a user's file has added: its folder, and what its code added."""
+"""Entries of `sys.path` that loading a user's file has added: its folder, and the additions of its code."""
 BEFORE: list[str] = []
 """`sys.path` without such entries, while a load runs that changes it; otherwise empty."""
 
@@ -77,7 +77,7 @@ class Place:
 
 
 def program_path() -> list[str]:
-    """Return `sys.path` without what loading users' files has added, also while a thread loads one."""
+    """Return `sys.path` without the entries added by loading users' files, also while a thread loads one."""
     path = list(sys.path)
     return [entry for entry in list(BEFORE) or path if entry not in ADDED]
 
@@ -135,7 +135,7 @@ def reached_from(location: str) -> list[UserModule]:
 
 
 def digest_of(modules: Sequence[UserModule], *, key: str) -> str:
-    """Return the digest of the code of `modules` and of what they declare."""
+    """Return the digest of the code of `modules` and of their declared dependencies."""
     return sha256_text(canonical_json(code_of(modules, key=key)))
 
 
@@ -159,7 +159,7 @@ def _check_function(spec: str, module: UserModule, key: str) -> None:
     place, _, function = spec.rpartition(":")
     names = module.source.names
     if names is None:
-        parse_source(module.path.read_bytes(), str(module.path))  # raises, and says what is wrong with it
+        parse_source(module.path.read_bytes(), str(module.path))  # raises, with the problem
     elif function not in names and "*" not in names:
         remedy = nearest(function, module.source.functions)
         raise ConfigError(explain(key, spec, f"{place} has no {function}", remedy))
@@ -192,7 +192,7 @@ def locate(top: str, search: Sequence[Path]) -> Place:
 
 
 def by_finders(top: str, search: Sequence[Path]) -> ModuleSpec | None:
-    """Return what the finders of this process find in `search` and elsewhere: editable installs have finders of their own.
+    """Return the modules that this process finds in `search` and elsewhere: editable installs have their own finders.
 
     `importlib.util.find_spec` would also find what is beside files that were loaded before, and what these have imported.
     """
@@ -318,7 +318,7 @@ def _binds(node: ast.stmt) -> bool:
 
 
 def seen_files(modules: Sequence[UserModule]) -> list[Path]:
-    """Return the files of `modules`, and the files and folders that they declare: what a digest of them covers."""
+    """Return the files covered by a digest of `modules`: their own, and their declared files and folders."""
     declared = [
         module.path.parent / entry
         for module in modules

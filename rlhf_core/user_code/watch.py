@@ -1,4 +1,4 @@
-"""Watch what user code opens, imports, connects to and starts while it runs, and note what its stage's key does not see.
+"""Record the files, imports, connections and processes of running user code that are not in its stage's key.
 
 The interpreter itself calls an audit hook (PEP 578), so what libraries do for the user's code is seen too. Environment
 variables are not, nor files that libraries open without Python (Arrow, HDF5, safetensors).
@@ -46,7 +46,7 @@ _SYSTEM = ("/proc", "/sys", "/dev", "/etc", "/lib", "/lib64", "/run", "/usr/lib"
 
 
 class Watch:
-    """Adds a line to `file` for each thing that user code reads or reaches outside of `seen`: what is in the key.
+    """Adds a line to `file` for each read or connection of user code outside of `seen`, the content of the key.
 
     Left out are files of the interpreter, of installed packages, of this program, of the system and of the store in which
     `file` lies, files that this process has written, and temporary ones that are younger than the watch.
@@ -142,13 +142,13 @@ _EVENTS: Mapping[str, Callable[..., None]] = MappingProxyType(
         "os.spawn": lambda watch, mode, path, *others: watch.started(path),
     }
 )
-"""Audit event -> what it means for a watch. https://docs.python.org/3/library/audit_events.html"""
+"""Audit event -> its meaning for a watch. https://docs.python.org/3/library/audit_events.html"""
 _watches: list[Watch] = []
 _whole_process: list[Watch] = []
 
 
 def watch_process() -> None:
-    """Watch what this process does from now on in threads of libraries too: it runs nothing but user code."""
+    """Watch this process from now on, including threads of libraries: it runs only user code."""
     _whole_process[:] = _watches[-1:]
 
 
@@ -264,11 +264,11 @@ USES = {
         *("zipfile.ZipFile", "h5py.File", "pyarrow.parquet.*", "*.FileIO", "*.get_data", "io.open", "os.open"),
     ),
 }
-"""What code does -> patterns of the names by which it does so, with the modules that they come from."""
+"""Action of code -> patterns of the names that perform it, with their modules."""
 
 
 def unseen_uses(module: UserModule, own: frozenset[str], search: Sequence[Path]) -> list[str]:
-    """Return phrases for what `module` reads, each by name and first line; `own` are top-level names of user modules.
+    """Return phrases for the reads of `module`, each by name and first line; `own` are top-level names of user modules.
 
     Files and variables of a module that declares some in `DEPENDS_ON` count as declared, but for files beside it that its
     text names.
@@ -294,7 +294,7 @@ def _tree(content: bytes, path: Path) -> ast.Module:
 
 
 def _uses(tree: ast.Module, own: frozenset[str]) -> list[tuple[str, str, int]]:
-    """Return what is done, the name that does it, and its line, in the order of the text."""
+    """Return the action, the name that performs it, and its line, in the order of the text."""
     origins = _origins(tree)
     mine = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
     mine |= {name for name, origin in origins.items() if origin.split(".")[0] in own} | {"self", "cls"}
@@ -308,7 +308,7 @@ def _uses(tree: ast.Module, own: frozenset[str]) -> list[tuple[str, str, int]]:
 
 
 def _meanings(name: str) -> Iterator[tuple[str, str]]:
-    """Yield what a use of `name` does, if it is one of `USES`, and the name to show."""
+    """Yield the action of `name`, if it is one of `USES`, and the name to show."""
     for what, patterns in USES.items():
         for pattern in patterns:
             if fnmatchcase(name, pattern) and not name.endswith(".load_state_dict"):
@@ -317,7 +317,7 @@ def _meanings(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _origins(tree: ast.Module) -> dict[str, str]:
-    """Return name in the code -> dotted name of what was imported under it."""
+    """Return name in the code -> dotted name of its import."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -330,14 +330,14 @@ def _origins(tree: ast.Module) -> dict[str, str]:
 
 
 def _parts(node: ast.expr) -> list[str]:
-    """Return the parts of `a.b.c`; what has no name, such as the result of a call, is an empty part."""
+    """Return the parts of `a.b.c`; a part without a name, such as a call, is empty."""
     if isinstance(node, ast.Attribute):
         return [*_parts(node.value), node.attr]
     return [node.id] if isinstance(node, ast.Name) else [""]
 
 
 def _required(tree: ast.Module, module: UserModule) -> Iterator[tuple[str, int]]:
-    """Yield name and line of what must be a module for an import to succeed that is not for type checkers alone."""
+    """Yield name and line of each module that must exist at run time for the imports to succeed."""
     checks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _parts(node.test)[-1] == "TYPE_CHECKING"]
     unused = {id(inner) for check in checks for statement in check.body for inner in ast.walk(statement)}
     package = module.name.split(".") if module.path.name == "__init__.py" else module.name.split(".")[:-1]

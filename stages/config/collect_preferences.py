@@ -17,7 +17,7 @@ RUBRIC = "annotator.rubric_file"
 
 
 class CollectPreferencesConfig(Config):
-    """Who judges the comparisons, and how judgments become pairs."""
+    """The annotators of the comparisons, and the rule that turns judgments into pairs."""
 
     annotator: Annotator
     eval_fraction: float = Field(0.1, ge=0, lt=1)

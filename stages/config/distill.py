@@ -87,7 +87,7 @@ class DistillConfig(Config):
         if self.divergence.kind == "uld" and self.kl_weight == 1:
             instead = "" if self.on_policy else "lower kl_weight, or "
             raise ValueError(
-                "kl_weight = 1.0: divergence.kind = 'uld' compares sorted probabilities, which do not say which token is meant; "
+                "kl_weight = 1.0: divergence.kind = 'uld' compares sorted probabilities, not tokens; "
                 f'{instead}set divergence.kind = "uld_text"'
             )
         return self

@@ -18,7 +18,7 @@ class EvaluateConfig(Config):
     gold_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
     """Deadline, in seconds, of the gold reward for the answers of one policy."""
     reference: str = "sft"
-    """Name in the pipeline of the policy to which KL is measured and, unless `parents` says otherwise, win rates are
+    """Name in the pipeline of the policy to which KL is measured and, unless `parents` sets another, win rates are
     computed against. If the reference input is another evaluated policy, its name is used instead."""
     parents: dict[str, str] = {}
     """Opponent of each policy in its win rate, by the policy's name. A profile that takes a policy away may keep its entry

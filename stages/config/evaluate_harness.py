@@ -38,7 +38,7 @@ class HarnessSuite(Config):
 
 
 def content_digests(config: HarnessSuite) -> dict[str, str]:
-    """Return the version of the harness, and the digests of `include_path` and of what it names outside, for the key.
+    """Return the version of the harness, and the digests of `include_path` and of the files that it names outside, for the key.
 
     Raises ConfigError if the harness is not installed or the folder is missing.
     """

@@ -36,7 +36,7 @@ REFUSALS = (
 
 
 class SuiteConfig(Config):
-    """What every suite of answers has: a name, and its own prompts and sampling if it needs any."""
+    """Settings of every suite of answers: a name, and its own prompts and sampling if needed."""
 
     name: SuiteName
     prompts: Annotated[SuitePromptsConfig | None, OPERATIONAL] = None
@@ -53,7 +53,7 @@ class FunctionSuite(SuiteConfig):
     arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
     """Keyword arguments of the function. Write secrets as `"env:NAME"`."""
     protocol: FunctionProtocol = "auto"
-    """How the function is called; `auto` infers it from the names of its parameters."""
+    """Calling convention of the function; `auto` infers it from the names of its parameters."""
     timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
     """Deadline, in seconds, of the answers of one policy."""
     workers: Annotated[int, Field(ge=1), OPERATIONAL] = 1

@@ -1,4 +1,4 @@
-"""Files outside of `include_path` that tasks of the harness read: what `include`, `!function` and rows of data name.
+"""Files outside of `include_path` that tasks of the harness read, by `include`, `!function` or rows of data.
 
 The rules are those of lm_eval 0.4: paths of `include` and modules of `!function` are seen from the YAML file that names
 them, rows from the folder of `dataset_path`, or from the working directory where that is no folder.
@@ -20,7 +20,7 @@ TASKS = ".yaml"
 
 
 def outside_files(folder: Path) -> dict[str, str]:
-    """Return the digest of each local file outside of `folder` that a task in it names, directly or by what it includes.
+    """Return the digest of each local file outside of `folder` that a task in it names, directly or by an include.
 
     Names are paths of the YAML files in `folder`, and the references as they are written: a folder that moves with all
     that it names keeps its digests. What does not exist, Hub datasets and modules of installed packages are left out.
@@ -40,7 +40,7 @@ class _Reader:
         self._folder = folder
 
     def follow(self, file: Path, name: str) -> None:
-        """Note what a task file and all that it includes name."""
+        """Record the files that a task file and its includes name."""
         merged = self._merged(file, name, frozenset())
         for rows in _rows(merged, "", set()):
             self._note(Path(rows), f"{name}: {rows}")
@@ -115,7 +115,7 @@ def _rows(config: Any, dataset: str, seen: set[tuple[int, str]]) -> Iterator[str
 
 
 def _named_rows(dataset: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what `data_dir` names, and `data_files` in it: the library `datasets` joins them."""
+    """Yield the files of `data_dir` and of `data_files` in it: the library `datasets` joins them."""
     base = Path(dataset) if Path(dataset).is_dir() else Path()
     of_hub = "/" in dataset and not Path(dataset).exists()
     folder = options.get("data_dir")

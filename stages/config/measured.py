@@ -1,4 +1,4 @@
-"""Name what each stage measures: the metrics of its record and the numbers of its report.json, as far as they are known
+"""Name the measures of each stage: the metrics of its record and the numbers of its report.json, as far as they are known
 before it runs. Gates and sweeps are checked against it by the plan; the tests of the stages hold it to what they record.
 
 `*` in a name stands for any text, such as a user's own name. Whether a run has one of the numbers may depend on data.
@@ -55,7 +55,7 @@ def measured(spec: StageSpec, specs: Specs) -> Numbers | None:
 
 
 def policy_numbers(*, gold: bool, reward_model: bool, champion: bool) -> list[str]:
-    """Return the numbers of a policy in the report of `evaluate`, with what the answers are judged by."""
+    """Return the numbers of a policy in the report of `evaluate`, with the judge of the answers."""
     judges = [name for name, there in (("gold", gold), ("reward_model", reward_model)) if there]
     over = [f"{name}_over_champion" for name in judges if champion]
     compared = ["win_rate", "improvement"] if judges else []

@@ -1,4 +1,4 @@
-"""Configure which pairs of answers annotators are asked about."""
+"""Configure the choice of answer pairs for annotators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ProposeComparisonsConfig(Config):
     """The choice of the pairs, and the comparisons that check the annotators."""
 
     strategy: Literal["random", "margin", "disagreement"] = "random"
-    """Which pairs are asked about first: `margin` those whose rewards are closest, `disagreement` those over whose order the
+    """Order of the pairs: `margin` those whose rewards are closest, `disagreement` those over whose order the
     components of the reward disagree most."""
     budget: int = Field(100, ge=1)
     """Maximum number of different pairs, over all prompts."""
@@ -22,6 +22,6 @@ class ProposeComparisonsConfig(Config):
     drop_truncated: bool = True
     """Whether answers cut off by the token limit are left out."""
     repeat_fraction: float = Field(0.1, ge=0, le=1)
-    """Share of the pairs that are asked a second time with the sides swapped, to measure self-consistency."""
+    """Share of the pairs that are shown a second time with the sides swapped, to measure self-consistency."""
     attention_fraction: float = Field(0.05, ge=0, le=1)
     """Number of attention checks as a share of the pairs: an answer beside the answer to another prompt."""

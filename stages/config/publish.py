@@ -33,19 +33,19 @@ class ChallengeConfig(Config):
     """The comparison with the current champion, on the same held-out prompts."""
 
     metric: Literal["gold", "reward_model"] = "gold"
-    """What the answers are compared by: the gold reward of `[evaluate]`, or the score of its reward model."""
+    """Score that compares the answers: the gold reward of `[evaluate]`, or the score of its reward model."""
     margin: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The interval of the mean difference, prompt by prompt, must be above this for the alias `champion` to move."""
 
 
 class GateNote(Config):
-    """A gate of the run, what it found, and what a person decided."""
+    """A gate of the run, its finding, and the decision of a person."""
 
     name: str
     found: str
     outcome: str
     answer: str = ""
-    """Who decided what, when and why."""
+    """The decision, with its author, time and reason."""
 
 
 class PublishConfig(Config):
@@ -62,7 +62,7 @@ class PublishConfig(Config):
     challenge: ChallengeConfig | None = added_option(None)
     """If given, the policy becomes champion only if it is better than the current one. A first policy has no opponent."""
     decisions: tuple[GateNote, ...] = added_option(())
-    """What came of the `[[gates]]` of the run, for the model card. The pipeline fills it in."""
+    """Results of the `[[gates]]` of the run, for the model card. The pipeline fills it in."""
     hub: bool = added_option(False)
     """Whether the artifact also has a folder `hub` with the weights, the tokenizer and the card, ready for the Hugging Face Hub."""
     intended_use: str = "Research on preference learning. Not reviewed for use with people."

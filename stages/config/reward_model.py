@@ -13,14 +13,14 @@ from rlhf_core.schema.base import Config, added_option
 
 
 class Member(Config):
-    """One member of an ensemble: what makes it differ from the others."""
+    """One member of an ensemble, by its difference from the others."""
 
     number: int = Field(ge=1)
     """Number of the member, from 1."""
     of: int = Field(ge=2)
     """Number of members."""
     by: Literal["seeds", "folds"] = "seeds"
-    """What differs: the seed of the head and of the order alone (`seeds`), or also which of `of` folds of the prompts the
+    """Difference of the members: the seed of the head and of the order alone (`seeds`), or also which of `of` folds of the prompts the
     member is not trained on (`folds`)."""
 
     @model_validator(mode="after")
@@ -40,7 +40,7 @@ class RewardModelConfig(Config):
     centering_coef: float = Field(0.0, ge=0)
     """Weight of the term that pulls the mean score to zero (arXiv 2312.09244); 0.01 is a common value."""
     probe_answers: int = added_option(64, ge=0)
-    """Number of held-out chosen answers that are edited by rule, to measure what the reward model is swayed by; 0: none."""
+    """Number of held-out chosen answers that are edited by rule, to measure the biases of the reward model; 0: none."""
     suites: dict[str, Suite] = added_option({})
     """Suites of chosen and rejected answers by name, local files, on which accuracy is reported by subset."""
     member: Member | None = added_option(None)

@@ -23,14 +23,14 @@ class SuitePromptsConfig(Config):
     prompt: str = "prompt"
     """Column with the prompt, text or turns."""
     label: str = "label"
-    """Column with what the answer is checked against; objects and lists are kept as JSON. Rows may lack the column
+    """Column with the reference of the answer; objects and lists are kept as JSON. Rows may lack the column
     `label`, but not one of another name."""
     slice: str = ""
     """Column with the group of the row in tables by slice; if empty, all rows are the slice `all`."""
     max_prompts: int = Field(0, ge=0)
     """Number of rows to use, from the start; 0 uses all."""
     label_kinds: tuple[Literal["instructions", "refusal"], ...] = added_option(())
-    """What the suites of these prompts read in the labels, which is checked; set by the pipeline."""
+    """Label formats that the suites of these prompts read, which are checked; set by the pipeline."""
 
 
 def content_digests(config: SuitePromptsConfig) -> dict[str, str]:

@@ -52,7 +52,7 @@ def suites_as_planned(config: WithSuites, planned: Mapping[str, str]) -> Iterato
 
 
 def _status(suite: Suite) -> tuple[int, ...]:
-    """Return what changes with every write to the file of a suite; nothing if it is gone."""
+    """Return a stamp that changes with every write to the file of a suite; empty if it is gone."""
     path = Path(suite.path).expanduser()
     if not path.is_file():
         return ()

@@ -35,7 +35,7 @@ def test_a_template_that_asks_with_other_text_than_it_shows_is_refused_and_ours_
     habit: str, shipped: str
 ) -> None:
     refused = outcome(HABITS[habit], PLAIN)
-    assert refused.startswith("refused: chat_template = 'turn 2 of 2': asks for an answer with ")
+    assert refused.startswith("refused: chat_template = 'turn 2 of 2': prompts for an answer with ")
     assert f'set prepare_data.chat_template = "{shipped}"' in refused
     assert (outcome(SHIPPED[shipped], PLAIN), outcome(SHIPPED[shipped], REASONED)) == (ONE, ONE)
 

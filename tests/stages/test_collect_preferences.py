@@ -116,7 +116,7 @@ def test_the_judgments_of_an_inattentive_annotator_do_not_count() -> None:
 def test_judgments_without_a_preference_are_an_error_that_says_so(tmp_path: Path, store: ArtifactStore) -> None:
     config = CollectPreferencesConfig(annotator=BY_LENGTH.model_copy(update={"tie_below": 1e6}))
     inputs = {"comparisons": asked(tmp_path, store, [comparison(0)])}
-    with pytest.raises(DataError, match="the 1 judgments that count prefer no answer; ask about more pairs"):
+    with pytest.raises(DataError, match="the 1 judgments that count prefer no answer; propose more pairs"):
         Workshop(store).run("collect_preferences", config, inputs, callables=(HERE,))
 
 

@@ -70,7 +70,7 @@ def test(words: list[str], *, patterns: bool = False) -> bool | None:
 
 
 def double_test(items: Sequence[Item], text: Callable[[str], str]) -> bool | None:
-    """Return the value of what is in `[[ ]]`, None if the script does not decide it; `text` expands a word."""
+    """Return the value of the condition in `[[ ]]`, None if unknown; `text` expands a word."""
     value: bool | None = True
     for item in items:
         if isinstance(item.node, Block):
@@ -116,7 +116,7 @@ _LET_GO = str.maketrans("\ue000\ue001\ue002", " \t\n")
 
 
 def released(text: str) -> str:
-    """Return a word with the blanks of what was left as written."""
+    """Return a word with the blanks of the parts left as written."""
     return text.translate(_LET_GO)
 
 
@@ -124,7 +124,7 @@ class Values:
     """The variables and parameters of a script at a point, and the expansion of words with them.
 
     `arguments` are those of the function that runs, or of `set --`; None for those of the script, which are not known.
-    `used` are the names that an expansion has asked for, `doubts` what a reader of the result has to know.
+    `used` are the names that an expansion has read, `doubts` notes for a reader of the result.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class Values:
         return at + 1, [char], char in " \t\n"  # blanks are in the default of an expansion alone
 
     def _quoted_words(self, inner: str) -> list[str]:
-        """Return what stands inside double quotes: one word, or those of `"${a[@]}"` and `"$@"`."""
+        """Return the content of double quotes: one word, or those of `"${a[@]}"` and `"$@"`."""
         if (inner == "$@" or re.fullmatch(r"\$\{(@|\w+\[@\])[^{}]*\}", inner)) and inner.count("$") == 1:
             return self.parameter(inner, quoted=True)
         return [self._quoted(inner)]
@@ -302,7 +302,7 @@ class Values:
         return word
 
     def _substituted(self, text: str) -> list[str]:
-        """Return what `$(echo x)` and `$(cat <<END ...)` print; any other command stays as written."""
+        """Return the output of `$(echo x)` and `$(cat <<END ...)`; any other command stays as written."""
         inner = text[1:-1] if text.startswith("`") else text[2:-1]
         items = parse(inner)
         if not items:  # a comment between continued lines

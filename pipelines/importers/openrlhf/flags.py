@@ -472,7 +472,7 @@ def _spellings(flag: Flag) -> list[str]:
 
 
 def _remedy(flag: str, known: list[str]) -> str:
-    """Return what to do about a flag that a command does not have: its nearest, or the command that has it."""
+    """Return the remedy for an unknown flag: the nearest one, or the command that has it."""
     owners = {name for one in FLAGS if flag in _spellings(one) for name in one.commands.split()}
     if modules := [module for module, name in COMMANDS.items() if name in owners]:
         return f"it is one of {', '.join(modules)}: remove it"
@@ -516,7 +516,7 @@ def _check_words(flag: Flag, given: Given) -> None:
 # ---------------------------------------------------------------- treatments
 
 _STORE = "results are artifacts of the store"
-_RESUME = "every stage saves and resumes; `checkpoint_every` says how often"
+_RESUME = "every stage saves and resumes; `checkpoint_every` sets the interval"
 _TRACKER = "runs are tracked in MLflow"
 _SPEED = "changes speed, not the result"
 _ONE_GROUP = "all models of a stage share the training workers"
@@ -578,7 +578,7 @@ IGNORED = {
     "iter": "rounds are part of the profile",
     "tp_size": "one engine a GPU; runtime.sampler.tensor_parallel splits a model that is too large for one",
     "reward_template": "[conditional_sft.condition] template writes the reward into the prompt",
-    "csft_prompt": "[conditional_sft.condition] asks for the best level",
+    "csft_prompt": "[conditional_sft.condition] requests the best level",
 }
 """Flag -> why it has no effect here."""
 
@@ -621,7 +621,7 @@ MISSING = {
     "data.max_images_per_prompt": Missing("0", "models read text only", "a text model"),
     "repetition_penalty": Missing("1", "answers are drawn from the policy as it is", "sampling.temperature"),
     "enable_csft": Missing(
-        "", "the level that a prompt asks for is part of [conditional_sft]", "[conditional_sft.condition]"
+        "", "the level that a prompt requests is part of [conditional_sft]", "[conditional_sft.condition]"
     ),
 }
 """Flag -> the missing feature; a switch has no value that means "off"."""

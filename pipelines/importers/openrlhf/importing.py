@@ -42,7 +42,7 @@ def import_script(script: str, *, out: str, lenient: bool, console: Console) -> 
         console.print("no profile is needed for these commands", highlight=False)
     elif out:
         written = f"{target} and {template}" if translation.template else str(target)
-        console.print(f"wrote {written}: `rlhf plan {target}` says what it would do", highlight=False, soft_wrap=True)
+        console.print(f"wrote {written}: `rlhf plan {target}` shows its stages", highlight=False, soft_wrap=True)
     return translation
 
 

@@ -177,7 +177,7 @@ def shaping(one: Sheet, answer_tokens: int) -> None:
 
 
 def cut_off(one: Sheet, coefficient: float) -> None:
-    """Write what an answer that was cut off earns: OpenRLHF multiplies by a coefficient >= 0, and sets a negative one."""
+    """Write the reward of truncated answers: OpenRLHF multiplies by a coefficient >= 0, and sets a negative one."""
     name = "stop_properly_penalty_coef"
     if coefficient >= 1:
         one.ignore(name, "1 changes no reward")
@@ -286,7 +286,7 @@ def split(one: Sheet) -> None:
 
 
 def precision(one: Sheet) -> None:
-    """Write the precision of training, and of sampling if there is any: always bfloat16, whatever the flags say."""
+    """Write the precision of training, and of sampling if there is any: always bfloat16, regardless of the flags."""
     name = "bf16" if one.has("bf16") and not one.has("param_dtype") else "param_dtype"
     names = [name] if name == "bf16" or one.text(name) == "bf16" else []
     one.put("runtime.trainer.dtype", "bfloat16", *names)
@@ -295,7 +295,7 @@ def precision(one: Sheet) -> None:
         one.put("runtime.sampler.dtype", "bfloat16", *names)
     if not names:
         one.refuse("param_dtype", "models are trained in float32 or bfloat16", 'runtime.trainer.dtype = "bfloat16"')
-    one.ignore("bf16", "--param_dtype says it too")
+    one.ignore("bf16", "--param_dtype sets it, too")
 
 
 def attention(one: Sheet) -> None:
@@ -327,7 +327,7 @@ def workers(one: Sheet) -> None:
         one.put("runtime.gpus_per_train_worker", 1.0, note="a worker a GPU")
     elif one.arguments.command not in ("ppo", "infer"):
         one.draft.note(
-            "set runtime.train_workers to the number of GPUs (the script does not say), gpus_per_train_worker to 1"
+            "set runtime.train_workers to the number of GPUs (not in the script), gpus_per_train_worker to 1"
         )
 
 
@@ -374,8 +374,8 @@ def loop(one: Sheet, key: str) -> None:
     one.put(f"{key}.batch_size", one.integer("train_batch_size"), "train_batch_size")
     one.put(f"{key}.epochs", one.integer("max_epochs"), "max_epochs")
     for name, ours, otherwise in (
-        ("save_steps", "checkpoint_every", "every stage saves; `checkpoint_every` says how often"),
-        ("eval_steps", "eval_every", "there is always an evaluation at the end; `eval_every` asks for more"),
+        ("save_steps", "checkpoint_every", "every stage saves; `checkpoint_every` sets the interval"),
+        ("eval_steps", "eval_every", "there is always an evaluation at the end; `eval_every` adds more"),
         ("logging_steps", "log_every", "every step is tracked"),
     ):
         if one.has(name) and one.integer(name) > 0:

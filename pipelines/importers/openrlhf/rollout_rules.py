@@ -148,7 +148,7 @@ def reward_model(one: Sheet, name: str, key: str) -> None:
     if path in one.draft.made:
         return
     if not path:
-        one.draft.note(f"the script names no reward: say in [{key}.terms] what an answer is rewarded for")
+        one.draft.note(f"the script names no reward: set one in [{key}.terms]")
         return
     if any(value.startswith("reward_model.") for value in one.draft.values):
         one.refuse(
@@ -318,7 +318,7 @@ def steps(one: Sheet) -> None:
     one.put("ppo.steps", 100, note="a guess: episodes * prompts / prompts_per_step")
     one.refuse(
         "num_episodes",
-        "the script does not say how many prompts there are",
+        "the script does not set the number of prompts",
         f"ppo.steps = episodes * prompts / {prompts}",
     )
     one.draft.note(f"set ppo.steps to {one.text('num_episodes')} * the number of prompts / {prompts}")
@@ -384,7 +384,7 @@ def rewards(one: Sheet) -> None:
         else:
             one.put(f"{term}.type", "remote", "remote_rm_url")
             one.put(f"{term}.urls", [part.strip() for part in url.split(",")], "remote_rm_url")
-        one.ignore("reward_pretrain", "OpenRLHF asks the remote reward instead")
+        one.ignore("reward_pretrain", "OpenRLHF uses the remote reward instead")
         return
     one.refuse("remote_rm_url", "rewards are a Python file or addresses", 'ppo.rewards.terms.remote.type = "remote"')
     for path in one.text("reward_pretrain").split(",")[1:]:
@@ -446,7 +446,7 @@ def saving(one: Sheet) -> None:
     """Write how often checkpoints are saved."""
     if one.has("save_steps") and one.integer("save_steps") > 0:
         one.put("ppo.checkpoint_every", one.integer("save_steps"), "save_steps")
-    one.ignore("save_steps", "every stage saves; `checkpoint_every` says how often")
+    one.ignore("save_steps", "every stage saves; `checkpoint_every` sets the interval")
     one.ignore("logging_steps", "every step is tracked")
 
 

@@ -42,7 +42,7 @@ class Command:
 
 
 class Script(NamedTuple):
-    """The OpenRLHF commands of a script in order, the last value of each variable, and notes on what was not plain."""
+    """The OpenRLHF commands of a script in order, the last value of each variable, and notes on unclear parts."""
 
     commands: list[Command]
     variables: dict[str, str]
@@ -114,7 +114,7 @@ class _Shell:
         return status
 
     def _items(self, items: Sequence[Item]) -> bool | None:
-        """Read a list of commands; return whether it succeeds: None if the script does not say."""
+        """Read a list of commands; return whether it succeeds, None if unknown."""
         status: bool | None = True
         for item in items:
             runs = {"&&": status, "||": None if status is None else not status}.get(item.operator, True)

@@ -25,7 +25,7 @@ WHITEN_EPS = 1e-8
 class TokenRewards:
     """Rewards, loss mask and values of all completions of a step [B, L]; no values where there is no value model.
 
-    `greedy` is the reward of the greedy answer to each completion's prompt [B], for an estimator that asks for it.
+    `greedy` is the reward of the greedy answer to each completion's prompt [B], for an estimator that needs it.
     """
 
     rewards: Tensor

@@ -31,7 +31,7 @@ class CustomAdvantage(CustomFunction, GroupAdvantage):
 def custom_advantages(
     function: Callable[..., Tensor], rewards_PG: Tensor, lengths_PG: Tensor, *, arguments: Mapping[str, Any]
 ) -> Tensor:
-    """Return what a user's `function(rewards, lengths, **arguments)` makes of the groups.
+    """Return the result of a user's `function(rewards, lengths, **arguments)` for the groups.
 
     It gets copies, and must return finite numbers of their shape [P, G]; ConfigError if it does not.
     """

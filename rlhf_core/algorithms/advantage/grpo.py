@@ -23,7 +23,7 @@ class GRPOAdvantage(GroupAdvantage):
     type: Literal["grpo"] = "grpo"
     eps: float = Field(1e-6, gt=0)
     std: Literal["group", "batch"] = added_option("group")
-    """What the standard deviation is taken over: `batch` is all rewards of the step (arXiv 2508.08221), so that a group
+    """Rewards of the standard deviation: `batch` is all rewards of the step (arXiv 2508.08221), so that a group
     of nearly equal rewards is not blown up; `dr_grpo` divides by nothing."""
 
     divides_by_spread: ClassVar[bool] = True

@@ -41,5 +41,5 @@ def mean_normalized(rewards_PG: Tensor) -> Tensor:
         raise DataError(explain("reward", least, rule, "give rewards >= 0 (best 0 and 1), or use grpo"))
     centered_PG = group_centered(rewards_PG)
     mean_P1 = rewards_PG.mean(dim=1, keepdim=True)
-    # arXiv 2602.02710: (r - mean) / mean; a group without a success says nothing
+    # arXiv 2602.02710: (r - mean) / mean; a group without a success has no gradient
     return torch.where(mean_P1 > 0, centered_PG / torch.where(mean_P1 > 0, mean_P1, 1.0), 0.0)

@@ -1,4 +1,4 @@
-"""What a policy loss is given and returns, and the ways to reduce token terms to one number.
+"""Base classes of policy losses, and the reductions of token terms to one number.
 
 The losses share their keywords and their metrics. `num_tokens` and `sequences` count the whole optimizer step (None: this
 call is the whole step, and both are counted here), `max_length` is the divisor, in tokens, of the aggregation `constant`.
@@ -9,7 +9,7 @@ Metrics: `policy_loss`, `clip_fraction` (tokens whose ratio a clip replaced), `a
 `ratio_max`.
 """
 
-# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless said.
+# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PolicyMethod(Config):
     ) -> Tensor:
         """Return the advantages to train on, given those of all completions of the step and log pi_old.
 
-        It is asked only of a loss that `chooses_tokens`. An advantage of 0 takes a token's gradient and leaves it in the
+        It is called only for a loss that `chooses_tokens`. An advantage of 0 takes a token's gradient and leaves it in the
         denominators. `seed` is the step's own.
         """
         return advantages_BL

@@ -4,7 +4,7 @@ Formula: -w stopgrad(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi.
 Reference: arXiv 2506.13585 eq. 4 and 5.
 """
 
-# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless said.
+# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
 from __future__ import annotations
 

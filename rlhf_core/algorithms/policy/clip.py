@@ -4,7 +4,7 @@ Formula: -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A).
 Reference: arXiv 1707.06347 eq. 7; clip higher: arXiv 2503.14476 eq. 10; dual clip: arXiv 1912.09729.
 """
 
-# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless said.
+# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Formula: -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), 0 for tokens d
 Reference: arXiv 2505.22617.
 """
 
-# Shape legend: B rows of a batch, L positions, N masked tokens. Tensors are [B, L] unless said.
+# Shape legend: B rows of a batch, L positions, N masked tokens. Tensors are [B, L] unless noted.
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Formula: w times what the function of the user returns for each token.
 Reference: docs/custom.md.
 """
 
-# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless said.
+# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def custom_policy_loss(
     sequences: float | None = None,
     max_length: float | None = None,
 ) -> LossOutput:
-    """Return the aggregate of what `function` returns for each token [B, L], times the importance weights.
+    """Return the aggregate of `function`'s token values [B, L], times the importance weights.
 
     It is called with `logprobs, old_logprobs, advantages, loss_mask` [B, L] and `arguments`; what it returns outside the
     mask does not count. Metrics are those of the built-in losses; `clip_fraction` is 0.

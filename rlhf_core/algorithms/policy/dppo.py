@@ -4,7 +4,7 @@ Formula: -w M rho A, M = 0 where D > threshold and the update goes on away from 
 Reference: arXiv 2602.04879.
 """
 
-# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless said.
+# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
 from __future__ import annotations
 

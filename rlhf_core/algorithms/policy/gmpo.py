@@ -4,7 +4,7 @@ Formula: -w s A, s = exp(mean of c over the row), c = min(log rho, clip_high) wh
 Reference: arXiv 2507.20673.
 """
 
-# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless said.
+# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Formula: -w min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean of lo
 Reference: arXiv 2507.18071 eq. 5 and 7.
 """
 
-# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless said.
+# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Formula: -w (4 / tau) sigmoid(tau (rho - 1)) A, tau = tau_positive where A > 0, 
 Reference: arXiv 2511.20347.
 """
 
-# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless said.
+# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Base classes of preference losses: their inputs, outputs and properties."""
 
-# Shape legend: B pairs of a batch, L positions. Tensors are [B] unless said; log-probs are sums over the answer.
+# Shape legend: B pairs of a batch, L positions. Tensors are [B] unless noted; log-probs are sums over the answer.
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PreferenceMethod(Config):
     ) -> list[PreferenceSample]:
         """Return the samples to train on in this step, given the policy's summed log-probs of both answers of all of them.
 
-        It is asked only of a loss that `looks_ahead`.
+        It is called only for a loss that `looks_ahead`.
         """
         return list(samples)
 
@@ -133,7 +133,7 @@ def pair_output(
     *,
     pairs: float | None,
 ) -> LossOutput:
-    """Return sum of `loss` over `pairs`, the pairs of the whole optimizer step; None says that this call is the step.
+    """Return sum(`loss`) / `pairs`; `pairs`: number of pairs in the optimizer step (default: the pairs of this call).
 
     Metrics: `loss`, `rewards/chosen`, `rewards/rejected`, `rewards/margin`, `rewards/accuracy` (margin > 0, strictly),
     `logprobs/chosen`, `logprobs/rejected`.

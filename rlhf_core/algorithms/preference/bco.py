@@ -86,7 +86,7 @@ def bco_loss(
     """Return sum of -log sigmoid(+-(beta l - delta)) over `rows`, + for desirable rows: arXiv 2404.04656.
 
     l = log pi - log pi_ref of an answer, delta = `shift` (`RewardShift`), detached. `rows` and `desirable_rows` count the
-    whole step; None for both says that this call is the step. Metrics: `loss`, `shift`, `rewards/desirable` and
+    whole step; None for both: those of this call. Metrics: `loss`, `shift`, `rewards/desirable` and
     `rewards/undesirable` (each the mean over its own rows, 0 where the step has none); the last two need
     `desirable_rows` where `rows` is given.
     """

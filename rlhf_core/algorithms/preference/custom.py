@@ -48,7 +48,7 @@ def custom_pair_loss(
     arguments: Mapping[str, Any],
     pairs: float | None = None,
 ) -> LossOutput:
-    """Return the sum, over `pairs`, of what `function` returns for each pair [B].
+    """Return sum(`function`'s pair values [B]) / `pairs`.
 
     It is called with the four summed log-probs [B], the keywords `chosen_lengths` and `rejected_lengths` (tokens, [B]) and
     `arguments`. Metrics are those of `pair_output`; the rewards in them are the log-ratios to the reference.

@@ -65,7 +65,7 @@ def kto_loss(
     """Return sum of w (1 - sigmoid(+-beta (log-ratio - z))) over `rows`, + for desirable rows: arXiv 2402.01306 eq. 8.
 
     z = `kl` >= 0 is the reference point (`kto_kl`, of the whole optimizer step), detached. `rows` and `desirable_rows`
-    count the whole step; None for both says that this call is the step. Metrics: `loss`, `kl`, `rewards/desirable` and
+    count the whole step; None for both: those of this call. Metrics: `loss`, `kl`, `rewards/desirable` and
     `rewards/undesirable` (each the mean over its own rows, 0 where the step has none); the last two need
     `desirable_rows` where `rows` is given, and are left out without it.
     """

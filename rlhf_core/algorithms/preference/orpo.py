@@ -47,7 +47,7 @@ def orpo_loss(
     """Return NLL(chosen) + `lambda_` * mean of -log sigmoid(log odds_c - log odds_r): arXiv 2403.07691 eq. 6 and 7.
 
     odds = p / (1 - p) with log p the mean log-prob of an answer. The first term is a mean over the chosen answers'
-    `tokens`, the second one over `pairs`, each of the whole optimizer step; None says that this call is the step.
+    `tokens`, the second one over `pairs`, each of the whole optimizer step (default: those of this call).
     Metrics of `pair_output` (rewards are lambda log p), and `nll`, `odds_ratio_loss` (before `lambda_`),
     `log_odds_ratio`.
     """

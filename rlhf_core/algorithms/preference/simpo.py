@@ -42,7 +42,7 @@ def simpo_loss(
 ) -> LossOutput:
     """Return sum of -log sigmoid(beta (logp_c / len_c - logp_r / len_r) - gamma) over `pairs`.
 
-    arXiv 2405.14734 eq. 6. `pairs` counts the whole optimizer step; None says that this call is the step.
+    arXiv 2405.14734 eq. 6. `pairs`: number of pairs in the optimizer step (default: the pairs of this call).
     """
     reward_chosen_B = beta * chosen_logprobs / chosen_lengths
     reward_rejected_B = beta * rejected_logprobs / rejected_lengths

@@ -50,7 +50,7 @@ def regex_match(
     try:
         re.compile(pattern.replace("{label}", ""), re.DOTALL)
     except re.error as error:
-        raise ConfigError(explain("pattern", pattern, f"is no regular expression: {error}", "mend it")) from None
+        raise ConfigError(explain("pattern", pattern, f"is no regular expression: {error}", "correct it")) from None
 
     def judge(text: str, label: str) -> float:
         expression = re.compile(pattern.replace("{label}", re.escape(label.strip())), re.DOTALL)

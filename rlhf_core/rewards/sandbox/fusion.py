@@ -27,17 +27,17 @@ CONNECT_S = 5.0
 TRIES = 3
 FIRST_PAUSE_S = 0.25
 KEPT_BYTES = 2**20
-"""What the server keeps of each stream; it drops the rest without a word."""
+"""Bytes of each stream that the server keeps; it drops the rest silently."""
 LARGEST_ANSWER = 64 * 2**20
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Status of a process that somebody ended, as its parent and as a shell say it: there it is the limit on memory."""
+"""Exit status of a killed process, as its parent and as a shell report it; here the cause is the memory limit."""
 REFUSED_FOR_GOOD = (401, 403, 404, 405, 422)
 
 
 class SandboxFusion:
     """Runs Python programs as `run_program` does, on the server at `url`. Use it in a `with` block.
 
-    It is asked up to three times, not again when it took too long. RewardError when it gives no result, ConfigError when
+    Up to three requests are sent, none after a timeout. RewardError when it gives no result, ConfigError when
     the address is none, or is refused.
 
     >>> with SandboxFusion("http://sandbox:8080", {}) as run:                     # doctest: +SKIP
@@ -106,7 +106,7 @@ class SandboxFusion:
 
 
 class _NoResult(Exception):
-    """The server did not say how the program ended. `final`: it would not, if it was asked again."""
+    """The server did not report how the program ended. `final`: a retry would not help."""
 
     def __init__(self, reason: str, *, final: bool = False) -> None:
         super().__init__(reason)
@@ -125,7 +125,7 @@ def _shortened(answer: bytes) -> str:
 
 
 def _execution(answer: Any, limits: Limits) -> Execution:
-    """Return what the server's answer says of the program; _NoResult if it says nothing of it."""
+    """Return the program's result from the server's response; _NoResult if it has none."""
     match answer:
         case {"status": "Success" | "Failed", "run_result": {"status": "TimeLimitExceeded"} as ran}:
             return Execution("timeout", -signal.SIGKILL, _text(ran, "stdout"), _text(ran, "stderr"))
@@ -144,6 +144,6 @@ def _execution(answer: Any, limits: Limits) -> Execution:
 
 
 def _text(ran: Mapping[str, Any], name: str) -> str:
-    """Return what a stream holds, which is null or left out where nothing was written."""
+    """Return the text of a stream; null or missing means empty."""
     text = ran.get(name)
     return text if isinstance(text, str) else ""

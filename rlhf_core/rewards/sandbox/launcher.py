@@ -1,4 +1,4 @@
-"""The process that `rlhf_core.rewards.sandbox.local` starts: it shuts itself in, runs one Python program and says how it ended.
+"""The process that `rlhf_core.rewards.sandbox.local` starts: it isolates itself, runs one Python program and reports its end.
 
 Run by path with `python -I -S`, so standard library only. One line of JSON comes in, one JSON object goes out. Its
 standard input stays open: when that ends, whoever asked is gone, and the program is killed.
@@ -41,7 +41,7 @@ SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER, SECCOMP_KILL, SECCOMP_ERRNO, SECCOMP_ALLOW = 22, 2, 0x80000000, 0x50000, 0x7FFF0000
 MNT_DETACH = 2
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Machine -> what seccomp calls it, and which of the two numbers of `SYSTEM_CALLS` is its own."""
+"""Machine -> its seccomp architecture, and its column of `SYSTEM_CALLS`."""
 SYSTEM_CALLS = {
     "shmget": (29, 194),
     "semget": (64, 190),
@@ -78,7 +78,7 @@ SYSTEM_CALLS = {
     "request_key": (249, 218),
     "keyctl": (250, 219),
 }
-"""What is denied: the numbers on x86_64 and on aarch64. C libraries take `clone` where there is no `clone3`."""
+"""Denied system calls: the numbers on x86_64 and on aarch64. C libraries take `clone` where there is no `clone3`."""
 CLONE, PRCTL, SOCKET, FCNTL, SETSOCKOPT = (56, 220), (157, 167), (41, 198), (72, 25), (54, 208)
 F_SETPIPE_SZ, PIPE_BYTES = 1031, 0x10000
 BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both by force
@@ -113,7 +113,7 @@ class MountAttributes(ctypes.Structure):
 
 
 def main() -> None:
-    """Run what standard input asks for."""
+    """Run the request on standard input."""
     spec: Spec = json.loads(sys.stdin.buffer.readline())
     try:
         enter_namespaces(spec["mode"])
@@ -148,7 +148,7 @@ def run(spec: Spec) -> dict[str, Any]:
 
 
 def watch(pid: int, out: int, err: int, spec: Spec) -> tuple[str, dict[int, bytes]]:
-    """Return why the watching ended (finished, timeout, memory, output) and what was written until then."""
+    """Return why the watching ended (finished, timeout, memory, output) and the output until then."""
     deadline = time.monotonic() + spec["timeout_s"]
     taken = {out: b"", err: b""}
     ended = os.pidfd_open(pid)
@@ -209,7 +209,7 @@ def used_bytes() -> int:
 
 
 def sizes(process: Path) -> tuple[Path, list[int]]:
-    """Return the pages of a process, and the folder that says so: that of another thread where the first one has ended."""
+    """Return the pages of a process and their /proc folder: that of another thread if the first one has ended."""
     for folder in (process, *(process / "task").glob("[0-9]*")):
         with contextlib.suppress(OSError):
             pages = [int(part) for part in (folder / "statm").read_text(encoding="utf-8").split()]
@@ -277,7 +277,7 @@ def become_nobody() -> None:
 
 
 def mount_all(work: Path, spec: Spec) -> None:
-    """Change the root to a folder in memory: read-only, with what `visible` names, and an empty folder at `work`."""
+    """Change the root to a folder in memory: read-only, with the paths in `visible`, and an empty folder at `work`."""
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     shielded = MS_NOSUID | MS_NODEV
     mount("tmpfs", str(work), "tmpfs", MS_NOSUID, "size=256k,mode=0755")  # the new root, around the program's folder
@@ -322,7 +322,7 @@ def show(path: Path, root: Path) -> None:
 
 
 def machine() -> tuple[int, int]:
-    """Return what seccomp calls this machine, and the column of its numbers; OSError for one that has none here."""
+    """Return the seccomp architecture of this machine and its column of numbers; OSError if unknown."""
     name = os.uname().machine
     if name not in MACHINES:
         raise OSError(errno.ENOSYS, f"the system calls of {name} are unknown")

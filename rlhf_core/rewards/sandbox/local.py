@@ -32,11 +32,11 @@ from rlhf_core.types import encodable
 GRACE_S = 10.0
 """For starting and ending a sandbox, beyond the program's own time."""
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
-"""What an interpreter loads beside its own folder."""
+"""Paths that an interpreter loads beside its own folder."""
 FOLDER = "/tmp/rlhf-sandbox-"
 """Prefix of work folders, in /tmp; TMPDIR may not be readable for the user `nobody`."""
 VALUES_KB = 4096
-"""For what a test in Python computed, beside what the program itself may write."""
+"""Limit in KB on the values of a Python test, beside the program's own output."""
 LAUNCHER = Path(__file__).with_name("launcher.py")
 MEGABYTE = 2**20
 
@@ -46,7 +46,7 @@ Outcome = Literal["passed", "failed", "error", "timeout", "memory", "output"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use. `memory_mb` holds for each process, and for all of them together."""
+    """Limits of one run. `memory_mb` holds for each process, and for all of them together."""
 
     timeout_s: float = 5.0
     memory_mb: int = 512
@@ -114,7 +114,7 @@ class Isolation:
 def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network: bool = False) -> Execution:
     """Run a Python program in a sandbox of its own and return how it ended.
 
-    ConfigError when this machine cannot take the network from it and `allow_network` does not say that it may keep it;
+    ConfigError when this machine cannot take the network from it and `allow_network` is not set;
     RewardError when the sandbox itself fails.
     """
     isolation = find_isolation(allow_network)
@@ -272,7 +272,7 @@ def _work_folder() -> Iterator[Path]:
 
 
 def _interpreters() -> list[str]:
-    """Return our own interpreter (not the virtual environment's), then the system's: ours may lie where nobody can read it."""
+    """Return our own interpreter (not the virtual environment's), then the system's: ours may not be readable for the user `nobody`."""
     own = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = [own, Path("/usr/local/bin/python3"), Path("/usr/bin/python3")]
     return list(dict.fromkeys(str(path.resolve()) for path in candidates if path.exists()))

@@ -1,4 +1,4 @@
-"""Tests that are judged where the program cannot reach: it says what it computed, and never sees what is expected.
+"""Judge tests outside of the program's process: it reports its values and never sees the expected ones.
 
 `assert f(2) == [4]` becomes: evaluate `f(2)` in the sandbox, write the value down, compare it with `[4]` here. An object whose
 `__eq__` always agrees, a replaced builtin or a look at the test's text gain nothing then. So it is for every assertion of a
@@ -136,7 +136,7 @@ class OutsideTest:
     sites: tuple[Site, ...]
 
     def verdict(self, written: str) -> str:
-        """Return an empty text if all values are right, else what is wrong with the first that is not."""
+        """Return "" if all values are right, else the problem of the first wrong one."""
         try:
             values = [(self.sites[site], decode(value)) for site, value in json.loads(written.partition("\n")[0])]
             counts = Counter(site for site, _ in json.loads(written.partition("\n")[0]))

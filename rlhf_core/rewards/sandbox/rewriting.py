@@ -1,4 +1,4 @@
-"""Rewrite a test so that its assertions write down what the program computed, instead of judging it.
+"""Rewrite a test so that its assertions record the program's values instead of judging them.
 
 `assert f(2) == 4` becomes `_rlhf_record(0, f(2))`, and `4` stays here, in the judge of assertion 0. Of an assertion
 without a literal the whole is written down. Comparisons of two computed values become `_rlhf_compare("Eq", f(2), g(2))`, in
@@ -54,7 +54,7 @@ _ASSERTS: dict[str, type[ast.cmpop]] = {
 
 @dataclass(frozen=True)
 class Site:
-    """An assertion of a test: how to judge each value of it, and what is known of how often it is reached.
+    """An assertion of a test: how to judge its values, and the known bounds of how often it is reached.
 
     A `sure` one is reached; one that is `expected` may be the only one that is. Those of a `block` follow each other, and are
     reached equally often.
@@ -240,14 +240,14 @@ def _outer(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 
 def _parts(test: ast.expr) -> list[ast.expr]:
-    """Return what must all be true for the test to be: the operands of `and`."""
+    """Return the conditions that must all hold: the operands of `and`."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return [part for operand in test.values for part in _parts(operand)]
     return [test]
 
 
 def _split(test: ast.expr, *, isclose_is_ours: bool) -> tuple[str, ast.expr, Judge]:
-    """Return how the program's process writes it down, what it is to evaluate, and how to judge it here."""
+    """Return the recording code, the expression to evaluate, and the judge of its value."""
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=inner):
             how, value, judge = _split(inner, isclose_is_ours=isclose_is_ours)
@@ -269,7 +269,7 @@ def _split(test: ast.expr, *, isclose_is_ours: bool) -> tuple[str, ast.expr, Jud
                 computed = (one, other)[literals.index(_NO_LITERAL)]
                 expected = next(literal for literal in literals if literal is not _NO_LITERAL)
                 return _RECORD, computed, lambda found: math.isclose(found, expected, **options)
-    return _TRUTH, test, bool  # whether an object of another type counts as true is for its own process to say
+    return _TRUTH, test, bool  # whether an object of another type counts as true is decided in its own process
 
 
 def _against_a_literal(left: ast.expr, comparison: ast.cmpop, right: ast.expr) -> tuple[ast.expr, Judge] | None:
@@ -290,7 +290,7 @@ def _against_a_literal(left: ast.expr, comparison: ast.cmpop, right: ast.expr) -
 
 
 def _unwrap(value: ast.expr) -> tuple[ast.expr, Callable[[Any], Any]]:
-    """Return what is inside `abs(... - 1.5)` and `round(..., 2)`, and what these make of it: a program can replace them."""
+    """Return the argument of `abs(... - 1.5)` or `round(..., 2)`, and the function to apply here: a program can replace them."""
     match value:
         case ast.Call(func=ast.Name("abs"), args=[ast.BinOp(left=left, op=ast.Sub(), right=right)], keywords=[]):
             for inside, other in ((left, _literal(right)), (right, _literal(left))):

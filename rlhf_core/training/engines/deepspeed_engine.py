@@ -391,7 +391,7 @@ def _gather_heads_as_one(module: nn.Module) -> None:
 def _prepare_collectives(world: int) -> None:
     """Compile DeepSpeed's collectives for CPUs once per machine, even if a process was killed while compiling them.
 
-    A single rank has nobody to exchange anything with, so it needs neither them nor the half minute of a C++ compiler.
+    A single rank exchanges nothing, so it needs neither them nor the half minute of a C++ compiler.
     torch guards the compiler with a lock file. A killed process leaves it behind, and later ones wait for it forever.
     """
     if world == 1:
@@ -406,7 +406,7 @@ def _prepare_collectives(world: int) -> None:
 
 @contextmanager
 def _taking(engine: Any, states: dict[Path, Any]) -> Iterator[None]:
-    """Make DeepSpeed's `engine` put copies of what it would write into `states`, by file."""
+    """Make DeepSpeed's `engine` put copies of its checkpoint files into `states`, by file."""
     writer = engine.checkpoint_engine
 
     def take(state_dict: Any, path: str) -> None:

@@ -126,11 +126,11 @@ class Teachers(Protocol):
     """One or several frozen models that complete the samples which a student is trained on."""
 
     def taught(self, samples: Sequence[Any]) -> list[Any]:
-        """Return each sample with what the teachers say of it."""
+        """Return each sample with its teachers' log-probs."""
         ...
 
     def elements(self, sample: Any) -> int:
-        """Return how many log-probs the teachers give for a sample: what decides how many samples are held at once."""
+        """Return the number of teacher log-probs of a sample, which limits the samples held at once."""
         ...
 
 

@@ -269,7 +269,10 @@ def test_what_cannot_be_swept_is_refused_before_anything_runs(
     refused = {
         ("--set", "ppo.kl_coef=0.5"): "--set = 'ppo.kl_coef=0.5': this key is swept; leave it out",
         ("--metric", "secnd:total"): "--metric = 'secnd:total': the runs have no stage 'secnd'; did you mean second?",
-        ("--range", "seed=1..9"): "--range = 'seed=1..9': needs --random N or --optuna N; say how many points to draw",
+        (
+            "--range",
+            "seed=1..9",
+        ): "--range = 'seed=1..9': needs --random N or --optuna N; give the number of points to draw",
     }
     for words, error in refused.items():
         assert main(swept(tmp_path, *words)) == EXIT_REFUSED

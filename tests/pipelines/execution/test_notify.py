@@ -85,7 +85,7 @@ def test_a_receiver_that_is_away_is_logged_and_fails_nothing(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="pipelines.execution.run"):
         assert len(Trial(tmp_path, home).run(f'[notify]\nwebhook = "{webhook}"\n')) == 4
-    assert "notify.webhook: could not be told that the run is finished" in caplog.text
+    assert "notify.webhook: could not send that the run is finished" in caplog.text
     assert webhook not in caplog.text
 
 

@@ -159,7 +159,7 @@ def test_a_search_is_another_one_with_other_ranges_a_seed_or_a_metric() -> None:
 @pytest.mark.parametrize(
     ("count", "ranges", "grids", "error"),
     [
-        (0, ["a=1..2"], [], "--optuna = 0: must be >= 1; say how many points to try"),
+        (0, ["a=1..2"], [], "--optuna = 0: must be >= 1; give the number of points to try"),
         (3, [], [], "--optuna = 3: has nothing to search; add --range"),
         (3, ["a=1..2"], ["a=1,2"], "--grid = 'a': is swept twice"),
     ],

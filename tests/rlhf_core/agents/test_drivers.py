@@ -59,7 +59,7 @@ def test_one_reward_for_all_stands_at_the_last_turn() -> None:
 
 def test_a_past_that_was_tokenised_again_fails_and_is_never_trained_on() -> None:
     made = game(TURNS[0], ((10, 11, 99, 30), said(22)))  # one token 99 where 20, 21 were sampled
-    with pytest.raises(EpisodeFailed, match="turn 2 was asked for with another past"):
+    with pytest.raises(EpisodeFailed, match="turn 2 was requested with another history"):
         made.on_observation("finished", ProgramResult((1.0,)))
     assert made.result("why").completion.token_ids == (20, 21)
 

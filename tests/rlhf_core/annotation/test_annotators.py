@@ -110,7 +110,7 @@ def test_rounds_with_the_same_folder_have_files_of_their_own(tmp_path: Path) -> 
         ('["c1"]', "needs the texts id and choice"),
         ('{"id": "c1", "choice": 1}', "needs the texts id and choice"),
         ('{"id": "c1", "choice": "A"}', "must be one of first, second, tie, both_bad"),
-        ('{"id": "c9", "choice": "first"}', "is none of the comparisons"),
+        ('{"id": "c9", "choice": "first"}', "is none of the given comparisons"),
         ('{"id": "c1", "choice": "first", "annotator": 3}', "must be texts"),
         ('{"id": "c1", "choice": "first", "seconds": -1}', "must be a number of seconds"),
         ('{"id": "c1", "choice": "first", "seconds": 1' + "0" * 400 + "}", "must be a number of seconds"),

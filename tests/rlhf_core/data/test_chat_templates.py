@@ -50,7 +50,7 @@ def test_the_first_difference_is_shown_and_no_template_is_offered_twice() -> Non
     rule, remedy = other_opening(
         "<｜User｜><｜Assistant｜> of the model", "<｜Assistant｜><think>\n", "<｜Assistant｜>42"
     )
-    assert rule == "asks for an answer with '<think>\\n' where it shows one with '42', so there is no exact loss mask"
+    assert rule == "prompts for an answer with '<think>\\n' but renders one with '42', so there is no exact loss mask"
     assert remedy.startswith('set prepare_data.chat_template = "deepseek_r1"')
     _, remedy = other_opening(SHIPPED["deepseek_r1"], "ab", "ac")
     assert remedy.startswith("give a template that shows an answer")
@@ -58,7 +58,7 @@ def test_the_first_difference_is_shown_and_no_template_is_offered_twice() -> Non
 
 def test_an_answer_that_the_template_leaves_out_is_shown_as_nothing() -> None:
     rule, _ = other_opening("", "<|user|>1<|assistant|>\n", "<|user|>1")
-    assert rule.startswith("asks for an answer with '<|assistant|>\\n' where it shows one with ''")
+    assert rule.startswith("prompts for an answer with '<|assistant|>\\n' but renders one with ''")
 
 
 def test_a_policy_declares_one_end_or_several(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_rows_of_other_languages_are_dropped_and_short_ones_stay() -> None:
     kept, report = filtered(example(english), example(german), example("4"), languages=["en"])
     assert kept == [english, "4"]
     assert report.counts() == {"language": 1}
-    with pytest.raises(ConfigError, match="'xx' is not a language that can be told"):
+    with pytest.raises(ConfigError, match="'xx' is not a language that can be detected"):
         RowFilter(Filters(languages=("xx",)))
 
 

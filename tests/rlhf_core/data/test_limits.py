@@ -114,7 +114,7 @@ def test_a_demonstration_that_sft_cannot_mask_is_dropped(chat: ChatTemplate) -> 
     kept, dropped = limited(closing, tables)
     assert [row.id for row in kept.demonstrations] == ["b"]
     assert len(dropped) == 1
-    assert dropped[0].startswith("1 chat template: chat_template = 'turn 2 of 2': asks for an answer with '='")
+    assert dropped[0].startswith("1 chat template: chat_template = 'turn 2 of 2': prompts for an answer with '='")
 
 
 def test_a_demonstration_splits_before_its_last_turn() -> None:
