@@ -479,7 +479,6 @@ class Search:
         self._study = new_study("TPESampler", direction=self.direction, seed=self.seed, n_startup_trials=first)
 
     def to_check(self) -> list[Point]:
-        """Return points with both ends of every range and all values of every list, to be checked before the first run."""
         return self._space.ends()
 
     def identity(self, metric: str) -> list[object]:

@@ -166,6 +166,8 @@ def test_what_a_profile_does_not_make_or_may_not_combine_is_refused(
 def test_an_unknown_profile_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"'tiny/ful': no such file or shipped profile; did you mean tiny/full\?"):
         find_profile("tiny/ful")
+    with pytest.raises(ConfigError, match="no such file or shipped profile"):
+        find_profile("x" * 5000)  # too long for the disk
 
 
 def test_extends_merges_tables_and_replaces_the_rest(tmp_path: Path) -> None:
@@ -295,11 +297,6 @@ def test_an_override_that_cannot_be_read_says_why(override: str, rule: str) -> N
 
 def test_an_override_of_several_lines_is_text_and_changes_nothing_else() -> None:
     assert load_profile("tiny/full", ['name="one"\nseed=2']).name == '"one"\nseed=2'
-
-
-def test_a_name_too_long_for_the_disk_is_no_profile() -> None:
-    with pytest.raises(ConfigError, match="no such file or shipped profile"):
-        find_profile("x" * 5000)
 
 
 @pytest.mark.parametrize(
