@@ -151,7 +151,7 @@ def test_the_profile_that_asked_about_a_settled_question_does_not_hide_an_open_o
 
     settled, other, meant = asked("d1", "p1", said), asked("d2", "p2"), Meant("mini", "quality")
     with pytest.raises(
-        ConfigError, match=rf"asked 2 questions: {other.id[:12]} \(open, .*{settled.id[:12]} \(answered"
+        ConfigError, match=rf"has 2 questions: {other.id[:12]} \(open, .*{settled.id[:12]} \(answered"
     ):
         chosen([settled, other], meant, run="mini", profile="p1")
     assert chosen([settled, other], meant, run="mini", profile="p2") == other
@@ -189,7 +189,7 @@ def test_the_form_starts_only_a_run_that_waits(monkeypatch: pytest.MonkeyPatch, 
     [
         (["mini", "qualty", "--reason", "x"], "no gate of this name waits in 'mini'; name one that has (run and gate): mini quality"),
         (["night", "quality", "--reason", "x"], "no gate of this name waits in 'night'"),
-        (["mini", "quality", "--reason", " "], "reason = ' ': is empty; say why"),
+        (["mini", "quality", "--reason", " "], "reason = ' ': is empty; give a reason"),
         (["mini", "quality", "--reason", "x", "--artifact", "zz"], "artifact = 'zz': no question of the gate is about it"),
     ],
 )  # fmt: skip
