@@ -132,7 +132,7 @@ def test_the_deployment_of_the_stage_alone_looks_the_champion_up_too(
     config = PublishConfig.model_validate({"name": "support", "challenge": challenge})
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     monkeypatch.setattr("rlhf_core.tracking.champions.champion_digests", lambda *_: ("current", "before"))
-    for module in ("execution.champion", "prefect_flows.stage_flows"):
+    for module in ("execution.gates", "prefect_flows.stage_flows"):
         monkeypatch.setattr(f"pipelines.{module}.find_artifact", lambda _, kind, name: kind(uri=name, digest=name))
     specs: list[StageSpec] = []
 
