@@ -276,16 +276,14 @@ def _measured(verdict: Verdict, config: Any, attention: str, variant: str) -> Ve
         if "does not support" in str(error) and attention == "sdpa":
             return verdict
         raise
-    known: dict[str, Any] = {"check_packing": lambda config: None, "keeps_apart": lambda config: True}
-    with patch.multiple(forward, **known, prefix_width=lambda config: 0), torch.no_grad():
+    rules = replace(forward.row_rules(model), keeps_apart=True)
+    apart, prefixes = (replace(rules, prefix_width=width) for width in (0, config.get_text_config().hidden_size))
+    with patch.object(forward, "row_rules", lambda model: apart), torch.no_grad():
         packed, padded, reach = measure(model)
     name = f"{attention} {variant}".strip()
     prefixed = {}
     if attention == "sdpa" and sees_whole_rows(config):
-        with (
-            patch.multiple(forward, **known, prefix_width=lambda config: config.get_text_config().hidden_size),
-            torch.no_grad(),
-        ):
+        with patch.object(forward, "row_rules", lambda model: prefixes), torch.no_grad():
             prefixed[name] = measure_prefixes(model)
     return replace(
         verdict,

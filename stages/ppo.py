@@ -6,9 +6,9 @@ in `algorithms.advantage`, with the losses in `algorithms.policy`. One step, top
   sampler.generate       y ~ mu(. | x); with `staleness` mu has the weights of that many steps before
   score                  the terms of `rewards`: reward models, functions, judges, servers
   measure                log pi_old, log pi_ref and values of every token, before the update
-  estimate_advantages    A of every token, with the KL penalty in the rewards (`kl_in = "reward"`; else it is in the loss)
+  estimate               A of every token, with the KL penalty in the rewards (`kl_in = "reward"`; else it is in the loss)
   update                 the loss: of `clip` E[min(rho A, clip(rho) A)], rho = pi / pi_old, corrected by pi_old / mu
-  guard.after_step       held-out evaluation and monitors, which may roll the models back or end the run
+  end_step               held-out evaluation and monitors, which may roll the models back or end the run
 How a step is sampled (ahead of the training, in parts, in several rounds) is chosen by `rollouts.factory`.
 """
 
@@ -21,10 +21,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL
-from rlhf_core.config.policy import PPOConfig
+from rlhf_core.config.policy import PPOConfig, PtxConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import rows_at, shuffled_indices
-from rlhf_core.data.shards import RolloutLog
+from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.data.tables import read_demonstrations, read_prompts
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
@@ -33,7 +33,7 @@ from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import StepSampler, open_environments
 from rlhf_core.rollouts.factory import open_guard, open_rollouts
 from rlhf_core.rollouts.guard import RunGuard, await_decision, hold_out
-from rlhf_core.rollouts.scored_step import rollout_metrics, with_greedy_rewards
+from rlhf_core.rollouts.scored_step import StepScorer, rollout_metrics, with_greedy_rewards
 from rlhf_core.sampling.requests import stop_token_ids
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoint
@@ -62,6 +62,7 @@ from rlhf_core.types import (
     ValueSample,
     derive_seed,
 )
+from rlhf_core.user_code.dependencies import UserFunction
 
 __all__ = ["PPOConfig", "run"]
 
@@ -82,6 +83,26 @@ class Models:
     scorer: Scorer
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What all steps of one run use, opened once."""
+
+    config: PPOConfig
+    context: StageContext
+    models: Models
+    sampler: StepSampler
+    score: StepScorer
+    guard: RunGuard
+    estimator_function: UserFunction | None
+    turn_weight: float
+    """Weight of a turn's reward that is assigned to the turn itself."""
+    objective: PolicyObjective
+    """The policy's objective; its `kl_coef` is set at each step."""
+    demonstrated: Sequence[TokenSample]
+    """Samples that `ptx` mixes into the updates."""
+    ends: tuple[int, ...]
+
+
 def run(
     config: PPOConfig,
     *,
@@ -94,90 +115,81 @@ def run(
 ) -> PolicyRef:
     """Optimize `policy` on `prompts` for the rewards, held near `reference`; return the new policy."""
     await_decision(context)
-    chat = ChatTemplate.load(context.path(policy))
-    ends = stop_token_ids(context.path(policy), tokenizer_eos=chat.eos_id)
-    dataset, held_out = hold_out(read_prompts(context.path(prompts)), config.evaluate)
-    context.tracker.dataset("prompts", prompts.digest, "training")
-    context.tracker.input_model(policy.digest)
-    demonstrated = token_samples(config, chat, demonstrations, context)
-    log = RolloutLog(context.work / "rollouts")
     with ExitStack() as leases:
-        # First, since a mistake in them shows in a second; the models take minutes.
-        environments = open_environments(config.agent, context.path(policy), leases, context)
-        models = lease_models(config, policy, reference, reward_models, context, leases)
-        # Last, so that nothing is being sampled when the engines are given back.
-        sampler, score = leases.enter_context(
-            open_rollouts(
-                config,
-                models.sampler,
-                models.scorer,
-                chat,
-                dataset,
-                log,
-                seed=context.seed,
-                environments=environments,
-                note_failed=lambda step, counts: context.failed(step + 1, counts),
-            )
-        )
-        guard = open_guard(
-            config, models.sampler, sampler, models.scorer, chat, held_out, reward_models, environments, context, leases
-        )
-        first, kl, metrics = start_or_resume(config, models, sampler, guard, context)
+        parts = open_parts(config, policy, reference, prompts, reward_models, demonstrations, context, leases)
+        models, sampler, guard = parts.models, parts.sampler, parts.guard
+        first, kl, metrics = start_or_resume(parts)
         for step in guard.steps(first):
             began = time.perf_counter()
             sampler.load_weights(models.policy.weights, version=step)
-            completions = sampler.generate(step)
-            waited = time.perf_counter() - began
-            rollouts = score(step, completions)
-            sampled = rollout_metrics(config, step, completions, rollouts, ahead=sampler.ahead, ends=ends)
+            drawn = sampler.generate(step)
+            took = {"time/wait_for_rollouts": time.perf_counter() - began}
+            rollouts = parts.score(step, drawn)
+            sampled = sampling_metrics(parts, step, drawn, rollouts)
             began = time.perf_counter()
-            greedy: tuple[float, ...] = ()
-            if config.advantage.asks_greedy:
-                rollouts, greedy = with_greedy_rewards(
-                    models.sampler,
-                    rollouts,
-                    config.sampling,
-                    models.scorer,
-                    step=step,
-                    group_size=config.samples_per_prompt,
-                    note_failed=context.failed,
-                )
-            experience = measure(config, models, rollouts)
-            advantages = estimate_advantages(
-                experience,
-                estimator=config.advantage,
-                group_size=config.samples_per_prompt,
-                kl_coef=kl.coef if config.kl_in == "reward" else 0.0,
-                kl_credit=config.kl_credit,
-                turn_weight=config.turn_weight,
-                function=context.user_function(config.advantage),
-                greedy=greedy,
-            )
-            choice_seed = derive_seed(context.seed, "loss_choice", step)
-            masks = config.truncated_answers == "mask"
-            experience, advantages = trained_on(experience, advantages, config.loss, masks=masks, seed=choice_seed)
-            value_rows = value_samples(experience, advantages) if models.value_model else []
-            policy_rows = policy_samples(experience, advantages)
-            rate_scale = guard.learning_rate_scale
-            updated = update(config, models, policy_rows, value_rows, demonstrated, kl.coef, rate_scale, step, context)
-            if isinstance(models.reference, MovingReference):
-                models.reference.after_step(step + 1, models.policy)
-            valid = len(rollouts) / (config.prompts_per_step * config.samples_per_prompt)
-            metrics = advantages.metrics | updated | sampled | component_means(rollouts) | models.scorer.logs()
-            metrics |= {"kl/coef": kl.coef, "rollout/valid": valid}
-            if models.reference:
-                kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
-            took = {"time/wait_for_rollouts": waited, "time/train": time.perf_counter() - began}
-            metrics |= guard.after_step(step + 1, metrics, models.policy.weights)
-            record(config, context, step + 1, metrics, took, rollouts)
-            kl = rolled_back(models, guard, kl)
-            stop = context.stopping()
-            save(config, models, sampler, guard, context, step + 1, kl, metrics, stop=stop)
-            if stop:
-                context.stop()
-            guard.decide()
+            rollouts, greedy = with_baseline(parts, step, rollouts)
+            experience = measure(parts, rollouts)
+            policy_rows, value_rows, estimated = estimate(parts, step, experience, greedy, kl.coef)
+            updated = update(parts, step, policy_rows, value_rows, kl.coef)
+            took["time/train"] = time.perf_counter() - began
+            metrics = estimated | updated | sampled | component_means(rollouts) | models.scorer.logs()
+            kl, metrics = end_step(parts, step, kl, metrics, took, rollouts)
         metrics = guard.export(models.policy) | metrics
     return context.commit(PolicyRef, metrics=metrics)
+
+
+def open_parts(
+    config: PPOConfig,
+    policy: PolicyRef,
+    reference: PolicyRef,
+    prompts: PromptsRef,
+    reward_models: dict[str, RewardModelRef],
+    demonstrations: DemonstrationsRef | None,
+    context: StageContext,
+    leases: ExitStack,
+) -> Parts:
+    """Read the inputs and open all parts of the run; `leases` end them."""
+    folder = context.path(policy)
+    chat = ChatTemplate.load(folder)
+    ends = stop_token_ids(folder, tokenizer_eos=chat.eos_id)
+    rows, held_out = hold_out(read_prompts(context.path(prompts)), config.evaluate)
+    context.tracker.dataset("prompts", prompts.digest, "training")
+    context.tracker.input_model(policy.digest)
+    demonstrated = token_samples(config.ptx, chat, demonstrations, context)
+    # First, since a mistake in them shows in a second; the models take minutes.
+    environments = open_environments(config.agent, folder, leases, context)
+    models = lease_models(config, policy, reference, reward_models, context, leases)
+    engine, scorer, failed = models.sampler, models.scorer, context.failed
+    log = RolloutLog(context.work / "rollouts")
+    rollouts = open_rollouts(
+        config, engine, scorer, chat, rows, log, seed=context.seed, environments=environments, note_failed=failed
+    )
+    # Last, so that nothing is being sampled when the engines are given back.
+    sampler, score = leases.enter_context(rollouts)
+    guard = open_guard(config, engine, sampler, scorer, chat, held_out, reward_models, environments, context, leases)
+    objective = PolicyObjective(
+        loss=config.loss,
+        max_length=config.agent.max_episode_tokens if config.agent else config.sampling.max_tokens,
+        temperature=config.sampling.temperature,
+        kl_coef=0.0,
+        entropy_coef=config.entropy_coef,
+        correction=config.correction,
+        kl_estimator=config.kl_estimator,
+        function=context.user_function(config.loss),
+    )
+    return Parts(
+        config=config,
+        context=context,
+        models=models,
+        sampler=sampler,
+        score=score,
+        guard=guard,
+        estimator_function=context.user_function(config.advantage),
+        turn_weight=config.turn_weight,
+        objective=objective,
+        demonstrated=demonstrated,
+        ends=tuple(ends),
+    )
 
 
 def lease_models(
@@ -207,33 +219,56 @@ def lease_models(
     elif config.uses_reference:
         spec = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
         frozen = leases.enter_context(context.runtime.trainer("reference", spec, None))
-    return Models(
-        sampler=sampler,
-        policy=trained,
-        reference=frozen,
-        value_model=critic,
-        scorer=leases.enter_context(open_scorer(config.rewards, reward_models, context)),
-    )
+    scorer = leases.enter_context(open_scorer(config.rewards, reward_models, context))
+    return Models(sampler=sampler, policy=trained, reference=frozen, value_model=critic, scorer=scorer)
 
 
 def token_samples(
-    config: PPOConfig, chat: ChatTemplate, demonstrations: DemonstrationsRef | None, context: StageContext
+    ptx: PtxConfig | None, chat: ChatTemplate, demonstrations: DemonstrationsRef | None, context: StageContext
 ) -> list[TokenSample]:
     """Return the tokens of the demonstrations that `ptx` mixes into the updates; [] without `ptx`."""
-    if config.ptx is None:
+    if ptx is None:
         return []
     if demonstrations is None:
-        raise ConfigError(explain("ppo.ptx", config.ptx.coef, "there are no demonstrations to mix in", "provide some"))
+        raise ConfigError(explain("ppo.ptx", ptx.coef, "there are no demonstrations to mix in", "provide some"))
     rows = read_demonstrations(context.path(demonstrations) / "train.parquet")
-    samples = [sample for row in rows for sample in chat.examples(row.messages, max_length=config.ptx.max_length)]
+    samples = [sample for row in rows for sample in chat.examples(row.messages, max_length=ptx.max_length)]
     if not samples:
         rule = "leaves no tokens of the demonstrations to train on"
-        raise DataError(explain("ppo.ptx.max_length", config.ptx.max_length, rule, "raise it"))
+        raise DataError(explain("ppo.ptx.max_length", ptx.max_length, rule, "raise it"))
     return samples
 
 
-def measure(config: PPOConfig, models: Models, rollouts: Sequence[Rollout]) -> Experience:
+def sampling_metrics(parts: Parts, step: int, drawn: Drawn, rollouts: Sequence[Rollout]) -> Metrics:
+    """Return `rollout/*` of what was sampled for a step."""
+    config = parts.config
+    return rollout_metrics(
+        step,
+        drawn,
+        rollouts,
+        prompts_per_step=config.prompts_per_step,
+        group_size=config.samples_per_prompt,
+        episodes=config.agent is not None,
+        dynamic_sampling=config.dynamic_sampling,
+        ahead=parts.sampler.ahead,
+        ends=parts.ends,
+    )
+
+
+def with_baseline(parts: Parts, step: int, rollouts: list[Rollout]) -> tuple[list[Rollout], tuple[float, ...]]:
+    """Return the rollouts that have the baseline of their estimator, and the greedy rewards of one that compares with them."""
+    config, models, failed = parts.config, parts.models, parts.context.failed
+    if not config.advantage.asks_greedy:
+        return rollouts, ()
+    size = config.samples_per_prompt
+    return with_greedy_rewards(
+        models.sampler, rollouts, config.sampling, models.scorer, step=step, group_size=size, note_failed=failed
+    )
+
+
+def measure(parts: Parts, rollouts: Sequence[Rollout]) -> Experience:
     """Return the rollouts with log pi_old, log pi_ref and the value of every token, all from before the update."""
+    config, models = parts.config, parts.models
     samples = tuple(token_sample(rollout) for rollout in rollouts)
     temperature = config.sampling.temperature
     bypass = config.correction.pi_old == "sampler"
@@ -247,90 +282,112 @@ def measure(config: PPOConfig, models: Models, rollouts: Sequence[Rollout]) -> E
     )
 
 
+def estimate(
+    parts: Parts, step: int, experience: Experience, greedy: Sequence[float], kl_coef: float
+) -> tuple[list[PolicySample], list[ValueSample], Metrics]:
+    """Return the rows of the policy and of the value model, without masked answers and what the loss leaves out."""
+    config = parts.config
+    advantages = estimate_advantages(
+        experience,
+        estimator=config.advantage,
+        group_size=config.samples_per_prompt,
+        kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
+        kl_credit=config.kl_credit,
+        turn_weight=parts.turn_weight,
+        function=parts.estimator_function,
+        greedy=greedy,
+    )
+    choice_seed = derive_seed(parts.context.seed, "loss_choice", step)
+    masks = config.truncated_answers == "mask"
+    experience, advantages = trained_on(experience, advantages, config.loss, masks=masks, seed=choice_seed)
+    value_rows = value_samples(experience, advantages) if parts.models.value_model else []
+    return policy_samples(experience, advantages), value_rows, advantages.metrics
+
+
 def update(
-    config: PPOConfig,
-    models: Models,
-    policy_rows: Sequence[PolicySample],
-    value_rows: Sequence[ValueSample],
-    demonstrated: Sequence[TokenSample],
-    kl_coef: float,
-    rate_scale: float,
-    step: int,
-    context: StageContext,
+    parts: Parts, step: int, policy_rows: Sequence[PolicySample], value_rows: Sequence[ValueSample], kl_coef: float
 ) -> Metrics:
-    """Make `epochs * minibatches` optimizer steps on the rollouts; return their metrics `averaged`.
+    """Make `epochs * minibatches` optimizer steps on the rows; return their metrics `averaged`.
 
     The policy waits for the value model's warm-up; its learning rate is scheduled over the steps that are left, times
-    `rate_scale`. Some of the `demonstrated` samples are mixed into each of its updates, if there are any (PPO-ptx).
+    the scale of the guard. Some demonstrations are mixed into each of its updates, if there are any (PPO-ptx).
     Without rows, where every answer of the step was cut off and is masked, there is no update.
     """
-    policy_objective = PolicyObjective(
-        loss=config.loss,
-        max_length=config.agent.max_episode_tokens if config.agent else config.sampling.max_tokens,
-        temperature=config.sampling.temperature,
-        kl_coef=kl_coef if config.kl_in == "loss" else 0.0,
-        entropy_coef=config.entropy_coef,
-        correction=config.correction,
-        kl_estimator=config.kl_estimator,
-        function=context.user_function(config.loss),
-    )
+    config, context, models, ptx = parts.config, parts.context, parts.models, parts.config.ptx
+    policy_objective = replace(parts.objective, kl_coef=kl_coef if config.kl_in == "loss" else 0.0)
     value_objective = ValueObjective(clip=config.value_clip or None)
+    value_rate = scheduled_rate(config.value_optimizer, step, config.steps)
     frozen = config.value_warmup_steps if models.value_model else 0
     history: list[Metrics] = []
     if not policy_rows:
         logger.warning("%s: every answer of step %d was cut off and is masked: no update", context.label, step)
     for epoch in range(config.epochs):
         order = shuffled_indices(len(policy_rows), derive_seed(context.seed, "minibatches", step, epoch))
-        parts = min(config.minibatches, len(policy_rows))  # fewer rollouts than that where many were invalid
-        for i in range(parts):
-            rows = order[i::parts]
+        count = min(config.minibatches, len(policy_rows))  # fewer rollouts than that where many were invalid
+        for i in range(count):
+            rows = order[i::count]
             metrics: Metrics = {}
             if models.value_model:
                 made = models.value_model.forward_backward([value_rows[row] for row in rows], value_objective)
-                made |= models.value_model.optim_step(
-                    learning_rate=scheduled_rate(config.value_optimizer, step, config.steps)
-                )
+                made |= models.value_model.optim_step(learning_rate=value_rate)
                 metrics |= {f"value/{name}": value for name, value in made.items()}
             if step >= frozen:
                 made = models.policy.forward_backward([policy_rows[row] for row in rows], policy_objective)
-                if config.ptx:
+                if ptx:
                     number = (step * config.epochs + epoch) * config.minibatches + i
-                    batch = rows_at(number, demonstrated, count=config.ptx.batch_size, seed=context.seed)
-                    mixed = models.policy.forward_backward(batch, Scaled(SftObjective(pack_to=None), config.ptx.coef))
+                    batch = rows_at(number, parts.demonstrated, count=ptx.batch_size, seed=context.seed)
+                    mixed = models.policy.forward_backward(batch, Scaled(SftObjective(pack_to=None), ptx.coef))
                     metrics["ptx/nll"] = mixed["nll"]
-                made |= models.policy.optim_step(
-                    learning_rate=rate_scale * scheduled_rate(config.optimizer, step - frozen, config.steps - frozen)
-                )
+                rate = scheduled_rate(config.optimizer, step - frozen, config.steps - frozen)
+                made |= models.policy.optim_step(learning_rate=parts.guard.learning_rate_scale * rate)
                 metrics |= {f"policy/{name}": value for name, value in made.items()}
             history.append(metrics)
     check_updated(history, label=context.label, step=step)
+    if isinstance(models.reference, MovingReference):
+        models.reference.after_step(step + 1, models.policy)
     return averaged(history)
 
 
-def start_or_resume(
-    config: PPOConfig, models: Models, sampler: StepSampler, guard: RunGuard, context: StageContext
-) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
+def end_step(
+    parts: Parts, step: int, kl: FixedKL | AdaptiveKL, metrics: Metrics, took: Metrics, rollouts: Sequence[Rollout]
+) -> tuple[FixedKL | AdaptiveKL, Metrics]:
+    """Evaluate, record, and save; return the KL controller and the metrics. The run may stop here, or be rolled back."""
+    config, context, models, guard = parts.config, parts.context, parts.models, parts.guard
+    valid = len(rollouts) / (config.prompts_per_step * config.samples_per_prompt)
+    metrics = metrics | {"kl/coef": kl.coef, "rollout/valid": valid}
+    if models.reference:
+        kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
+    metrics |= guard.after_step(step + 1, metrics, models.policy.weights)
+    record(parts, step + 1, metrics, took, rollouts)
+    kl = rolled_back(models, guard, kl)
+    stop = context.stopping()
+    save(parts, step + 1, kl, metrics, stop=stop)
+    if stop:
+        context.stop()
+    guard.decide()
+    return kl, metrics
+
+
+def start_or_resume(parts: Parts) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
     """Return the first step to make, the KL controller and the last metrics.
 
     From the newest checkpoint, which is loaded into the models, the scorer, the sampler and the guard; from step 0 if
     there is none.
     """
+    config, context, models, guard = parts.config, parts.context, parts.models, parts.guard
     checkpoint = context.checkpoints.to_resume()
     if checkpoint is None:
         kl: FixedKL | AdaptiveKL = FixedKL(coef=config.kl_coef)
         if config.kl_target > 0:
             kl = AdaptiveKL(coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon)
         context.metrics(0, guard.before_training(models.policy.weights))
-        save(config, models, sampler, guard, context, 0, kl, {}, stop=False)
+        save(parts, 0, kl, {}, stop=False)
         return 0, kl, {}
-    sampler.load(checkpoint.path / "rollouts", checkpoint.step)
+    parts.sampler.load(checkpoint.path / "rollouts", checkpoint.step)
     guard.restore(checkpoint.state)
     guard.decide()
-    return (
-        checkpoint.step,
-        restored(models, checkpoint, adaptive=config.kl_target > 0),
-        dict(checkpoint.state["metrics"]),
-    )
+    kl = restored(models, checkpoint, adaptive=config.kl_target > 0)
+    return checkpoint.step, kl, dict(checkpoint.state["metrics"])
 
 
 def restored(models: Models, checkpoint: Checkpoint, *, adaptive: bool) -> FixedKL | AdaptiveKL:
@@ -352,25 +409,15 @@ def rolled_back(models: Models, guard: RunGuard, kl: FixedKL | AdaptiveKL) -> Fi
     return replace(kl, coef=kl.coef * guard.kl_factor(guard.target))
 
 
-def save(
-    config: PPOConfig,
-    models: Models,
-    sampler: StepSampler,
-    guard: RunGuard,
-    context: StageContext,
-    step: int,
-    kl: FixedKL | AdaptiveKL,
-    metrics: Metrics,
-    *,
-    stop: bool,
-) -> None:
+def save(parts: Parts, step: int, kl: FixedKL | AdaptiveKL, metrics: Metrics, *, stop: bool) -> None:
     """Write a checkpoint when it is due, or when the stage is to stop. The log has the rollouts made since the last one."""
+    config, models, guard = parts.config, parts.models, parts.guard
     due = step > 0 and (step % config.checkpoint_every == 0 or step == config.steps)
     if not (due or stop or guard.saves(step)):
         return
     state = {"kl": asdict(kl), "rewards": models.scorer.state(), "metrics": metrics} | guard.state()
     with guard.checkpoints.saving(step, state, metric=guard.candidate) as folder:
-        sampler.save(folder / "rollouts")
+        parts.sampler.save(folder / "rollouts")
         models.policy.save(folder / "policy")
         if models.value_model:
             models.value_model.save(folder / "value_model")
@@ -378,12 +425,11 @@ def save(
             models.reference.save(folder)
 
 
-def record(
-    config: PPOConfig, context: StageContext, step: int, metrics: Metrics, took: Metrics, rollouts: Sequence[Rollout]
-) -> None:
+def record(parts: Parts, step: int, metrics: Metrics, took: Metrics, rollouts: Sequence[Rollout]) -> None:
     """Log a step's metrics with the seconds that its parts `took`, and every `table_every` steps a table of rollouts."""
+    config, context = parts.config, parts.context
     context.metrics(step, metrics | took)
-    distance = f"  kl {metrics['kl/per_sequence']:.2f}" if config.uses_reference else ""
+    distance = f"  kl {metrics['kl/per_sequence']:.2f}" if "kl/per_sequence" in metrics else ""
     context.progress(step, config.steps, f"reward {metrics['reward/mean']:.3f}{distance}")
     if step % config.table_every == 0 or step == config.steps:
         rows = [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from rlhf_core.config.data import Files, PreferenceCoding, Source
 from rlhf_core.data.cleaning import (
@@ -332,6 +333,16 @@ def _mixed(by_source: dict[str, list[Example]], config: Files, *, seed: int, rep
     return rows
 
 
+CONTENT = {
+    "demonstrations": ("prompt", "chosen"),
+    "preferences": ("prompt", "chosen", "rejected"),
+    "prompts": ("prompt",),
+    "steps": ("prompt", "steps"),
+    "feedback": ("prompt", "chosen", "rejected"),
+}
+"""Fields of an example from which its ID is computed, by table."""
+
+
 def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
     """Return typed tables, and the origin of each row by its ID."""
     origins: dict[str, Origin] = {}
@@ -345,63 +356,27 @@ def _tables(rows: dict[str, list[Example]]) -> tuple[Tables, dict[str, Origin]]:
         origins[name] = example.origin
         return name
 
-    def demonstrations(name: str) -> tuple[Demonstration, ...]:
-        return tuple(
-            Demonstration(identify(row, name, row.prompt, row.chosen), (*row.prompt, *row.chosen), row.source)
+    tables: dict[str, Any] = {}
+    for name in (field.name for field in fields(Tables)):  # in this order, which decides the IDs of equal rows
+        kind = name.removeprefix("eval_")
+        tables[name] = tuple(
+            _typed(kind, identify(row, name, *(getattr(row, part) for part in CONTENT[kind])), row)
             for row in rows[name]
         )
+    return Tables(**tables), origins
 
-    def preferences(name: str) -> tuple[Preference, ...]:
-        return tuple(
-            Preference(
-                identify(row, name, row.prompt, row.chosen, row.rejected),
-                row.prompt,
-                row.chosen,
-                row.rejected,
-                row.margin,
-                row.source,
-                row.annotator,
-            )
-            for row in rows[name]
-        )
 
-    def feedback(name: str) -> tuple[Feedback, ...]:
-        return tuple(
-            Feedback(
-                identify(row, name, row.prompt, row.chosen, row.rejected),
-                row.prompt,
-                row.chosen or row.rejected,
-                bool(row.chosen),
-                row.source,
-                row.annotator,
-            )
-            for row in rows[name]
-        )
-
-    def prompts(name: str) -> tuple[Prompt, ...]:
-        return tuple(
-            Prompt(identify(row, name, row.prompt), row.prompt, row.label, row.source, row.conversational)
-            for row in rows[name]
-        )
-
-    def steps(name: str) -> tuple[SteppedAnswer, ...]:
-        return tuple(
-            SteppedAnswer(
-                identify(row, name, row.prompt, row.steps), row.prompt, row.steps, row.step_labels, row.source
-            )
-            for row in rows[name]
-        )
-
-    tables = Tables(
-        demonstrations=demonstrations("demonstrations"),
-        eval_demonstrations=demonstrations("eval_demonstrations"),
-        preferences=preferences("preferences"),
-        eval_preferences=preferences("eval_preferences"),
-        prompts=prompts("prompts"),
-        eval_prompts=prompts("eval_prompts"),
-        steps=steps("steps"),
-        eval_steps=steps("eval_steps"),
-        feedback=feedback("feedback"),
-        eval_feedback=feedback("eval_feedback"),
-    )
-    return tables, origins
+def _typed(kind: str, name: str, row: Example) -> Demonstration | Preference | Prompt | SteppedAnswer | Feedback:
+    """Return the example with the ID `name` as a row of the tables `kind` and `eval_{kind}`."""
+    match kind:
+        case "demonstrations":
+            return Demonstration(name, (*row.prompt, *row.chosen), row.source)
+        case "preferences":
+            return Preference(name, row.prompt, row.chosen, row.rejected, row.margin, row.source, row.annotator)
+        case "prompts":
+            return Prompt(name, row.prompt, row.label, row.source, row.conversational)
+        case "steps":
+            return SteppedAnswer(name, row.prompt, row.steps, row.step_labels, row.source)
+        case _:
+            answer, desirable = row.chosen or row.rejected, bool(row.chosen)
+            return Feedback(name, row.prompt, answer, desirable, row.source, row.annotator)

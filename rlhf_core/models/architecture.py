@@ -1,4 +1,4 @@
-"""Check the attention kernel, the length of rows and their tokens against the configuration of an architecture.
+"""Check the attention kernel and the length of rows against the configuration of an architecture.
 
 Transformers silently drops what an attention kernel does not support, and two ways of scaling rotary positions choose
 their frequencies by the longest row of a batch. Both would change the model's log-probabilities. Tables of positions
@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.models.packages import refuse_adapter
@@ -56,13 +54,6 @@ def length_limit(config: Any) -> int | None:
     return min(limits) if limits else None
 
 
-def backbone_of(model: Any) -> Any:
-    """Return the part of `model` below its head."""
-    base = model.base_model
-    # Llama 4 names an attribute that only its multimodal form has.
-    return model.model if base is model and hasattr(model, "model") else base
-
-
 def padding_id(config: Any) -> int | None:
     """Return the padding token of a transformers configuration, or None. Some architectures have no such entry."""
     return getattr(config.get_text_config(), "pad_token_id", None)
@@ -83,20 +74,6 @@ def check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         rule, remedy = "must be a model folder with config.json", "check the path, or run prepare_data first"
         raise ConfigError(explain("model.path", str(folder), rule, remedy))
-
-
-def check_batch(config: Any, token_ids_BL: Tensor, position_ids_BL: Tensor) -> None:
-    """Raise ConfigError for a batch with rows longer than `length_limit`, or with tokens beyond the vocabulary."""
-    rows = config.get_text_config().vocab_size
-    largest = int(token_ids_BL.max())
-    if largest >= rows:
-        raise unknown_token(largest, rows)
-    limit = length_limit(config)
-    if limit is None:
-        return
-    length = int(position_ids_BL.max()) + 1
-    if length > limit:
-        raise too_long("max_length", length, config, limit)
 
 
 def check_longest(key: str, length: int, folder: Path) -> None:

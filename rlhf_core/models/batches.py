@@ -74,11 +74,8 @@ class TokenBatch:
     """Other per-token values of the samples by field name (`old_logprobs`, `advantages`, ...): float32 BL, padded by 0.
 
     Fields that are empty in the samples are left out."""
-
-    @property
-    def packed(self) -> bool:
-        """Whether some row holds more than one sample."""
-        return any(start > 0 for _, start, _ in self.rows)
+    packed: bool
+    """Whether some row holds more than one sample."""
 
     def to(self, device: str | torch.device) -> TokenBatch:
         """Return the batch on `device`."""
@@ -89,6 +86,7 @@ class TokenBatch:
             loss_mask_BL=self.loss_mask_BL.to(device),
             rows=self.rows,
             fields={name: value_BL.to(device) for name, value_BL in self.fields.items()},
+            packed=self.packed,
         )
 
 
@@ -120,7 +118,7 @@ def collate(samples: Sequence[Sample], *, pad_id: int, pack_to: int | None = Non
         loss_mask_BL[row, span] = torch.tensor(sample.loss_mask, dtype=torch.float32)
         for name in names:
             extra[name][row, span] = torch.tensor(getattr(sample, name), dtype=torch.float32)
-    return TokenBatch(token_ids_BL, position_ids_BL, segment_ids_BL, loss_mask_BL, rows, extra)
+    return TokenBatch(token_ids_BL, position_ids_BL, segment_ids_BL, loss_mask_BL, rows, extra, count < len(samples))
 
 
 def unpack(x_BL: Tensor, batch: TokenBatch) -> list[Tensor]:

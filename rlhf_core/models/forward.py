@@ -1,6 +1,7 @@
 """Compute log-probabilities, values and scores of a batch.
 
-Legend: N samples, B rows, L positions, H hidden, V vocabulary, T the positions that the loss mask selects.
+Legend: N samples, B rows, L positions, H hidden, V vocabulary, T the positions that the loss mask selects (for experts
+all positions of the rows), C those of one chunk, E experts, K experts per token.
 
 With right padding, a real token never sees padding under causal attention, so rows with one sample run as plain causal
 attention (the fast kernel) without a mask. Samples that share a row are separated by their restarting `position_ids`,
@@ -14,27 +15,19 @@ These are collective calls, so every rank must make the same number in the same 
 on a rank's tokens. The loop over the chunks therefore runs inside a single call of the head, where its weights stay
 gathered, also while a chunk is recomputed in the backward pass.
 
-Legend: T the positions that the loss mask selects, H hidden, V vocabulary.
-
 Read the log-probability of a drawn token, and the entropy of the distribution it was drawn from, off its logits.
 
 With a large vocabulary, the time goes into matrices of [tokens, vocabulary] that are written once and read once. The
 formulas of autograd write one for each of their steps. Here the forward pass keeps one, and needs another one for the
 entropy; the backward pass adds one, or two where the entropy has a gradient.
 
-Legend: C tokens, V vocabulary.
-
 Define the value model, a backbone with a scalar head saved as safetensors, and heads that compute in float32.
-
-Legend: B rows, L positions, H hidden.
 
 Compute the load-balancing loss of a mixture of experts (arXiv 2101.03961).
 
 The loss is computed per sequence (arXiv 2405.04434), as a product of two averages over one sample's tokens. Computed
 over a micro-batch, as in transformers, it would depend on the micro-batches. Here it is a sum over samples, like any
 other loss.
-
-Legend: N samples, T positions of all rows, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -45,9 +38,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +53,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.models.architecture import backbone_of, check_batch, padding_id
+from rlhf_core.models.architecture import length_limit, padding_id, too_long, unknown_token
 from rlhf_core.models.batches import TokenBatch, check_packing, keeps_apart, prefix_width, shared_rows
 
 # ---------------------------------------------------------------- Call an LM head once per forward pass, regardless of the number of chunks
@@ -505,6 +500,36 @@ def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, *, until: in
     return after / before if after and math.isfinite(before) and math.isfinite(after) and before else 0.0
 
 
+def backbone_of(model: Any) -> Any:
+    """Return the part of `model` below its head."""
+    base = model.base_model
+    # Llama 4 names an attribute that only its multimodal form has.
+    return model.model if base is model and hasattr(model, "model") else base
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """What the configuration of a model determines about the rows of its batches."""
+
+    keeps_apart: bool
+    prefix_width: int
+    longest: int | None
+    """`length_limit`."""
+    vocabulary: int
+
+
+_ROW_RULES: WeakKeyDictionary[nn.Module, RowRules] = WeakKeyDictionary()
+
+
+def row_rules(model: nn.Module) -> RowRules:
+    """Return the rules of a model, from its configuration at the first call."""
+    if model not in _ROW_RULES:
+        of = backbone_of(model).config
+        vocabulary = of.get_text_config().vocab_size
+        _ROW_RULES[model] = RowRules(keeps_apart(of), prefix_width(of), length_limit(of), vocabulary)
+    return _ROW_RULES[model]
+
+
 def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     """Return the backbone's last hidden states `hidden_BLH`. Samples that share a row do not see each other.
 
@@ -512,14 +537,15 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     fewer, shared rows.
     """
     backbone = backbone_of(model)
-    if batch.packed:
+    rules = row_rules(model)
+    if batch.packed and not rules.keeps_apart:
         check_packing(backbone.config)
-    check_batch(backbone.config, batch.token_ids_BL, batch.position_ids_BL)
+    _check_batch(batch, rules, backbone.config)
     routing = routing_arguments()
     # Code that watches the routers expects their logits in the rows of the batch.
     shared = None
-    if not routing and keeps_apart(backbone.config):
-        shared = shared_rows(batch, prefixes_of=prefix_width(backbone.config))
+    if not routing and rules.keeps_apart and len(batch.rows) > 1:
+        shared = shared_rows(batch, prefixes_of=rules.prefix_width)
     ids_BL, positions_BL = batch.token_ids_BL, batch.position_ids_BL
     if shared is not None:
         ids_BL, positions_BL = shared.token_ids_RL, shared.position_ids_RL
@@ -531,6 +557,14 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     note_routing(backbone, output, batch)
     hidden_BLH = output.last_hidden_state.reshape(*shape, -1)
     return hidden_BLH if shared is None else shared.restore(hidden_BLH, batch)
+
+
+def _check_batch(batch: TokenBatch, rules: RowRules, config: Any) -> None:
+    """Raise ConfigError for rows that are longer than the model allows, and for tokens beyond its vocabulary."""
+    if (largest := int(batch.token_ids_BL.max())) >= rules.vocabulary:
+        raise unknown_token(largest, rules.vocabulary)
+    if rules.longest is not None and (length := int(batch.position_ids_BL.max()) + 1) > rules.longest:
+        raise too_long("max_length", length, config, rules.longest)
 
 
 def _run(

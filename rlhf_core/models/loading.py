@@ -28,9 +28,17 @@ from transformers.utils import is_flash_attn_2_available
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.architecture import backbone_of, check_attention, check_folder, padding_id, read_config
+from rlhf_core.models.architecture import check_attention, check_folder, padding_id, read_config
 from rlhf_core.models.export import export_model
-from rlhf_core.models.forward import ValueModel, check_head, check_rows, compute_in_float32, initial_head, read_head
+from rlhf_core.models.forward import (
+    ValueModel,
+    backbone_of,
+    check_head,
+    check_rows,
+    compute_in_float32,
+    initial_head,
+    read_head,
+)
 from rlhf_core.models.lora import apply_lora, check_adapters, check_quantizer
 from rlhf_core.models.packages import local_folder
 

@@ -136,10 +136,9 @@ def open_elsewhere(
                 token_env=spec.token_env,
                 compares=spec.compares,
             )
-            leases.enter_context(client)
             return BatchedReward(
                 name,
-                [client] * len(spec.urls),
+                [leases.enter_context(client)] * len(spec.urls),
                 batch_size=spec.batch_size,
                 retries=0,  # the client's own, from one server to the next
                 on_failure=spec.on_failure,

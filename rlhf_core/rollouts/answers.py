@@ -23,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -125,25 +126,16 @@ class OnPolicySampler:
         self._pool = read_pool(folder / POOL)
 
 
+@dataclass(frozen=True)
 class WholeAnswers:
     """Draws the prompts of a step and samples their answers whole: a `DrawAnswers` without a pool."""
 
-    def __init__(
-        self,
-        engine: Sampler,
-        chat: ChatTemplate,
-        prompts: Sequence[Prompt],
-        config: PPOConfig,
-        *,
-        seed: int,
-        environments: Environments | None,
-    ) -> None:
-        self._engine = engine
-        self._chat = chat
-        self._prompts = prompts
-        self._config = config
-        self._seed = seed
-        self._environments = environments
+    engine: Sampler
+    chat: ChatTemplate
+    prompts: Sequence[Prompt]
+    config: PPOConfig
+    seed: int
+    environments: Environments | None
 
     def __call__(self, step: int, pool: Pool) -> tuple[list[Generation], Pool]:
         """Return the answers of `step`, and the pool as it is."""
@@ -151,11 +143,9 @@ class WholeAnswers:
 
     def sample_round(self, step: int, number: int) -> list[Generation]:
         """Return the answers of round `number` of `step`; each round has other prompts and seeds."""
-        seed = derive_seed(self._seed, "round", number) if number else self._seed
-        batch = rows_at(step, self._prompts, count=self._config.prompts_per_step, seed=seed)
-        return sample(
-            self._engine, self._chat, batch, self._config, step=step, seed=seed, environments=self._environments
-        )
+        seed = derive_seed(self.seed, "round", number) if number else self.seed
+        batch = rows_at(step, self.prompts, count=self.config.prompts_per_step, seed=seed)
+        return sample(self.engine, self.chat, batch, self.config, step=step, seed=seed, environments=self.environments)
 
 
 def open_environments(

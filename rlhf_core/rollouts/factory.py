@@ -26,7 +26,7 @@ from rlhf_core.interfaces import Sampler
 from rlhf_core.rewards.scoring import Scorer, open_scorer
 from rlhf_core.rollouts.answers import AheadSampler, OnPolicySampler, StepSampler, WholeAnswers, draw_groups
 from rlhf_core.rollouts.guard import HeldOut, RunGuard
-from rlhf_core.rollouts.scored_step import DynamicScoring, ScoreAnswers, StepScorer, score_once
+from rlhf_core.rollouts.scored_step import DynamicScoring, StepScorer
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import Generation, Prompt, RewardModelRef
@@ -47,8 +47,8 @@ def open_rollouts(
 ) -> Iterator[tuple[StepSampler, StepScorer]]:
     """Yield the sampler and the scorer of each step. Leave the `with` block before the lease of `engine` ends.
 
-    Every sample has its own seed, so a restart draws the same answers. `note_failed` is called with a step and how many
-    of its answers failed, before they are written to the `log`.
+    Every sample has its own seed, so a restart draws the same answers. `note_failed` is called with the number that a
+    step has once it is made and how many of its answers failed, before they are written to the `log`.
     """
     whole = WholeAnswers(engine, chat, prompts, config, seed=seed, environments=environments)
 
@@ -56,20 +56,22 @@ def open_rollouts(
         return draw_groups(pool, engine, chat, prompts, config, seed=seed)
 
     sampler = OnPolicySampler(engine, log, draw_partial if config.partial_tokens else whole)
+    groups, size = config.prompts_per_step, config.samples_per_prompt
+    dynamic: DynamicScoring | None = None
+    if config.dynamic_sampling is not None:
+        dynamic = DynamicScoring(scorer, whole.sample_round, config.dynamic_sampling, groups, size)
     score = StepScorer(
-        scorer,
-        log,
-        group_size=config.samples_per_prompt,
+        scorer=scorer,
+        log=log,
+        group_size=size,
         keep_steps=config.checkpoint_every,
         note_failed=note_failed,
-        score_answers=_score_answers(config, scorer, whole.sample_round),
+        dynamic=dynamic,
     )
     if not config.staleness:
         yield sampler, score
         return
-    with AheadSampler(
-        sampler, staleness=config.staleness, steps=config.steps, group_size=config.samples_per_prompt
-    ) as ahead:
+    with AheadSampler(sampler, staleness=config.staleness, steps=config.steps, group_size=size) as ahead:
         yield ahead, score
 
 
@@ -102,12 +104,3 @@ def open_guard(
         note_failed=context.failed,
     )
     return RunGuard(config, sampler, evaluated, context)
-
-
-def _score_answers(
-    config: PPOConfig, scorer: Scorer, sample_round: Callable[[int, int], list[Generation]]
-) -> ScoreAnswers:
-    if config.dynamic_sampling is None:
-        return score_once(scorer)
-    groups, size = config.prompts_per_step, config.samples_per_prompt
-    return DynamicScoring(scorer, sample_round, config.dynamic_sampling, groups=groups, group_size=size)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.config.policy import DynamicSampling, PPOConfig
+from rlhf_core.config.policy import DynamicSampling
 from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.errors import RewardError, explain
 from rlhf_core.evaluation.metrics import distinct_n, repetition
@@ -25,32 +25,24 @@ from rlhf_core.types import Completion, Generation, Rollout, SamplingRequest
 # ---------------------------------------------------------------- dynamic sampling
 
 
+@dataclass(frozen=True)
 class DynamicScoring:
     """Scores the answers of a step, and samples further rounds of it until enough groups carry a gradient."""
 
-    def __init__(
-        self,
-        score: Callable[[Sequence[Generation]], list[Rollout]],
-        sample_round: Callable[[int, int], list[Generation]],
-        config: DynamicSampling,
-        *,
-        groups: int,
-        group_size: int,
-    ) -> None:
-        """Take `sample_round(step, number)`, which returns the answers of further round `number` = 1, 2, ..."""
-        self._score = score
-        self._sample_round = sample_round
-        self._config = config
-        self._groups = groups
-        self._group_size = group_size
+    score: Callable[[Sequence[Generation]], list[Rollout]]
+    sample_round: Callable[[int, int], list[Generation]]
+    """(step, number) -> answers of its further round `number` = 1, 2, ..."""
+    config: DynamicSampling
+    groups: int
+    group_size: int
 
     def __call__(self, step: int, generations: Sequence[Generation]) -> list[Rollout]:
         """Return `groups` whole groups; `generations` is the first round."""
 
         def draw(number: int) -> list[Rollout]:
-            return self._score(self._sample_round(step, number) if number else generations)
+            return self.score(self.sample_round(step, number) if number else generations)
 
-        return sampled_until_decided(draw, self._config, groups=self._groups, group_size=self._group_size)
+        return sampled_until_decided(draw, self.config, groups=self.groups, group_size=self.group_size)
 
 
 def sampled_until_decided(
@@ -137,55 +129,33 @@ def zero_variance(rewards: Sequence[float], *, group_size: int) -> Metrics:
 
 # ---------------------------------------------------------------- scored step
 
-ScoreAnswers = Callable[[int, Sequence[Generation]], list[Rollout]]
-"""(step, its answers) -> scored rollouts of that step, of these answers or of others that replace them."""
 
-
+@dataclass(frozen=True, kw_only=True)
 class StepScorer:
-    """Scores the samples of a step; logs the rollouts of the last `keep_steps` steps.
+    """Scores the samples of a step; logs the rollouts of the last `keep_steps` steps."""
 
-    >>> rollouts = score(step, sampler.generate(step))     # doctest: +SKIP
-    """
-
-    def __init__(
-        self,
-        scorer: Scorer,
-        log: RolloutLog,
-        *,
-        group_size: int,
-        keep_steps: int,
-        note_failed: Callable[[int, Counts], None],
-        score_answers: ScoreAnswers,
-    ) -> None:
-        self._scorer = scorer
-        self._log = log
-        self._group_size = group_size
-        self._keep_steps = keep_steps
-        self._note_failed = note_failed
-        self._score_answers = score_answers
+    scorer: Scorer
+    log: RolloutLog
+    group_size: int
+    keep_steps: int
+    note_failed: Callable[[int, Counts], None]
+    dynamic: DynamicScoring | None
+    """How undecided groups are replaced; None scores the answers as they are."""
 
     def __call__(self, step: int, drawn: Drawn) -> list[Rollout]:
         """Return the rollouts of the groups in which every one is valid. RewardError if there is no such group."""
-        self._scorer.at_step(step)
-        kept = self._log.read(step, policy=drawn.policy)
+        self.scorer.at_step(step)
+        kept = self.log.read(step, policy=drawn.policy)
         if kept is not None:
-            self._scorer.restore(kept.scorer)
-            return valid_groups(kept.rollouts, group_size=self._group_size)
-        rollouts = self._score_answers(step, drawn.generations)
-        valid = valid_groups(rollouts, group_size=self._group_size)  # first: a step without any is not kept
-        self._note_failed(step, self._scorer.failed())  # before they are kept: a kill in between would lose the note
-        self._log.write(step, rollouts, self._scorer.state(), policy=drawn.policy, pool=drawn.pool)
-        self._log.forget(before=step - self._keep_steps)
+            self.scorer.restore(kept.scorer)
+            return valid_groups(kept.rollouts, group_size=self.group_size)
+        answers = drawn.generations
+        rollouts = self.scorer(answers) if self.dynamic is None else self.dynamic(step, answers)
+        valid = valid_groups(rollouts, group_size=self.group_size)  # first: a step without any is not kept
+        self.note_failed(step + 1, self.scorer.failed())  # before they are kept: a kill would lose the note
+        self.log.write(step, rollouts, self.scorer.state(), policy=drawn.policy, pool=drawn.pool)
+        self.log.forget(before=step - self.keep_steps)
         return valid
-
-
-def score_once(scorer: Scorer) -> ScoreAnswers:
-    """Return the scoring of the answers as they are, whatever their rewards."""
-
-    def score(step: int, generations: Sequence[Generation]) -> list[Rollout]:
-        return scorer(generations)
-
-    return score
 
 
 def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> list[Rollout]:
@@ -203,26 +173,33 @@ def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> list[Rollou
 
 
 def rollout_metrics(
-    config: PPOConfig, step: int, drawn: Drawn, rollouts: Sequence[Rollout], *, ahead: int, ends: Sequence[int]
+    step: int,
+    drawn: Drawn,
+    rollouts: Sequence[Rollout],
+    *,
+    prompts_per_step: int,
+    group_size: int,
+    episodes: bool,
+    dynamic_sampling: DynamicSampling | None,
+    ahead: int,
+    ends: Sequence[int],
 ) -> Metrics:
     """Return `rollout/*`: staleness, episode reports, groups that are undecided, equal or in flight, and the answers' health.
 
     `ahead` counts the later steps that are being sampled, `ends` are the tokens that end an answer.
     """
-    size = config.samples_per_prompt
     # The segments of partial rollouts are spans as well, and no turns.
-    episodes = episode_metrics([one.completion for one in drawn.generations]) if config.agent else {}
-    in_flight = float(ahead * config.prompts_per_step + len(drawn.pool.samples) // size)
+    reported = episode_metrics([one.completion for one in drawn.generations]) if episodes else {}
+    in_flight = float(ahead * prompts_per_step + len(drawn.pool.samples) // group_size)
     undecided: Metrics = {}
-    if config.dynamic_sampling is not None:
-        bounds = config.dynamic_sampling
-        groups = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
-        undecided["rollout/undecided_groups"] = float(sum(not is_decided(group, bounds) for group in groups))
-    equal = zero_variance([one.reward for one in rollouts], group_size=size)
+    if dynamic_sampling is not None:
+        groups = [rollouts[start : start + group_size] for start in range(0, len(rollouts), group_size)]
+        undecided["rollout/undecided_groups"] = float(sum(not is_decided(group, dynamic_sampling) for group in groups))
+    equal = zero_variance([one.reward for one in rollouts], group_size=group_size)
     health = answer_metrics([one.completion for one in rollouts], ends=ends)
-    if config.agent:
+    if episodes:
         del health["rollout/ended"]  # the last word of an episode may be its environment's
-    return staleness(rollouts, step) | episodes | undecided | equal | health | {"rollout/in_flight": in_flight}
+    return staleness(rollouts, step) | reported | undecided | equal | health | {"rollout/in_flight": in_flight}
 
 
 def staleness(rollouts: Sequence[Rollout], step: int) -> Metrics:

@@ -52,6 +52,7 @@ class HFSampler:
         )
         if config.fp32_lm_head:
             compute_in_float32(self._model.get_output_embeddings())
+        self._positions = _most_positions(self._model.config)
         tokenizer = load_tokenizer(policy)
         self._stops = stop_token_ids(policy, tokenizer_eos=tokenizer.eos_token_id)
         self._decoder = Decoder(tokenizer, ends=self._stops)
@@ -65,7 +66,7 @@ class HFSampler:
             requests,
             vocab_size=text_config.vocab_size,
             max_tokens=sampling.max_tokens,
-            max_model_len=_most_positions(self._model.config),
+            max_model_len=self._positions,
         )
         completions: list[Completion] = []
         for start in range(0, len(requests), self._batch_size):

@@ -22,7 +22,7 @@ from rlhf_core.store import attempts, failures
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import Attempt
 from rlhf_core.store.checkpoints import Checkpoints
-from rlhf_core.store.failures import Counts, Failed
+from rlhf_core.store.failures import Counts, Failed, Settings
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.object_check import findings
 from rlhf_core.store.records import Provenance, environment
@@ -51,6 +51,7 @@ class RunningAttempt:
     earlier_code: Mapping[str, str]
     logged: Mapping[str, int]
     """Last step that earlier attempts recorded, by metric name."""
+    failure_settings: Settings
     clock: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
@@ -173,7 +174,7 @@ class StageContext:
 
         The result then counts only for the settings at these paths. Paths without failure settings are ignored.
         """
-        failures.note(self.work, step, counts, failures.failure_settings(self._run.spec.config))
+        failures.note(self.work, step, counts, self._run.failure_settings)
 
     def stopping(self) -> bool:
         """Return whether the stage must save and end now, because of a signal or the time limit.

@@ -18,6 +18,7 @@ from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import Attempt, Status
 from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.failures import failure_settings
 from rlhf_core.store.layout import CHECKPOINTS, naming_disk_errors
 from rlhf_core.store.leases import Lease, Owner
 from rlhf_core.store.records import KeyRecord
@@ -148,6 +149,7 @@ def _begin(
         earlier_seconds=0.0 if anew else sum(ended),
         earlier_code={} if anew else _other_code(past, target.code),
         logged=logged,
+        failure_settings=failure_settings(spec.config),
     )
 
 

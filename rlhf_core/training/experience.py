@@ -85,52 +85,42 @@ def estimate_advantages(
     penalty enters:
 
     `token`: A_t = (reward after the group's baseline) - kl_coef * (sum of k1 from t on). The baseline contains rewards
-    only, and each token pays the undiscounted penalty from itself on. This is OpenRLHF's
-    `compute_advantages_and_returns`, which subtracts the baseline before it puts the penalty on each token and sums it
-    up. REINFORCE++ (arXiv 2501.03262) has the penalty per token, too.
+    only, and each token pays the undiscounted penalty from itself on, as in OpenRLHF's `compute_advantages_and_returns`.
+    REINFORCE++ (arXiv 2501.03262) has the penalty per token, too.
 
     `answer`: A_t = (reward - kl_coef * sum of k1) after the group's baseline, the same on every token. The penalty is a
     part of the answer's reward and therefore of the baseline. This is RLOO (arXiv 2402.14740, whose baseline is of
     r - beta log(pi/pi_ref) of the whole answer), as in TRL's RLOO and verl (`apply_kl_penalty`).
 
-    reinforce++-baseline whitens the result. `function` is that of a custom estimator, `greedy` are the rewards of greedy
-    answers to the rollouts' prompts, for remax. Raises ConfigError for groups of
-    fewer than two, and for a penalty without a reference.
+    reinforce++-baseline whitens the result. `function` is that of a custom estimator, `greedy` the rewards of greedy
+    answers, for remax. Raises ConfigError for groups of fewer than two, and for a penalty without a reference.
     """
     mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
     old_BT = completion_tensor(experience.old_logprobs, experience)
     scores_B = torch.tensor([rollout.reward for rollout in experience.rollouts], dtype=torch.float32)
-    metrics = _reward_metrics(scores_B) | _rollout_metrics(experience, old_BT, mask_BT)
-    kl_BT = torch.zeros_like(old_BT)
-    if experience.ref_logprobs:
-        ref_BT = completion_tensor(experience.ref_logprobs, experience)
-        kl_BT = k1(old_BT, ref_BT) * mask_BT
-        metrics |= _kl_metrics(kl_BT, k3(old_BT, ref_BT), mask_BT)
-    elif kl_coef:
+    kl_BT, distance = _kl(experience, old_BT, mask_BT)
+    metrics = _reward_metrics(scores_B) | _rollout_metrics(experience, old_BT, mask_BT) | distance
+    if kl_coef and not distance:
         rule = "the log-probs of a reference are missing"
         raise ConfigError(explain("ppo.kl_coef", kl_coef, rule, "compute them, or set it to 0"))
-    rewards_BT = token_rewards(scores_B, kl_BT, mask_BT, kl_coef=kl_coef)
-    if turn_weight:
-        move_to_turns(rewards_BT, experience.rollouts, weight=turn_weight)
-
     if isinstance(estimator, GroupAdvantage):
-        # Computed from the scores, not from sums of token rewards: the sums of a group with equal rewards differ by
-        # rounding, and a spread of rounding errors divided by itself looks like an advantage.
+        # Computed from the scores, not from sums of token rewards, whose rounding errors look like a spread of the group.
         answers_B = scores_B - kl_coef * kl_BT.sum(dim=1) if kl_credit == "answer" else scores_B
-        advantages_BT = _compared(estimator, answers_B, mask_BT, group_size, function)
+        returns_BT = _compared(estimator, answers_B, mask_BT, group_size, function)
         if kl_credit == "token":
-            advantages_BT = advantages_BT - kl_coef * discounted_returns(kl_BT, mask_BT, gamma=1.0)
-        returns_BT = advantages_BT
-        if estimator.whitened:
-            advantages_BT = whiten(advantages_BT, mask_BT)
+            returns_BT = returns_BT - kl_coef * discounted_returns(kl_BT, mask_BT, gamma=1.0)
+        advantages_BT = whiten(returns_BT, mask_BT) if estimator.whitened else returns_BT
         # Counted on the scores, because with a KL penalty no two rewards are equal.
         metrics["reward/zero_variance_groups"] = float(zero_variance_groups(scores_B.reshape(-1, group_size)))
     else:
+        rewards_BT = token_rewards(scores_B, kl_BT, mask_BT, kl_coef=kl_coef)
+        if turn_weight:
+            move_to_turns(rewards_BT, experience.rollouts, weight=turn_weight)
         values_BT = completion_tensor(experience.values, experience) if estimator.uses_values else None
         greedy_B = torch.tensor(greedy, dtype=torch.float32) if greedy else None
-        tokens = TokenRewards(rewards=rewards_BT, loss_mask=mask_BT, values=values_BT, greedy=greedy_B)
         if greedy_B is not None:
             metrics["reward/greedy"] = float(greedy_B.mean())
+        tokens = TokenRewards(rewards=rewards_BT, loss_mask=mask_BT, values=values_BT, greedy=greedy_B)
         advantages_BT, returns_BT = estimator.estimate(tokens)
         if values_BT is not None:
             metrics["value/explained_variance"] = float(explained_variance(values_BT, returns_BT, mask_BT))
@@ -269,13 +259,17 @@ def _reward_metrics(scores_B: Tensor) -> Metrics:
     return {"reward/mean": float(scores_B.mean()), "reward/std": float(scores_B.std(correction=0))}
 
 
-def _kl_metrics(kl_BT: Tensor, k3_BT: Tensor, mask_BT: Tensor) -> Metrics:
-    """Return metrics of the policy's distance from the reference. `kl_BT` is 0 outside the mask."""
+def _kl(experience: Experience, old_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Metrics]:
+    """Return k1 of every token and the metrics of the policy's distance from the reference; 0 and {} without one."""
+    if not experience.ref_logprobs:
+        return torch.zeros_like(old_BT), {}
+    ref_BT = completion_tensor(experience.ref_logprobs, experience)
+    kl_BT = k1(old_BT, ref_BT) * mask_BT
     tokens = mask_BT.sum()
-    return {
+    return kl_BT, {
         "kl/per_token": float(kl_BT.sum() / tokens),
         "kl/per_sequence": float(kl_BT.sum(dim=1).mean()),
-        "kl/k3": float((k3_BT * mask_BT).sum() / tokens),
+        "kl/k3": float((k3(old_BT, ref_BT) * mask_BT).sum() / tokens),
     }
 
 

@@ -89,20 +89,7 @@ def fit(
 
     The trainer ends with the last weights, or with the best ones if `loop.keep_best` is set.
     """
-    if loop.keep_best and optimizer.ema_decay:
-        rule = "checkpoints are evaluated with their own weights, but the result would be an average"
-        raise ConfigError(explain(f"{context.label}.loop.keep_best", loop.keep_best, rule, "set it or ema_decay to 0"))
-    if loop.keep_best and not evaluation:
-        rule = "no held-out rows are left, so no checkpoint is the best"
-        raise ConfigError(
-            explain(f"{context.label}.loop.keep_best", loop.keep_best, rule, "hold rows out, or set it to 0")
-        )
-    if not train:
-        raise TrainingError(
-            explain(
-                f"{context.label}.data", 0, "no training samples are left", "see the validation report of prepare_data"
-            )
-        )
+    _check(train, evaluation, optimizer, loop, context.label)
     steps = total_steps(len(train), loop)
     carried = look_ahead if isinstance(look_ahead, Carried) else None
     evaluated_ahead = carried.evaluated if carried else look_ahead
@@ -141,6 +128,22 @@ def fit(
         if stop:
             context.stop()
     return _finish(trainer, checkpoints, context.label, loop, steps, initial)
+
+
+def _check(
+    train: Sequence[Any], evaluation: Sequence[Any], optimizer: OptimizerConfig, loop: LoopConfig, label: str
+) -> None:
+    """Raise ConfigError for settings that contradict each other, TrainingError where nothing is left to train on."""
+    if loop.keep_best and optimizer.ema_decay:
+        rule = "checkpoints are evaluated with their own weights, but the result would be an average"
+        raise ConfigError(explain(f"{label}.loop.keep_best", loop.keep_best, rule, "set it or ema_decay to 0"))
+    if loop.keep_best and not evaluation:
+        rule = "no held-out rows are left, so no checkpoint is the best"
+        raise ConfigError(explain(f"{label}.loop.keep_best", loop.keep_best, rule, "hold rows out, or set it to 0"))
+    if not train:
+        raise TrainingError(
+            explain(f"{label}.data", 0, "no training samples are left", "see the validation report of prepare_data")
+        )
 
 
 def _finish(

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.models.architecture import backbone_of
+from rlhf_core.models.forward import backbone_of
 from rlhf_core.training.state import join, rank_and_world
 
 KEY = "runtime.trainer.sequence_parallel"

@@ -22,10 +22,10 @@ from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
-from rlhf_core.models.architecture import backbone_of, padding_id
-from rlhf_core.models.batches import Row, TokenBatch, collate, is_maximum, micro_batches, prefix_width, unpack
+from rlhf_core.models.architecture import padding_id
+from rlhf_core.models.batches import Row, TokenBatch, collate, is_maximum, micro_batches, unpack
 from rlhf_core.models.export import export_model
-from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values, watching
+from rlhf_core.models.forward import row_rules, sequence_scores, step_scores, token_logprobs, token_values, watching
 from rlhf_core.models.lora import merged_state_dict, weights_digest
 from rlhf_core.store.checkpoints import wait_for_parts, write_part
 from rlhf_core.training.engines.base import Engine, open_engine
@@ -135,7 +135,7 @@ class LocalTrainer:
         self._router_aux = config.router_aux_coef if self._trained else 0.0
         self._engine = open_engine(spec, optimizer, config) if engine is None else engine
         self._keeps_memory = self._engine.device.type == "cpu" and keep_freed_memory()
-        self._together = prefix_width(backbone_of(self._engine.module).config)
+        self._together = row_rules(self._engine.module).prefix_width
         self._average = average_of(
             self._engine.module, decay=optimizer.ema_decay if optimizer else 0.0, rank=self._engine.rank
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measure_walk import ROOT, CallTrace, trace_step
+from benchmarks.measure_walk import ROOT, trace_step
 
 PAGE = ROOT / "docs" / "where_a_prompt_goes.md"
 STEP = re.compile(r"`([\w/]+\.py)` `([\w.]+)`")
@@ -40,13 +40,6 @@ def test_every_function_that_the_page_names_exists(file: str, name: str) -> None
 def test_every_numbered_line_of_the_page_has_a_file_and_a_function() -> None:
     numbered = re.findall(r"^\d+\. ", PAGE.read_text(), flags=re.MULTILINE)
     assert len(numbered) == len(steps_under("The prompt")) + len(steps_under("`ppo.kl_coef`")) > 30
-
-
-def test_a_switch_is_a_call_in_another_file_than_the_call_before() -> None:
-    trace = CallTrace()
-    trace.calls = [("a.py", "f"), ("a.py", "g"), ("b.py", "h"), ("a.py", "f")]
-    assert (trace.files(), trace.switches()) == (["a.py", "b.py"], 2)
-    assert trace.functions() == {"a.py": ["f", "g"], "b.py": ["h"]}
 
 
 @pytest.mark.slow

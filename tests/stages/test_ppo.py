@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from rlhf_core.algorithms.policy.clip import ClipLoss
+from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics, ModelSpec, Role, Trainer
 from rlhf_core.rollouts.answers import sample
 from rlhf_core.runtime.local_runtime import LocalRuntime
+from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.types import Generation, Message, Prompt
 from stages.ppo import Models, PPOConfig, update
 from tests.support.training import (
@@ -187,6 +190,13 @@ class Scripted:
         return {"skipped": 0.0, "learning_rate": learning_rate}
 
 
+def parts_of(config: PPOConfig, trainer: Any) -> Any:
+    models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, scorer=trainer)
+    context, guard = SimpleNamespace(seed=17, label="ppo"), SimpleNamespace(learning_rate_scale=1.0)
+    objective = PolicyObjective(ClipLoss(), 6, 1.0, 0.0, 0.0, CorrectionConfig())
+    return SimpleNamespace(config=config, context=context, models=models, guard=guard, objective=objective)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3, 8])
 def test_no_mini_batch_is_empty_where_few_rows_are_left(rows: int) -> None:
     sizes = []
@@ -197,20 +207,14 @@ def test_no_mini_batch_is_empty_where_few_rows_are_left(rows: int) -> None:
             return {"loss": 0.0}
 
     trainer: Any = Counting()
-    models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, scorer=trainer)
-    context: Any = SimpleNamespace(seed=17, label="ppo", user_function=lambda part: None)
-    left: Any = range(rows)
-    update(config(advantage={"type": "rloo"}, minibatches=4), models, left, [], [], 0.0, 1.0, 0, context)
+    update(parts_of(config(advantage={"type": "rloo"}, minibatches=4), trainer), 0, range(rows), [], 0.0)  # type: ignore[arg-type]
     assert len(sizes) == min(4, rows) and sum(sizes) == rows and 0 not in sizes
 
 
 def test_the_largest_ratio_of_a_step_is_that_of_its_updates(tmp_path: Path) -> None:
     trainer: Any = Scripted(1.0, 5.0, 1.5, 1.0)
-    models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, scorer=trainer)
-    context: Any = SimpleNamespace(seed=17, label="ppo", user_function=lambda part: None)
-    rows: Any = range(8)
     settings = config(advantage={"type": "rloo"}, epochs=2, minibatches=2)
-    metrics = update(settings, models, rows, [], [], 0.0, 1.0, 0, context)
+    metrics = update(parts_of(settings, trainer), 0, range(8), [], 0.0)  # type: ignore[arg-type]
     assert metrics["policy/loss"] == pytest.approx((1.0 + 5.0 + 1.5 + 1.0) / 4)
     assert metrics["policy/ratio_max"] == 5.0
 

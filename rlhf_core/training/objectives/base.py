@@ -246,7 +246,8 @@ class PolicyObjective:
         return fraction_corrected(old_BL, rollout_BL, batch.loss_mask_BL, **self._correction()) * count
 
     def _correction(self) -> Any:
-        return self.correction.model_dump(exclude={"pi_old"})
+        of = self.correction
+        return {"level": of.level, "mode": of.mode, "cap": of.cap, "low": of.low, "token_cap": of.token_cap}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -18,9 +19,10 @@ from rlhf_core.data.shards import RolloutLog
 from rlhf_core.errors import DataError, RewardError, SamplerLostError
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rollouts.factory import open_rollouts
-from rlhf_core.rollouts.scored_step import rollout_metrics, staleness
+from rlhf_core.rollouts.scored_step import staleness
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import ActionSpan, Completion, Generation, Rollout, SamplingRequest
+from stages.ppo import sampling_metrics
 from tests.rlhf_core.rollouts.fake_engines import PROMPTS, FakeChat, FakeSampler, FakeScorer, FakeTrainer
 
 
@@ -62,7 +64,8 @@ class Ahead:
         self.steps.load_weights(self.policy.weights, version=step)
         drawn = self.steps.generate(step)
         rollouts = self._scored(step, drawn)
-        return rollouts, rollout_metrics(self.config, step, drawn, rollouts, ahead=self.steps.ahead, ends=())
+        parts: Any = SimpleNamespace(config=self.config, sampler=self.steps, ends=())
+        return rollouts, sampling_metrics(parts, step, drawn, rollouts)
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2, 4])
@@ -246,4 +249,4 @@ def test_what_failed_is_noted_before_the_answers_are_kept(tmp_path: Path) -> Non
     ) as (sampler, score):
         sampler.load_weights(FakeTrainer().weights, version=0)
         score(0, sampler.generate(0))
-    assert noted == [(0, {"rewards.terms.mine": (1, 4)})]
+    assert noted == [(1, {"rewards.terms.mine": (1, 4)})]
