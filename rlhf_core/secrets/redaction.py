@@ -21,82 +21,21 @@ REFERENCE_INSIDE = re.compile(r"\$\{env:([A-Za-z_]\w*)\}")
 """Pattern of such a reference inside a longer text."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_SECRET_WORDS = frozenset(
-    [
-        "secret",
-        "secrets",
-        "password",
-        "passwords",
-        "passwd",
-        "pwd",
-        "passphrase",
-        "credential",
-        "credentials",
-        "authorization",
-        "bearer",
-        "cookie",
-        "apikey",
-        "apikeys",
-    ]
-)
+_SECRET_WORDS = frozenset([
+    "secret", "secrets", "password", "passwords", "passwd", "pwd", "passphrase", "credential", "credentials",
+    "authorization", "bearer", "cookie", "apikey", "apikeys"
+])  # fmt: skip
 _KINDS_OF_KEY = frozenset(
     ["api", "access", "private", "secret", "auth", "account", "signing", "subscription", "encryption"]
 )
 _KINDS_OF_TOKEN = frozenset(["api", "access", "auth", "bearer", "refresh"])
-_NO_SECRET_TOKENS = frozenset(
-    [
-        "bos",
-        "eos",
-        "eot",
-        "eom",
-        "pad",
-        "unk",
-        "sep",
-        "cls",
-        "mask",
-        "begin",
-        "start",
-        "end",
-        "stop",
-        "think",
-        "thinking",
-        "step",
-        "separator",
-        "split",
-        "image",
-        "audio",
-        "video",
-        "special",
-        "placeholder",
-        "first",
-        "last",
-        "next",
-        "previous",
-        "new",
-        "final",
-        "prompt",
-        "answer",
-        "target",
-        "reward",
-        "yes",
-        "no",
-        "good",
-        "bad",
-        "positive",
-        "negative",
-        "system",
-        "assistant",
-        "role",
-        "tool",
-        "space",
-        "newline",
-        "max",
-        "min",
-        "per",
-        "each",
-        "any",
-    ]
-)
+_NO_SECRET_TOKENS = frozenset([
+    "bos", "eos", "eot", "eom", "pad", "unk", "sep", "cls", "mask", "begin", "start", "end", "stop", "think",
+    "thinking", "step", "separator", "split", "image", "audio", "video", "special", "placeholder", "first",
+    "last", "next", "previous", "new", "final", "prompt", "answer", "target", "reward", "yes", "no", "good",
+    "bad", "positive", "negative", "system", "assistant", "role", "tool", "space", "newline", "max", "min",
+    "per", "each", "any"
+])  # fmt: skip
 """Words before `token` that make it a token of a text."""
 _SECRET_PARAMETERS = frozenset({"key", "sig", "signature", "auth"})
 """Names that are secret only in the query of an address."""

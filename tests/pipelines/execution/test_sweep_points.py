@@ -23,9 +23,6 @@ def test_a_grid_is_the_product_of_its_values_and_lists_stay_whole() -> None:
         ("a.b=2", "c=[1, 2]"),
         ("a.b=2", 'c={x = "u,v"}'),
     ]
-
-
-def test_an_escaped_quote_does_not_end_a_text() -> None:
     assert grid_points([r'a="say \"hi, you\"","\\",c']) == [(r'a="say \"hi, you\""',), (r'a="\\"',), ("a=c",)]
 
 
