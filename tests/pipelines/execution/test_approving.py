@@ -150,9 +150,7 @@ def test_the_profile_that_asked_about_a_settled_question_does_not_hide_an_open_o
         return GateRequest(question, (Asker(run="mini", profile=profile, asked="2026-01-01T00:00:00+00:00"),), answers)
 
     settled, other, meant = asked("d1", "p1", said), asked("d2", "p2"), Meant("mini", "quality")
-    with pytest.raises(
-        ConfigError, match=rf"has 2 questions: {other.id[:12]} \(open, .*{settled.id[:12]} \(answered"
-    ):
+    with pytest.raises(ConfigError, match=rf"has 2 questions: {other.id[:12]} \(open, .*{settled.id[:12]} \(answered"):
         chosen([settled, other], meant, run="mini", profile="p1")
     assert chosen([settled, other], meant, run="mini", profile="p2") == other
     settled_too = asked("d2", "p2", said)
