@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.sides import Root, Side, Turn, root, share_of_even
 from benchmarks.train_step import REPEATS, tiny
-from rlhf_core.algorithms.advantage.grpo import GRPOAdvantage
+from rlhf_core.algorithms.advantage.group import GRPOAdvantage
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import (

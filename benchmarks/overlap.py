@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.throughput import make_policy
 from pipelines.flows.profile import load_profile
-from rlhf_core.algorithms.advantage.rloo import RLOOAdvantage
+from rlhf_core.algorithms.advantage.group import RLOOAdvantage
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig, VllmSamplerConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig

@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss
 from rlhf_core.algorithms.preference.base import AnswerMethod
-from rlhf_core.algorithms.preference.bco import BCOLoss
-from rlhf_core.algorithms.preference.kto import KTOLoss
 from rlhf_core.config.policy import uses_reference
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Feedback, Preference, read_feedback, read_preferences

@@ -55,7 +55,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, assert_never
 
-from rlhf_core.algorithms.lazy_torch import Tensor, torch
+import torch
+from torch import Tensor
+
 from rlhf_core.algorithms.token_math import LossOutput, at_least_fp32
 from rlhf_core.errors import ConfigError, explain
 

@@ -13,20 +13,35 @@ mu = the sampler's log-probs, pi_old = the trainer's for the same tokens before 
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
-from typing import Literal, Self, TypeAlias, assert_never
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, assert_never
 
 from pydantic import Field, model_validator
 
-from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.schema.base import Config, added_option
+
+if TYPE_CHECKING:
+    from torch import Tensor as Tensor
+else:
+    Tensor = Any
 
 # Shape legend: B rows of a batch, L positions.
 
 
 LOG_RATIO_LIMIT = 20.0
 """exp(20) is 4.9e8: far outside every clip range, and its square still fits fp32."""
+
+
+@cache
+def loaded_torch() -> Any:
+    """Return torch, loaded by the first call: options are read where it is not, and loading it takes longer than that.
+
+    Formulas need it for functions without a method of the same name on tensors.
+    """
+    return importlib.import_module("torch")
 
 
 def masked_sum(x_BL: Tensor, mask_BL: Tensor) -> Tensor:
@@ -39,8 +54,7 @@ def masked_sum(x_BL: Tensor, mask_BL: Tensor) -> Tensor:
 
 def masked(x_BL: Tensor, mask_BL: Tensor) -> Tensor:
     """Return `x` [B, L] in fp32 (or wider), exactly 0 where the mask is 0."""
-    x_BL = at_least_fp32(x_BL)
-    return torch.where(mask_BL != 0, x_BL, torch.zeros_like(x_BL))
+    return at_least_fp32(x_BL).masked_fill(mask_BL == 0, 0.0)
 
 
 def masked_count(mask_BL: Tensor) -> Tensor:
@@ -53,12 +67,17 @@ def masked_count(mask_BL: Tensor) -> Tensor:
 
 def at_least_fp32(x: Tensor) -> Tensor:
     """Return `x` in fp32, or as it is where it is float64."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.is_floating_point() and x.element_size() > 4 else x.float()
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
     """Return the log-ratio clamped to +-20, so that its exponential is finite in fp32 and in its gradient."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def log_sigmoid(x: Tensor) -> Tensor:
+    """Return log sigmoid(x), elementwise; finite where sigmoid(x) is 0 to all digits."""
+    return loaded_torch().nn.functional.logsigmoid(x)
 
 
 def schulman_k3(log_ratio: Tensor) -> Tensor:
@@ -67,7 +86,7 @@ def schulman_k3(log_ratio: Tensor) -> Tensor:
     Schulman, "Approximating KL Divergence" (2020). Uses expm1: at d near 0 the plain form cancels to noise.
     """
     d = bounded(log_ratio)
-    return torch.expm1(-d) + d
+    return (-d).expm1() + d
 
 
 # ---------------------------------------------------------------- kl
@@ -213,7 +232,7 @@ def importance_weights(
     sequences that a mask keeps the weight min(q_t, token_cap) of their own.
     """
     if level == "off":
-        return masked(torch.ones_like(old_logprobs_BL), loss_mask_BL)
+        return masked(old_logprobs_BL.new_ones(old_logprobs_BL.shape), loss_mask_BL)
     ratio_BL = _ratio(old_logprobs_BL, rollout_logprobs_BL, loss_mask_BL, level=level)
     match mode:
         case "truncate":
@@ -224,7 +243,7 @@ def importance_weights(
                 ratio_BL = _ratio(old_logprobs_BL, rollout_logprobs_BL, loss_mask_BL, level="token").clamp(
                     max=token_cap
                 )
-            weights_BL = torch.where(kept_BL, ratio_BL, torch.zeros_like(ratio_BL))
+            weights_BL = ratio_BL.masked_fill(~kept_BL, 0.0)
         case _:
             assert_never(mode)
     return masked(weights_BL, loss_mask_BL)
@@ -300,7 +319,7 @@ def _ratio(
 
 
 def _correlation(x_N: Tensor, y_N: Tensor) -> float:
-    if torch.equal(x_N, y_N):
+    if x_N.equal(y_N):
         return 1.0
     x_N, y_N = x_N - x_N.mean(), y_N - y_N.mean()
     scale = x_N.norm() * y_N.norm()
@@ -336,13 +355,13 @@ class LossOutput:
     metrics: dict[str, Tensor]
 
 
-def check_terms(returned: object, shape: torch.Size, what: str) -> None:
-    """Raise ConfigError unless `returned` are terms of this shape through which a gradient flows."""
-    if not isinstance(returned, torch.Tensor) or returned.shape != shape:
-        found = f"shape {tuple(returned.shape)}" if isinstance(returned, torch.Tensor) else type(returned).__name__
-        rule = f"must be a tensor of shape {tuple(shape)}"
+def check_terms(returned: object, logprobs: Tensor, what: str) -> None:
+    """Raise ConfigError unless `returned` are terms of the shape of `logprobs` through which their gradient flows."""
+    if not isinstance(returned, type(logprobs)) or returned.shape != logprobs.shape:
+        found = f"shape {tuple(returned.shape)}" if isinstance(returned, type(logprobs)) else type(returned).__name__
+        rule = f"must be a tensor of shape {tuple(logprobs.shape)}"
         raise ConfigError(explain("loss.function returned", found, rule, f"return {what}, without a mean or a sum"))
-    if torch.is_grad_enabled() and not returned.requires_grad:
+    if logprobs.requires_grad and not returned.requires_grad:
         rule = "has no gradient"
         raise ConfigError(explain("loss.function returned", "a tensor", rule, "compute it from the policy's log-probs"))
 
@@ -370,18 +389,16 @@ def clipped_value_loss(
     # Masked first: a NaN outside the mask would come back through the square as a NaN gradient.
     values_BL = masked(values, loss_mask)
     error_BL = (values_BL - returns).square()
-    was_clipped_BL = torch.zeros_like(error_BL, dtype=torch.bool)
     worse_BL = error_BL
     if clip is not None:
         clipped_BL = old_values + (values_BL - old_values).clamp(-clip, clip)
         clipped_error_BL = (clipped_BL - returns).square()
-        was_clipped_BL = clipped_error_BL > error_BL
-        worse_BL = torch.maximum(error_BL, clipped_error_BL)
+        worse_BL = error_BL.maximum(clipped_error_BL)
     tokens = masked_count(loss_mask) if num_tokens is None else num_tokens
     loss = 0.5 * masked_sum(worse_BL, loss_mask) / tokens
     metrics = {
         "value_loss": loss,
-        "value_clip_fraction": masked_sum(was_clipped_BL, loss_mask) / tokens,
+        "value_clip_fraction": masked_sum(worse_BL > error_BL, loss_mask) / tokens,
         "value_mean": masked_sum(values_BL, loss_mask) / tokens,
     }
     return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
@@ -448,7 +465,7 @@ def bradley_terry_loss(
     chosen_B, rejected_B = at_least_fp32(chosen_scores), at_least_fp32(rejected_scores)
     count = float(len(chosen_B)) if pairs is None else pairs
     difference_B = chosen_B - rejected_B
-    ranking_B = -torch.nn.functional.logsigmoid(difference_B - margin)
+    ranking_B = -log_sigmoid(difference_B - margin)
     centering_B = (chosen_B + rejected_B).square()
     loss = (ranking_B + center_coef * centering_B).sum() / count
     metrics = {
@@ -499,13 +516,7 @@ def step_loss(logits_S: Tensor, labels_S: Tensor, *, steps: float | None = None)
         rule = "a label is the probability that the step is right"
         raise DataError(explain("labels", labels_S.tolist()[:8], rule, "scale them to [0, 1]"))
     count = max(float(len(logits_S)), 1.0) if steps is None else steps
-    loss = (
-        -(
-            labels_S * torch.nn.functional.logsigmoid(logits_S)
-            + (1 - labels_S) * torch.nn.functional.logsigmoid(-logits_S)
-        ).sum()
-        / count
-    )
+    loss = -(labels_S * log_sigmoid(logits_S) + (1 - labels_S) * log_sigmoid(-logits_S)).sum() / count
     positive_S = labels_S > 0.5
     right_S = (positive_S & (logits_S > 0)) | (~positive_S & (logits_S < 0))
     metrics = {

@@ -4,7 +4,7 @@ A bare name selects a method with its defaults: `advantage = "grpo"`.
 
 Configure the loss on preference pairs: `[dpo.loss] type = "..."`, or `loss = "ipo"` for its defaults.
 
-Each loss is a file of `rlhf_core.algorithms.preference` with its options, formula and reference.
+Each loss is a class in `rlhf_core.algorithms.preference` with its options, formula and reference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.algorithms import advantage, policy, preference
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, TokenAdvantage
-from rlhf_core.algorithms.advantage.gae import GAEAdvantage
+from rlhf_core.algorithms.advantage.token import GAEAdvantage
 from rlhf_core.algorithms.methods import one_of
 from rlhf_core.algorithms.policy.base import PolicyMethod
 from rlhf_core.algorithms.policy.clip import ClipLoss

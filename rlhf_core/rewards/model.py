@@ -21,8 +21,7 @@ from typing import Any, Protocol, cast, get_args
 
 from safetensors import SafetensorError, safe_open
 
-from rlhf_core.algorithms.lazy_torch import torch
-from rlhf_core.algorithms.token_math import StepReduction, reduce_steps
+from rlhf_core.algorithms.token_math import StepReduction, loaded_torch, reduce_steps
 from rlhf_core.config.rewards import (
     EnsembleReward,
     ProcessRewardModelReward,
@@ -218,7 +217,7 @@ def score_with_process_reward_model(
         rule = "truncated %d of %d sequences to the process reward model's %d tokens"
         logger.warning(rule, cut, len(samples), max_length)
     logits = trainer.step_scores(samples)
-    return [float(reduce_steps(torch.tensor(row).sigmoid(), how=reduce)) for row in logits]
+    return [float(reduce_steps(loaded_torch().tensor(row).sigmoid(), how=reduce)) for row in logits]
 
 
 def judged(generation: Generation, splitter: Splitter, *, max_length: int) -> TokenSample:

@@ -95,7 +95,7 @@ def gated_product(
 def in_group(values: Sequence[float | None], groups: Sequence[str]) -> list[float | None]:
     """Return (value - mean) / std of the values of the same group, 0 where they do not differ: GDPO, arXiv 2601.05242.
 
-    The standard deviation is the sample's (divisor G - 1), as in `rlhf_core.algorithms.advantage.grpo`.
+    The standard deviation is the sample's (divisor G - 1), as in `rlhf_core.algorithms.advantage.group`.
 
     >>> in_group([1.0, 3.0, 5.0, None], ["p", "p", "q", "p"])
     [-0.7071067811865475, 0.7071067811865475, 0.0, None]

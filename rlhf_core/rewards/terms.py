@@ -11,8 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import assert_never
 
-from rlhf_core.algorithms.lazy_torch import torch
-from rlhf_core.algorithms.token_math import EnsembleReduction, ensemble_score
+from rlhf_core.algorithms.token_math import EnsembleReduction, ensemble_score, loaded_torch
 from rlhf_core.config.rewards import (
     EnsembleReward,
     EpisodeReward,
@@ -58,7 +57,7 @@ def score_with_ensemble(
     Logs `disagreement`, the standard deviation of the members' scores (of the population), and `lower_bound`, their mean
     less that: under optimization the reward of answers that members disagree on is the least to be trusted.
     """
-    scores_MB = torch.tensor([member(generations) for member in members])
+    scores_MB = loaded_torch().tensor([member(generations) for member in members])
     spread_B = scores_MB.std(dim=0, correction=0)
     values = tuple(float(score) for score in ensemble_score(scores_MB, reduce=reduce, k=k))
     count = len(generations)

@@ -19,7 +19,7 @@ from rlhf_core.algorithms.advantage.base import (
     whiten,
     zero_variance_groups,
 )
-from rlhf_core.algorithms.advantage.reinforce_pp import discounted_returns
+from rlhf_core.algorithms.advantage.token import discounted_returns
 from rlhf_core.algorithms.policy.base import PolicyMethod
 from rlhf_core.algorithms.token_math import explained_variance, k1, k3, masked_count, mismatch_metrics
 from rlhf_core.config.policy import Advantage, KLCredit

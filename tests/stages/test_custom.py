@@ -11,11 +11,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from rlhf_core.algorithms.advantage.custom import custom_advantages
-from rlhf_core.algorithms.policy.clip import clipped_policy_loss
-from rlhf_core.algorithms.policy.custom import custom_policy_loss
-from rlhf_core.algorithms.preference.custom import CustomPreferenceLoss, custom_pair_loss
-from rlhf_core.algorithms.preference.dpo import DPOLoss, dpo_loss
+from rlhf_core.algorithms.advantage.base import GroupRewards
+from rlhf_core.algorithms.advantage.custom import CustomAdvantage
+from rlhf_core.algorithms.policy.clip import ClipLoss
+from rlhf_core.algorithms.policy.custom import CustomPolicyLoss
+from rlhf_core.algorithms.preference.custom import CustomPreferenceLoss
+from rlhf_core.algorithms.preference.dpo import DPOLoss
 from rlhf_core.config.policy import PPOConfig, uses_reference
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import CustomFunction
@@ -25,6 +26,7 @@ from rlhf_core.user_code.dependencies import UserFunction, user_code_digest
 from stages.dpo import DPOConfig
 from tests.stages.test_dpo import CONFIG as DPO
 from tests.stages.test_ppo import config as ppo
+from tests.support.losses import of_pairs, of_tokens
 from tests.support.training import preferences, shop_and_inputs
 from tests.support.workshop import Workshop
 
@@ -51,11 +53,17 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def compare(function: Any, rewards: Tensor) -> Tensor:
+    groups = GroupRewards(rewards=rewards, lengths=torch.ones_like(rewards), function=function)
+    return CustomAdvantage(function="mine.py:advantages").compare(groups)
+
+
 def test_the_pair_loss_of_the_page_is_dpo_where_its_margin_is_0(file: Path) -> None:
     four = [normal(2, seed=seed).requires_grad_() for seed in range(4)]
     arguments = {"beta": 0.3, "margin": 0.0}
-    found = custom_pair_loss(loaded(file, "margin_loss"), *four, **LENGTHS, arguments=arguments, pairs=6.0)
-    wanted = dpo_loss(*four, beta=0.3, pairs=6.0)
+    loss = of_pairs(CustomPreferenceLoss, loaded(file, "margin_loss"))
+    found = loss(*four, **LENGTHS, function="mine.py:loss", arguments=arguments, pairs=6.0)
+    wanted = of_pairs(DPOLoss)(*four, beta=0.3, pairs=6.0)
     assert torch.equal(found.loss, wanted.loss)
     assert found.metrics["rewards/margin"] * 0.3 == pytest.approx(float(wanted.metrics["rewards/margin"]), rel=1e-6)
 
@@ -73,8 +81,9 @@ def test_the_policy_loss_of_the_page_is_the_clipped_one(file: Path, aggregation:
         "weights": weights,
     }
     four = (logprobs, old, advantages, mask)
-    found = custom_policy_loss(loaded(file, "clipped"), *four, arguments={"clip": 0.2}, **counts)
-    wanted = clipped_policy_loss(*four, clip_low=0.2, clip_high=0.2, **counts)
+    loss = of_tokens(CustomPolicyLoss, loaded(file, "clipped"))
+    found = loss(*four, function="mine.py:loss", arguments={"clip": 0.2}, **counts)
+    wanted = of_tokens(ClipLoss)(*four, clip_low=0.2, clip_high=0.2, **counts)
     (gradient,) = torch.autograd.grad(found.loss, logprobs)
     (expected,) = torch.autograd.grad(wanted.loss, logprobs)
     assert torch.allclose(found.loss, wanted.loss, rtol=1e-6) and torch.allclose(
@@ -96,7 +105,8 @@ def test_the_policy_loss_of_the_page_is_the_clipped_one(file: Path, aggregation:
 def test_a_loss_that_is_no_term_for_each_pair_is_refused(returned: Any, message: str) -> None:
     four = [normal(2, seed=seed).requires_grad_() for seed in range(4)]
     with pytest.raises(ConfigError, match=message):
-        custom_pair_loss(lambda chosen, *others, **named: returned(chosen), *four, **LENGTHS, arguments={})
+        loss = of_pairs(CustomPreferenceLoss, lambda chosen, *others, **named: returned(chosen))
+        loss(*four, **LENGTHS, function="mine.py:loss")
 
 
 @pytest.mark.parametrize(
@@ -108,12 +118,12 @@ def test_a_loss_that_is_no_term_for_each_pair_is_refused(returned: Any, message:
 )
 def test_advantages_that_are_none_are_refused(function: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        custom_advantages(function, torch.ones(2, 3), torch.ones(2, 3), arguments={})
+        compare(function, torch.ones(2, 3))
 
 
 def test_an_estimator_cannot_change_the_rewards_that_others_see() -> None:
     rewards = torch.ones(2, 3)
-    custom_advantages(lambda rewards, lengths: rewards.mul_(2), rewards, torch.ones(2, 3), arguments={})
+    compare(lambda rewards, lengths: rewards.mul_(2), rewards)
     assert torch.equal(rewards, torch.ones(2, 3))
 
 

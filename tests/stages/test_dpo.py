@@ -8,14 +8,11 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
+from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss
 from rlhf_core.algorithms.preference.aot import AOTLoss
 from rlhf_core.algorithms.preference.base import AnswerMethod
-from rlhf_core.algorithms.preference.bco import BCOLoss
-from rlhf_core.algorithms.preference.discopop import DiscoPOPLoss
-from rlhf_core.algorithms.preference.dpo import DPOLoss
-from rlhf_core.algorithms.preference.ipo import IPOLoss
-from rlhf_core.algorithms.preference.kto import KTOLoss
-from rlhf_core.algorithms.preference.orpo import ORPOLoss
+from rlhf_core.algorithms.preference.dpo import DiscoPOPLoss, DPOLoss, IPOLoss
+from rlhf_core.algorithms.preference.reference_free import ORPOLoss
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.policy import REFERENCE_FREE, LoopConfig, PreferenceLoss
 from rlhf_core.errors import DataError

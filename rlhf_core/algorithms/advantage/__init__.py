@@ -1,4 +1,4 @@
-"""Advantage estimators, a file each: options, formula and reference."""
+"""Advantage estimators: a class each, with its options, formula and reference."""
 
 from __future__ import annotations
 
@@ -10,17 +10,7 @@ METHODS = methods_in(
     __path__,
     AdvantageMethod,
     first=(
-        "gae",
-        "reinforce++",
-        "reinforce++-baseline",
-        "rloo",
-        "grpo",
-        "dr_grpo",
-        "opo",
-        "remax",
-        "maxrl",
-        "pass@k",
-        "custom",
+        "gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo", "remax", "maxrl", "pass@k", "custom",
     ),
-)
-"""Every estimator in this folder, in the order in which forms list them; one that is not named above comes last."""
+)  # fmt: skip
+"""Every estimator in the files of this folder, in the order in which forms list them; one that is not named above comes last."""

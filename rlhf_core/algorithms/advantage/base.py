@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rlhf_core.algorithms.lazy_torch import Tensor, torch
-from rlhf_core.algorithms.token_math import masked, masked_count, masked_sum
+from rlhf_core.algorithms.token_math import Tensor, masked, masked_count, masked_sum
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.schema.base import Config
 
@@ -82,11 +81,9 @@ class GroupAdvantage(AdvantageMethod):
 
 
 def group_centered(rewards_PG: Tensor) -> Tensor:
-    """Return r - group mean: Dr. GRPO (arXiv 2503.20783, section 3.2) and, whitened after, REINFORCE++-baseline.
+    """Return r - group mean, measured from the group's first reward, so that equal rewards give exactly 0.
 
-    The other half of Dr. GRPO is the constant divisor of the loss: aggregation `constant`. Measured from the group's
-    first reward, so that equal rewards give exactly 0: rounding noise divided by a standard deviation that is noise too
-    would look like an advantage.
+    Otherwise rounding noise divided by a standard deviation that is noise too would look like an advantage.
     """
     group_size(rewards_PG, "group_centered")
     offset_PG = rewards_PG - rewards_PG[:, :1]
@@ -102,7 +99,7 @@ def whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True) -> Ten
     count = masked_count(loss_mask)
     mean = masked_sum(values, loss_mask) / count
     centred_BL = masked(values - mean, loss_mask)
-    scaled_BL = centred_BL * torch.rsqrt(centred_BL.square().sum() / count + WHITEN_EPS)
+    scaled_BL = centred_BL * (centred_BL.square().sum() / count + WHITEN_EPS).rsqrt()
     return scaled_BL if shift_mean else masked(scaled_BL + mean, loss_mask)
 
 

@@ -1,4 +1,4 @@
-"""Policy losses, a file each: options, formula, metrics and reference.
+"""Policy losses: a class each, with its options, formula and reference.
 
 rho = pi / pi_old of a token, A its advantage, w its importance weight.
 """
@@ -11,4 +11,4 @@ from rlhf_core.algorithms.policy.base import PolicyMethod
 METHODS = methods_in(
     __name__, __path__, PolicyMethod, first=("clip", "gspo", "cispo", "sapo", "gmpo", "dppo", "clip_cov", "custom")
 )
-"""Every loss in this folder, in the order in which forms list them; one that is not named above comes last."""
+"""Every loss in the files of this folder, in the order in which forms list them; one that is not named above comes last."""

@@ -1,13 +1,4 @@
-"""Base classes of policy losses, and the reductions of token terms to one number.
-
-The losses share their keywords and their metrics. `num_tokens` and `sequences` count the whole optimizer step (None: this
-call is the whole step, and both are counted here), `max_length` is the divisor, in tokens, of the aggregation `constant`.
-`weights` [B, L] are the importance weights of the sampler-trainer correction, detached here (None: 1 everywhere); a token of
-weight 0 stays in the denominators.
-
-Metrics: `policy_loss`, `clip_fraction` (tokens whose ratio a clip replaced), `approx_kl` (k3 of old against new),
-`ratio_max`.
-"""
+"""Base classes of policy losses, and the reductions of token terms to one number."""
 
 # Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
@@ -15,11 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, assert_never
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, assert_never
 
-from rlhf_core.algorithms.lazy_torch import Tensor
-from rlhf_core.algorithms.token_math import LossOutput, masked, masked_count, masked_sum, schulman_k3
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.algorithms.token_math import LossOutput, Tensor, bounded, masked, masked_sum, schulman_k3
 from rlhf_core.schema.base import Config
 
 Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "constant"]
@@ -27,9 +16,11 @@ Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "constant"
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch:
-    """A micro-batch of sampled tokens [B, L] with their importance weights, and the counts of the whole optimizer step.
+    """A micro-batch of sampled tokens [B, L], and the counts of the whole optimizer step.
 
-    `function` is the user's, for the loss of type `custom`.
+    `weights` are the importance weights of the sampler-trainer correction; a token of weight 0 stays in the denominators.
+    `max_length` is the divisor, in tokens, of the aggregation `constant`. `function` is the user's, for the loss of type
+    `custom`.
     """
 
     logprobs: Tensor
@@ -42,20 +33,14 @@ class PolicyBatch:
     max_length: float
     function: Callable[..., Tensor] | None = None
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The arguments that every loss begins with."""
-        return self.logprobs, self.old_logprobs, self.advantages, self.loss_mask
+    def masked(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log rho, rho = exp(log pi - log pi_old), and the advantages, each 0 (rho: 1) outside the mask."""
+        log_ratio_BL = masked(self.logprobs - self.old_logprobs, self.loss_mask)
+        return log_ratio_BL, bounded(log_ratio_BL).exp(), masked(self.advantages, self.loss_mask)
 
-    @property
-    def counts(self) -> dict[str, Any]:
-        """The weights and the counts of the step as keyword arguments."""
-        return {
-            "weights": self.weights,
-            "num_tokens": self.num_tokens,
-            "sequences": self.sequences,
-            "max_length": self.max_length,
-        }
+    def row_mean(self, x_BL: Tensor) -> Tensor:
+        """Return the mean [B, 1] of each row of `x`, which is 0 outside the mask; 0 for a row without tokens."""
+        return x_BL.sum(dim=-1, keepdim=True) / (self.loss_mask != 0).sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 class PolicyMethod(Config):
@@ -87,30 +72,28 @@ def policy_output(
     log_ratio_BL: Tensor,
     ratio_BL: Tensor,
     was_clipped_BL: Tensor,
-    loss_mask_BL: Tensor,
-    weights_BL: Tensor | None,
+    batch: PolicyBatch,
     *,
     aggregation: Aggregation,
-    num_tokens: float | None,
-    sequences: float | None,
-    max_length: float | None,
 ) -> LossOutput:
-    """Return the aggregate of -w objective, with the metrics that all policy losses share."""
-    terms_BL = -objective_BL if weights_BL is None else -masked(weights_BL.detach(), loss_mask_BL) * objective_BL
-    tokens = masked_count(loss_mask_BL) if num_tokens is None else num_tokens
+    """Return the aggregate of -w objective, with the metrics that all policy losses share; w has no gradient.
+
+    Metrics: `policy_loss`, `clip_fraction` (tokens whose ratio a clip replaced), `approx_kl` (k3 of old against new),
+    `ratio_max`.
+    """
     loss = aggregate(
-        terms_BL,
-        loss_mask_BL,
+        -masked(batch.weights.detach(), batch.loss_mask) * objective_BL,
+        batch.loss_mask,
         aggregation=aggregation,
-        tokens=tokens,
-        sequences=float(len(loss_mask_BL)) if sequences is None else sequences,
-        max_length=max_length,
+        tokens=batch.num_tokens,
+        sequences=batch.sequences,
+        max_length=batch.max_length,
     )
     metrics = {
         "policy_loss": loss,
-        "clip_fraction": masked_sum(was_clipped_BL, loss_mask_BL) / tokens,
-        "approx_kl": masked_sum(schulman_k3(-log_ratio_BL), loss_mask_BL) / tokens,
-        "ratio_max": masked(ratio_BL, loss_mask_BL).max(),
+        "clip_fraction": masked_sum(was_clipped_BL, batch.loss_mask) / batch.num_tokens,
+        "approx_kl": masked_sum(schulman_k3(-log_ratio_BL), batch.loss_mask) / batch.num_tokens,
+        "ratio_max": masked(ratio_BL, batch.loss_mask).max(),
     }
     return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
 
@@ -120,9 +103,9 @@ def aggregate(
     mask_BL: Tensor,
     *,
     aggregation: Aggregation,
-    tokens: float | Tensor,
+    tokens: float,
     sequences: float,
-    max_length: float | None,
+    max_length: float,
 ) -> Tensor:
     """Return this micro-batch's share of the mean of `x` over masked tokens of the whole optimizer step.
 
@@ -137,9 +120,6 @@ def aggregate(
             length_B = (mask_BL != 0).sum(dim=-1).clamp(min=1)
             return (masked(x_BL, mask_BL).sum(dim=-1) / length_B).sum() / sequences
         case "constant":
-            if max_length is None:
-                rule = "aggregation 'constant' divides by it"
-                raise ConfigError(explain("max_length", None, rule, "give the longest completion, in tokens"))
             return masked_sum(x_BL, mask_BL) / (sequences * max_length)
         case _:
             assert_never(aggregation)

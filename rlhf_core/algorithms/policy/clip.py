@@ -1,24 +1,23 @@
-"""PPO's clipped surrogate; with separate bounds "clip higher", and dual clip.
+"""PPO's clipped surrogate and its variants: those with a ratio of the whole sequence, and the choice of Clip-Cov."""
 
-Formula: -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A).
-Reference: arXiv 1707.06347 eq. 7; clip higher: arXiv 2503.14476 eq. 10; dual clip: arXiv 1912.09729.
-"""
-
-# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
+# Shape legend: B rows of a batch, L positions, N masked tokens. Tensors are [B, L] unless noted.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rlhf_core.algorithms.lazy_torch import Tensor, torch
 from rlhf_core.algorithms.policy.base import Aggregation, PolicyBatch, PolicyMethod, policy_output
-from rlhf_core.algorithms.token_math import LossOutput, bounded, masked
+from rlhf_core.algorithms.token_math import LossOutput, Tensor, bounded, loaded_torch, masked, masked_count, masked_sum
 
 
 class ClipLoss(PolicyMethod):
-    """PPO's clipped surrogate: arXiv 1707.06347; with 0.2 and 0.28 the "clip higher" of DAPO."""
+    """PPO's clipped surrogate; with separate bounds "clip higher", and dual clip.
+
+    Formula: -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A).
+    Reference: arXiv 1707.06347 eq. 7; clip higher: arXiv 2503.14476 eq. 10; dual clip: arXiv 1912.09729.
+    """
 
     type: Literal["clip"] = "clip"
     clip_low: float = Field(0.2, gt=0)
@@ -28,69 +27,137 @@ class ClipLoss(PolicyMethod):
     aggregation: Aggregation = "token_mean"
 
     def loss(self, batch: PolicyBatch) -> LossOutput:
-        """Return `clipped_policy_loss` of the batch."""
-        return clipped_policy_loss(
-            *batch.tensors,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip or None,
-            aggregation=self.aggregation,
-            **batch.counts,
+        log_ratio_BL, ratio_BL, advantages_BL = batch.masked()
+        objective_BL, was_clipped_BL = clipped(ratio_BL, advantages_BL, low=self.clip_low, high=self.clip_high)
+        if self.dual_clip:
+            # arXiv 1912.09729: max(min(rho A, clip(rho) A), c A) where A < 0
+            floor_BL = self.dual_clip * advantages_BL
+            below_BL = (advantages_BL < 0) & (objective_BL < floor_BL)
+            objective_BL = floor_BL.where(below_BL, objective_BL)
+            was_clipped_BL = was_clipped_BL | below_BL
+        return policy_output(objective_BL, log_ratio_BL, ratio_BL, was_clipped_BL, batch, aggregation=self.aggregation)
+
+
+class ClipCovLoss(PolicyMethod):
+    """Clip-Cov: PPO's clip, and no gradient for a few of the tokens that lower the entropy most.
+
+    Formula: -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), 0 for tokens drawn among those with cov in [cov_low, cov_high].
+    Reference: arXiv 2505.22617.
+    """
+
+    type: Literal["clip_cov"] = "clip_cov"
+    clip_low: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.2, gt=0)
+    fraction: float = Field(0.0002, gt=0, le=1)
+    """Share of the tokens of a step that lose their gradient, at least one."""
+    cov_low: float = 1.0
+    """Smallest covariance of a token that may be drawn."""
+    cov_high: float = 5.0
+    """Largest covariance of a token that may be drawn."""
+    aggregation: Aggregation = "token_mean"
+
+    chooses_tokens: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _check_order_of_bounds(self) -> Self:
+        if self.cov_low >= self.cov_high:
+            raise ValueError(f"cov_low = {self.cov_low}: must be < cov_high = {self.cov_high}; lower it")
+        return self
+
+    def loss(self, batch: PolicyBatch) -> LossOutput:
+        log_ratio_BL, ratio_BL, advantages_BL = batch.masked()  # the drawn tokens have an advantage of 0
+        objective_BL, was_clipped_BL = clipped(ratio_BL, advantages_BL, low=self.clip_low, high=self.clip_high)
+        return policy_output(objective_BL, log_ratio_BL, ratio_BL, was_clipped_BL, batch, aggregation=self.aggregation)
+
+    def step_advantages(
+        self, advantages_BL: Tensor, old_logprobs_BL: Tensor, loss_mask_BL: Tensor, *, seed: int
+    ) -> Tensor:
+        """Return the advantages with 0 for max(1, fraction N) tokens drawn uniformly of those with covariance in the bounds.
+
+        All of them where there are fewer. The paper draws again for each mini-batch, with pi of that moment; here it is
+        once for a step with pi_old, the same for the first mini-batch.
+        """
+        torch = loaded_torch()
+        covariance_BL = token_covariance(advantages_BL, old_logprobs_BL, loss_mask_BL)
+        eligible_BL = (covariance_BL >= self.cov_low) & (covariance_BL <= self.cov_high) & (loss_mask_BL != 0)
+        places_N = eligible_BL.flatten().nonzero().flatten()
+        count = max(1, int(self.fraction * int((loss_mask_BL != 0).sum())))
+        order_N = torch.randperm(len(places_N), generator=torch.Generator().manual_seed(seed))
+        drawn_BL = torch.zeros_like(eligible_BL)
+        drawn_BL.view(-1)[places_N[order_N[:count]]] = True
+        return advantages_BL.masked_fill(drawn_BL, 0.0)
+
+
+class GSPOLoss(PolicyMethod):
+    """Group sequence policy optimization: one ratio per sequence, the geometric mean of its tokens'.
+
+    Formula: -w min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean of log rho over the row).
+    Reference: arXiv 2507.18071 eq. 5 and 7.
+
+    The bounds are those of the paper (section 5.1), as is the mean over sequences. A row is clipped as a whole.
+    `approx_kl` is of the tokens, `ratio_max` of the rows.
+    """
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, gt=0)
+    clip_high: float = Field(4e-4, gt=0)
+
+    def loss(self, batch: PolicyBatch) -> LossOutput:
+        log_ratio_BL, _, advantages_BL = batch.masked()
+        # Bounded after the mean, because a clamp per token would bend the ratio of the row.
+        ratio_BL = bounded(batch.row_mean(log_ratio_BL)).exp().expand_as(log_ratio_BL)
+        objective_BL, was_clipped_BL = clipped(ratio_BL, advantages_BL, low=self.clip_low, high=self.clip_high)
+        return policy_output(
+            objective_BL, log_ratio_BL, ratio_BL, was_clipped_BL, batch, aggregation="seq_mean_token_mean"
         )
 
 
-def clipped_policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    num_tokens: float | None = None,
-    weights: Tensor | None = None,
-    aggregation: Aggregation = "token_mean",
-    sequences: float | None = None,
-    max_length: float | None = None,
-) -> LossOutput:
-    """Return the aggregate of -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), rho = exp(log pi - log pi_old).
+class GMPOLoss(PolicyMethod):
+    """Geometric-mean policy optimization: the ratio of a row is the geometric mean of its tokens' clipped ratios.
 
-    arXiv 1707.06347 eq. 7; separate bounds ("clip higher"): DAPO, arXiv 2503.14476 eq. 10. With `dual_clip` = c the
-    term of a negative advantage is bounded below by c A (arXiv 1912.09729).
+    Formula: -w s A, s = exp(mean of c over the row), c = min(log rho, clip_high) where A > 0, else max(log rho, -clip_low).
+    Reference: arXiv 2507.20673.
+
+    With one advantage for a row the mean over sequences is the paper's. `clip_fraction` and `approx_kl` are of the
+    tokens, `ratio_max` of the rows.
     """
-    log_ratio_BL = masked(logprobs - old_logprobs, loss_mask)
-    ratio_BL = bounded(log_ratio_BL).exp()
-    objective_BL, was_clipped_BL = clipped_objective(
-        ratio_BL, masked(advantages, loss_mask), clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
-    return policy_output(
-        objective_BL,
-        log_ratio_BL,
-        ratio_BL,
-        was_clipped_BL,
-        loss_mask,
-        weights,
-        aggregation=aggregation,
-        num_tokens=num_tokens,
-        sequences=sequences,
-        max_length=max_length,
-    )
+
+    type: Literal["gmpo"] = "gmpo"
+    clip_low: float = Field(0.4, gt=0)
+    """Bound of log rho from below: the ratio of a token with a negative advantage is at least exp(-this)."""
+    clip_high: float = Field(0.4, gt=0)
+    """Bound of log rho from above: the ratio of a token with a positive advantage is at most exp(this)."""
+
+    def loss(self, batch: PolicyBatch) -> LossOutput:
+        log_ratio_BL, _, advantages_BL = batch.masked()
+        # A token outside the mask has a log-ratio of 0, which no clip moves.
+        clipped_BL = log_ratio_BL.clamp(max=self.clip_high).where(
+            advantages_BL > 0, log_ratio_BL.clamp(min=-self.clip_low)
+        )
+        ratio_BL = bounded(batch.row_mean(clipped_BL)).exp().expand_as(log_ratio_BL)
+        return policy_output(
+            ratio_BL * advantages_BL,
+            log_ratio_BL,
+            ratio_BL,
+            clipped_BL != log_ratio_BL,
+            batch,
+            aggregation="seq_mean_token_mean",
+        )
 
 
-def clipped_objective(
-    ratio_BL: Tensor, advantages_BL: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return the pessimistic objective of each token, and whether a clip removed its gradient."""
-    clipped_ratio_BL = ratio_BL.clamp(1 - clip_low, 1 + clip_high)
-    plain_BL, clipped_BL = ratio_BL * advantages_BL, clipped_ratio_BL * advantages_BL
+def clipped(ratio_BL: Tensor, advantages_BL: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return the pessimistic objective of each token, and whether the clip removed its gradient."""
+    plain_BL, clipped_BL = ratio_BL * advantages_BL, ratio_BL.clamp(1 - low, 1 + high) * advantages_BL
     # arXiv 1707.06347 eq. 7: min(rho A, clip(rho) A)
-    objective_BL = torch.minimum(plain_BL, clipped_BL)
-    was_clipped_BL = clipped_BL < plain_BL
-    if dual_clip is not None:
-        # arXiv 1912.09729: max(min(rho A, clip(rho) A), c A) where A < 0
-        floor_BL = dual_clip * advantages_BL
-        below_BL = (advantages_BL < 0) & (objective_BL < floor_BL)
-        objective_BL = torch.where(below_BL, floor_BL, objective_BL)
-        was_clipped_BL = was_clipped_BL | below_BL
-    return objective_BL, was_clipped_BL
+    return plain_BL.minimum(clipped_BL), clipped_BL < plain_BL
+
+
+def token_covariance(advantages_BL: Tensor, logprobs_BL: Tensor, loss_mask_BL: Tensor) -> Tensor:
+    """Return (log pi - mean log pi) (A - mean A) of each token, 0 outside the mask: arXiv 2505.22617.
+
+    The means are over the masked tokens of the call, which is to be the whole step.
+    """
+    count = masked_count(loss_mask_BL)
+    logprob_gap_BL = logprobs_BL - masked_sum(logprobs_BL, loss_mask_BL) / count
+    advantage_gap_BL = advantages_BL - masked_sum(advantages_BL, loss_mask_BL) / count
+    return masked(logprob_gap_BL * advantage_gap_BL, loss_mask_BL)

@@ -1,4 +1,4 @@
-"""Losses on preference data, a file each: options, formula, metrics and reference.
+"""Losses on preference data: a class each, with its options, formula and reference.
 
 a = log pi(y_c) - log pi_ref(y_c) of the chosen answer, b likewise for the rejected answer y_r, and h = a - b. All
 log-probabilities are sums over an answer.
@@ -18,4 +18,4 @@ METHODS = methods_in(
         "simpo", "orpo", "custom",
     ),
 )  # fmt: skip
-"""Every loss in this folder, in the order in which forms list them; one that is not named above comes last."""
+"""Every loss in the files of this folder, in the order in which forms list them; one that is not named above comes last."""

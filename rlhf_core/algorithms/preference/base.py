@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from rlhf_core.algorithms.lazy_torch import Tensor, torch
-from rlhf_core.algorithms.token_math import LossOutput, masked
+from rlhf_core.algorithms.token_math import LossOutput, Tensor, masked
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.schema.base import Config
 from rlhf_core.types import PreferenceSample
@@ -36,19 +35,9 @@ class PairBatch:
     function: Callable[..., Tensor] | None = None
 
     @property
-    def policy_logprobs(self) -> tuple[Tensor, Tensor]:
-        """The policy's log-probs of the chosen and of the rejected answers."""
-        return self.chosen_logprobs, self.rejected_logprobs
-
-    @property
-    def logprobs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The policy's log-probs of the chosen and of the rejected answers, then the reference's."""
-        return *self.policy_logprobs, self.ref_chosen_logprobs, self.ref_rejected_logprobs
-
-    @property
-    def lengths(self) -> dict[str, Tensor]:
-        """The lengths as keyword arguments."""
-        return {"chosen_lengths": self.chosen_lengths, "rejected_lengths": self.rejected_lengths}
+    def log_ratios(self) -> tuple[Tensor, Tensor]:
+        """The log-ratios to the reference: a of the chosen answers and b of the rejected ones."""
+        return self.chosen_logprobs - self.ref_chosen_logprobs, self.rejected_logprobs - self.ref_rejected_logprobs
 
 
 class PreferenceMethod(Config):
@@ -90,6 +79,11 @@ class ReferencedMethod(PreferenceMethod):
     beta: float = Field(0.1, gt=0)
     """Strength of the pull to the reference (inverse temperature of the implicit reward)."""
 
+    def rewards(self, pairs: PairBatch) -> tuple[Tensor, Tensor]:
+        """Return the implicit rewards beta a of the chosen answers and beta b of the rejected ones."""
+        chosen_B, rejected_B = pairs.log_ratios
+        return self.beta * chosen_B, self.beta * rejected_B
+
 
 class AnswerMethod(ReferencedMethod):
     """A loss on single answers, each labeled desirable or not, that compares them with a number of the whole step."""
@@ -124,33 +118,24 @@ class ReferenceFreeMethod(PreferenceMethod):
         return False
 
 
-def pair_output(
-    loss_B: Tensor,
-    reward_chosen_B: Tensor,
-    reward_rejected_B: Tensor,
-    chosen_B: Tensor,
-    rejected_B: Tensor,
-    *,
-    pairs: float | None,
-) -> LossOutput:
-    """Return sum(`loss`) / `pairs`; `pairs`: number of pairs in the optimizer step (default: the pairs of this call).
+def pair_output(loss_B: Tensor, chosen_B: Tensor, rejected_B: Tensor, pairs: PairBatch) -> LossOutput:
+    """Return the sum of the loss over the pairs of the whole optimizer step, with metrics of the rewards of both answers.
 
     Metrics: `loss`, `rewards/chosen`, `rewards/rejected`, `rewards/margin`, `rewards/accuracy` (margin > 0, strictly),
     `logprobs/chosen`, `logprobs/rejected`.
     """
-    count = float(len(loss_B)) if pairs is None else pairs
-    margin_B = reward_chosen_B - reward_rejected_B
-    loss = loss_B.sum() / count
-    metrics = {
-        "loss": loss,
-        "rewards/chosen": reward_chosen_B.sum() / count,
-        "rewards/rejected": reward_rejected_B.sum() / count,
-        "rewards/margin": margin_B.sum() / count,
-        "rewards/accuracy": (margin_B > 0).float().sum() / count,
-        "logprobs/chosen": chosen_B.sum() / count,
-        "logprobs/rejected": rejected_B.sum() / count,
+    margin_B = chosen_B - rejected_B
+    terms = {
+        "loss": loss_B,
+        "rewards/chosen": chosen_B,
+        "rewards/rejected": rejected_B,
+        "rewards/margin": margin_B,
+        "rewards/accuracy": (margin_B > 0).float(),
+        "logprobs/chosen": pairs.chosen_logprobs,
+        "logprobs/rejected": pairs.rejected_logprobs,
     }
-    return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
+    means = {name: term_B.sum() / pairs.pairs for name, term_B in terms.items()}
+    return LossOutput(means["loss"], {name: mean.detach() for name, mean in means.items()})
 
 
 def length_desensitised(logprobs_tokens_BL: Tensor, mask_BL: Tensor, other_mask_BL: Tensor, *, alpha: float) -> Tensor:
@@ -163,4 +148,4 @@ def length_desensitised(logprobs_tokens_BL: Tensor, mask_BL: Tensor, other_mask_
     other_length_B1 = (other_mask_BL != 0).sum(dim=-1, keepdim=True)
     excess_BL = trained_BL.cumsum(dim=-1) > other_length_B1
     logprobs_BL = masked(logprobs_tokens_BL, mask_BL)
-    return torch.where(excess_BL, alpha * logprobs_BL, logprobs_BL).sum(dim=-1)
+    return (alpha * logprobs_BL).where(excess_BL, logprobs_BL).sum(dim=-1)

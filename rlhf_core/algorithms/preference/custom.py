@@ -1,24 +1,24 @@
-"""A user's own loss on pairs.
-
-Formula: what the function of the user returns for each pair.
-Reference: docs/custom.md.
-"""
+"""A user's own loss on pairs."""
 
 # Shape legend: B pairs of a batch. Tensors are [B]; log-probs are sums over the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from rlhf_core.algorithms.lazy_torch import Tensor
 from rlhf_core.algorithms.preference.base import PairBatch, PreferenceMethod, pair_output
 from rlhf_core.algorithms.token_math import LossOutput, check_terms
 from rlhf_core.schema.base import CustomFunction
 
 
 class CustomPreferenceLoss(CustomFunction, PreferenceMethod):
-    """A function of yours: see docs/custom.md."""
+    """A user's own loss on pairs.
+
+    Formula: what the function of the user returns for each pair.
+    Reference: docs/custom.md.
+
+    The rewards in the metrics are the log-ratios to the reference.
+    """
 
     type: Literal["custom"] = "custom"
     reference: bool = True
@@ -30,31 +30,16 @@ class CustomPreferenceLoss(CustomFunction, PreferenceMethod):
         return self.reference
 
     def loss(self, pairs: PairBatch) -> LossOutput:
-        """Return `custom_pair_loss` of the user's function and the pairs."""
+        """Call the function with the four log-probs [B], the lengths by keyword (tokens, [B]) and the `arguments`."""
         assert pairs.function is not None
-        arguments, count = self.arguments, pairs.pairs
-        return custom_pair_loss(pairs.function, *pairs.logprobs, **pairs.lengths, arguments=arguments, pairs=count)
-
-
-def custom_pair_loss(
-    function: Callable[..., Tensor],
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    *,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    arguments: Mapping[str, Any],
-    pairs: float | None = None,
-) -> LossOutput:
-    """Return sum(`function`'s pair values [B]) / `pairs`.
-
-    It is called with the four summed log-probs [B], the keywords `chosen_lengths` and `rejected_lengths` (tokens, [B]) and
-    `arguments`. Metrics are those of `pair_output`; the rewards in them are the log-ratios to the reference.
-    """
-    four = (chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs)
-    loss_B = function(*four, chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths, **arguments)
-    check_terms(loss_B, chosen_logprobs.shape, "one loss for each pair")
-    rewards = (chosen_logprobs - ref_chosen_logprobs, rejected_logprobs - ref_rejected_logprobs)
-    return pair_output(loss_B, *rewards, chosen_logprobs, rejected_logprobs, pairs=pairs)
+        loss_B = pairs.function(
+            pairs.chosen_logprobs,
+            pairs.rejected_logprobs,
+            pairs.ref_chosen_logprobs,
+            pairs.ref_rejected_logprobs,
+            chosen_lengths=pairs.chosen_lengths,
+            rejected_lengths=pairs.rejected_lengths,
+            **self.arguments,
+        )
+        check_terms(loss_B, pairs.chosen_logprobs, "one loss for each pair")
+        return pair_output(loss_B, *pairs.log_ratios, pairs)

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss, RewardShift, kto_kl
 from rlhf_core.algorithms.preference.base import PairBatch, PreferenceMethod, length_desensitised
-from rlhf_core.algorithms.preference.bco import BCOLoss, RewardShift
-from rlhf_core.algorithms.preference.kto import KTOLoss, kto_kl
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.interfaces import Trainer
 from rlhf_core.models.batches import collate

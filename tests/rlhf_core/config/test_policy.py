@@ -8,11 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.algorithms.advantage.custom import CustomAdvantage
-from rlhf_core.algorithms.advantage.gae import GAEAdvantage
-from rlhf_core.algorithms.advantage.grpo import GRPOAdvantage
-from rlhf_core.algorithms.policy.cispo import CISPOLoss
-from rlhf_core.algorithms.policy.clip import ClipLoss
-from rlhf_core.algorithms.policy.gspo import GSPOLoss
+from rlhf_core.algorithms.advantage.group import GRPOAdvantage
+from rlhf_core.algorithms.advantage.token import GAEAdvantage
+from rlhf_core.algorithms.policy.clip import ClipLoss, GSPOLoss
+from rlhf_core.algorithms.policy.weighted import CISPOLoss
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
 from rlhf_core.schema.base import keyed
 

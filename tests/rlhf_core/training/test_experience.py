@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.algorithms.advantage.dr_grpo import DrGRPOAdvantage
-from rlhf_core.algorithms.advantage.gae import GAEAdvantage
-from rlhf_core.algorithms.advantage.grpo import GRPOAdvantage
-from rlhf_core.algorithms.advantage.opo import OPOAdvantage
-from rlhf_core.algorithms.advantage.reinforce_pp import ReinforcePPAdvantage
-from rlhf_core.algorithms.advantage.reinforce_pp_baseline import ReinforcePPBaselineAdvantage
-from rlhf_core.algorithms.advantage.rloo import RLOOAdvantage
-from rlhf_core.algorithms.policy.clip import ClipLoss
-from rlhf_core.algorithms.policy.clip_cov import ClipCovLoss
+from rlhf_core.algorithms.advantage.group import (
+    DrGRPOAdvantage,
+    GRPOAdvantage,
+    OPOAdvantage,
+    ReinforcePPBaselineAdvantage,
+    RLOOAdvantage,
+)
+from rlhf_core.algorithms.advantage.token import GAEAdvantage, ReinforcePPAdvantage
+from rlhf_core.algorithms.policy.clip import ClipCovLoss, ClipLoss
 from rlhf_core.errors import ConfigError
 from rlhf_core.training.experience import (
     Experience,

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_core.algorithms.policy.clip import ClipLoss
-from rlhf_core.algorithms.preference.hinge import HingeLoss
+from rlhf_core.algorithms.preference.dpo import HingeLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ArtifactError, TrainingError

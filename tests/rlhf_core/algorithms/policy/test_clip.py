@@ -1,4 +1,4 @@
-"""The clipped policy loss, GSPO and CISPO, against slow float64 loops and cases worked by hand."""
+"""The clipped policy loss, GSPO, GMPO and CISPO, against slow float64 loops and cases worked by hand."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ import torch
 from torch import Tensor
 
 from rlhf_core.algorithms.policy.base import aggregate
-from rlhf_core.algorithms.policy.cispo import cispo_loss
-from rlhf_core.algorithms.policy.clip import clipped_policy_loss
-from rlhf_core.algorithms.policy.gspo import gspo_loss
+from rlhf_core.algorithms.policy.clip import ClipLoss, GMPOLoss, GSPOLoss
+from rlhf_core.algorithms.policy.weighted import CISPOLoss
 from rlhf_core.algorithms.token_math import LossOutput
-from rlhf_core.errors import ConfigError
+from tests.support.losses import of_tokens
+
+clipped_policy_loss, gspo_loss = of_tokens(ClipLoss), of_tokens(GSPOLoss)
+gmpo_loss, cispo_loss = of_tokens(GMPOLoss), of_tokens(CISPOLoss)
 
 DEFAULTS: dict[str, Any] = {
     "clip_low": 0.2,
     "clip_high": 0.28,
-    "dual_clip": None,
+    "dual_clip": 0.0,
     "aggregation": "token_mean",
     "sequences": 1.0,
     "max_length": 8.0,
 }
 
 
-def one_token(ratio: float, advantage: float, *, dual_clip: float | None = None) -> tuple[LossOutput, float]:
+def one_token(ratio: float, advantage: float, *, dual_clip: float = 0.0) -> tuple[LossOutput, float]:
     """The loss of a single token with that probability ratio, and its gradient by log pi."""
     logprobs_BL = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     one_BL = torch.ones(1, 1, dtype=torch.float64)
@@ -137,12 +139,6 @@ def test_the_three_aggregations_weigh_long_and_short_rows_as_named() -> None:
     assert aggregate(x_BL, mask_BL, aggregation="constant", **scalars).item() == 0.5  # 8 / (2 * 8)
 
 
-def test_a_constant_divisor_must_be_given() -> None:
-    ones_BL = torch.ones(1, 2)
-    with pytest.raises(ConfigError, match=r"max_length = None: aggregation 'constant' divides by it"):
-        clipped_policy_loss(ones_BL, ones_BL, ones_BL, ones_BL, clip_low=0.2, clip_high=0.2, aggregation="constant")
-
-
 def gspo_row(log_ratios: list[float], advantage: float, **scalars: float) -> tuple[LossOutput, list[float]]:
     """The loss of one sequence with those log-ratios, and its gradient by log pi."""
     logprobs_BL = torch.tensor([log_ratios], dtype=torch.float64, requires_grad=True)
@@ -183,11 +179,11 @@ def slow_gspo(new: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> float:
     return total / new.shape[0]
 
 
-def slow_cispo(new: Tensor, old: Tensor, adv: Tensor, mask: Tensor, low: float, high: float) -> float:
+def slow_cispo(new: Tensor, old: Tensor, adv: Tensor, mask: Tensor, high: float) -> float:
     terms = []
     for b, t in mask.nonzero().tolist():
         ratio = math.exp(new[b, t].item() - old[b, t].item())
-        terms.append(-min(max(ratio, low), high) * adv[b, t].item() * new[b, t].item())
+        terms.append(-min(ratio, high) * adv[b, t].item() * new[b, t].item())
     return sum(terms) / len(terms)
 
 
@@ -204,30 +200,26 @@ def test_gspo_matches_a_slow_loop() -> None:
     assert gspo_loss(*batch, clip_low=0.1, clip_high=0.1).loss.item() == pytest.approx(slow_gspo(*batch), rel=1e-6)
 
 
-@pytest.mark.parametrize(("clip_low", "low"), [(None, 0.0), (0.2, 0.8)])
-def test_cispo_matches_a_slow_loop(clip_low: float | None, low: float) -> None:
+def test_cispo_matches_a_slow_loop() -> None:
     batch = random_batch()
-    output = cispo_loss(*batch, clip_low=clip_low, clip_high=0.28)
-    assert output.loss.item() == pytest.approx(slow_cispo(*batch, low, 1.28), rel=1e-6)
+    output = cispo_loss(*batch, clip_high=0.28)
+    assert output.loss.item() == pytest.approx(slow_cispo(*batch, 1.28), rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "clip_low", "weight", "clipped"),
+    ("ratio", "weight", "clipped"),
     [
-        (1.1, None, 1.1, 0.0),
-        (3.0, None, 1.28, 1.0),  # bounded, and still trained: PPO would drop the token
-        (0.1, None, 0.1, 0.0),  # open below
-        (0.1, 0.2, 0.8, 1.0),
+        (1.1, 1.1, 0.0),
+        (3.0, 1.28, 1.0),  # bounded, and still trained: PPO would drop the token
+        (0.1, 0.1, 0.0),  # open below
     ],
 )
-def test_cispo_bounds_the_weight_of_a_token_and_keeps_its_gradient(
-    ratio: float, clip_low: float | None, weight: float, clipped: float
-) -> None:
+def test_cispo_bounds_the_weight_of_a_token_and_keeps_its_gradient(ratio: float, weight: float, clipped: float) -> None:
     # loss -w A log pi at log pi = -2, A = 1.5; gradient -w A: the ratio carries none
     logprobs_BL = torch.tensor([[-2.0]], dtype=torch.float64, requires_grad=True)
     old_BL = torch.tensor([[-2.0 - math.log(ratio)]], dtype=torch.float64)
     one_BL = torch.ones_like(old_BL)
-    output = cispo_loss(logprobs_BL, old_BL, 1.5 * one_BL, one_BL, clip_low=clip_low, clip_high=0.28)
+    output = cispo_loss(logprobs_BL, old_BL, 1.5 * one_BL, one_BL, clip_high=0.28)
     output.loss.backward()
     assert output.loss.item() == pytest.approx(weight * 1.5 * 2, rel=1e-12)
     assert logprobs_BL.grad is not None and logprobs_BL.grad.item() == pytest.approx(-weight * 1.5, rel=1e-12)
@@ -239,8 +231,53 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(loss: Any) -> None:
     # ratio 1: the token mean of -A grad log pi, with advantages equal along a row
     logprobs_BL = torch.tensor([[-0.5, -1.0], [-2.0, -0.1]], requires_grad=True)
     advantages_BL = torch.tensor([[1.0, 1.0], [-3.0, -3.0]])
-    output = loss(logprobs_BL, logprobs_BL.detach(), advantages_BL, torch.ones(2, 2), clip_low=0.2, clip_high=0.2)
+    output = loss(logprobs_BL, logprobs_BL.detach(), advantages_BL, torch.ones(2, 2))
     output.loss.backward()
     assert logprobs_BL.grad is not None
     assert logprobs_BL.grad.tolist() == [[-0.25, -0.25], [0.75, 0.75]]
     assert output.metrics["ratio_max"].item() == 1.0
+
+
+def gmpo_row(log_ratios: list[float], advantage: float) -> tuple[float, list[float], dict[str, float]]:
+    """The loss of one sequence with those log-ratios, its gradient by log pi, and its metrics."""
+    logprobs_BL = torch.tensor([log_ratios], dtype=torch.float64, requires_grad=True)
+    zeros_BL = torch.zeros_like(logprobs_BL)
+    output = gmpo_loss(logprobs_BL, zeros_BL, zeros_BL + advantage, zeros_BL + 1, clip_low=0.3, clip_high=0.4)
+    output.loss.backward()
+    assert logprobs_BL.grad is not None
+    return output.loss.item(), logprobs_BL.grad[0].tolist(), {k: v.item() for k, v in output.metrics.items()}
+
+
+def test_in_gmpo_a_positive_advantage_clips_only_tokens_that_became_likelier() -> None:
+    loss, gradient, metrics = gmpo_row([0.8, -1.0, 0.2], 2.0)
+    ratio = math.exp((0.4 - 1.0 + 0.2) / 3)
+    assert loss == pytest.approx(-2 * ratio)
+    assert gradient == pytest.approx([0.0, -2 * ratio / 3, -2 * ratio / 3])
+    assert metrics["clip_fraction"] == pytest.approx(1 / 3)
+
+
+def test_in_gmpo_a_negative_advantage_clips_only_tokens_that_became_rarer() -> None:
+    loss, gradient, _ = gmpo_row([0.8, -1.0, 0.2], -2.0)
+    ratio = math.exp((0.8 - 0.3 + 0.2) / 3)
+    assert loss == pytest.approx(2 * ratio)
+    assert gradient == pytest.approx([2 * ratio / 3, 0.0, 2 * ratio / 3])
+
+
+@pytest.mark.parametrize("advantage", [1.5, -0.5])
+def test_gmpo_is_the_papers_product_of_minima(advantage: float) -> None:
+    """arXiv 2507.20673: (product of |min(rho A, clip(rho) A)|)^(1/n), with the sign of A."""
+    log_ratios = [0.9, -0.7, 0.1, -0.2]
+    low, high = math.exp(-0.3), math.exp(0.4)
+    sign = 1 if advantage > 0 else -1
+    terms = [min(math.exp(x) * sign, min(max(math.exp(x), low), high) * sign) for x in log_ratios]
+    product = math.prod(abs(term) for term in terms) ** (1 / len(terms))
+    assert gmpo_row(log_ratios, advantage)[0] == pytest.approx(-product * advantage)
+
+
+def test_inside_the_bounds_gmpo_is_gspo_without_a_clip() -> None:
+    generator = torch.Generator().manual_seed(1)
+    log_ratios_BL = 0.1 * torch.rand(3, 4, generator=generator, dtype=torch.float64)
+    zeros_BL, advantages_BL = torch.zeros_like(log_ratios_BL), torch.ones_like(log_ratios_BL)
+    batch = (log_ratios_BL, zeros_BL, advantages_BL, advantages_BL)
+    ours = gmpo_loss(*batch, clip_low=0.4, clip_high=0.4).loss
+    assert ours.item() == pytest.approx(gspo_loss(*batch, clip_low=0.9, clip_high=0.9).loss.item())

@@ -6,13 +6,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhf_core.algorithms.policy.clip_cov import ClipCovLoss, drawn_by_covariance, token_covariance
+from rlhf_core.algorithms.policy.clip import ClipCovLoss, token_covariance
 
 # log pi has mean -2 and A has mean 0 over the four masked tokens
 LOGPROBS_BL = torch.tensor([[-1.0, -3.0, 50.0], [-1.0, -3.0, 50.0]])
 ADVANTAGES_BL = torch.tensor([[2.0, 2.0, 7.0], [-2.0, -2.0, 7.0]])
 MASK_BL = torch.tensor([[1, 1, 0], [1, 1, 0]])
-BOUNDS = {"low": 1.0, "high": 5.0}
 
 
 def test_the_covariance_is_centred_over_the_step_and_ignores_the_rest() -> None:
@@ -23,11 +22,10 @@ def test_the_covariance_is_centred_over_the_step_and_ignores_the_rest() -> None:
     assert covariance_BL.sum().item() / 4 == pytest.approx(torch.cov(pairs, correction=0)[0, 1].item(), abs=1e-6)
 
 
-def drawn(fraction: float, seed: int = 0, **bounds: float) -> list[tuple[int, int]]:
-    drawn_BL = drawn_by_covariance(
-        ADVANTAGES_BL, LOGPROBS_BL, MASK_BL, fraction=fraction, seed=seed, **(BOUNDS | bounds)
-    )
-    return [(row, column) for row, column in drawn_BL.nonzero().tolist()]
+def drawn(fraction: float, seed: int = 0, cov_low: float = 1.0) -> list[tuple[int, int]]:
+    method = ClipCovLoss(fraction=fraction, cov_low=cov_low)
+    kept_BL = method.step_advantages(ADVANTAGES_BL, LOGPROBS_BL, MASK_BL, seed=seed)
+    return [(row, column) for row, column in (kept_BL != ADVANTAGES_BL).nonzero().tolist()]
 
 
 def test_tokens_are_drawn_inside_the_bounds_only_at_least_one_and_the_same_for_a_seed() -> None:
@@ -35,7 +33,7 @@ def test_tokens_are_drawn_inside_the_bounds_only_at_least_one_and_the_same_for_a
     assert len(drawn(0.0001)) == 1
     assert drawn(0.25, seed=3) == drawn(0.25, seed=3)
     assert {tuple(drawn(0.25, seed=seed)) for seed in range(20)} == {((0, 0),), ((1, 1),)}
-    assert drawn(1.0, low=2.5) == []
+    assert drawn(1.0, cov_low=2.5) == []
 
 
 def test_a_drawn_token_has_an_advantage_of_zero_and_the_others_keep_theirs() -> None:

@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 
-from rlhf_core.algorithms.policy.dppo import Divergence, binary_divergence, dppo_loss
+from rlhf_core.algorithms.policy.weighted import Divergence, DPPOLoss, binary_divergence
+from tests.support.losses import of_tokens
+
+dppo_loss = of_tokens(DPPOLoss)
 
 
 def one_token(

@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 
-from rlhf_core.algorithms.policy.sapo import SAPOLoss, sapo_loss
+from rlhf_core.algorithms.policy.weighted import SAPOLoss
+from tests.support.losses import of_tokens
+
+sapo_loss = of_tokens(SAPOLoss)
 
 
 def one_token(ratio: float, advantage: float, **taus: float) -> tuple[float, float]:

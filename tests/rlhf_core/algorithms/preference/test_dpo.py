@@ -8,20 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from rlhf_core.algorithms.preference.aot import aot_loss
-from rlhf_core.algorithms.preference.apo_down import apo_down_loss
-from rlhf_core.algorithms.preference.apo_zero import apo_zero_loss
+from rlhf_core.algorithms.preference.anchored import APODownLoss, APOZeroLoss, NCALoss, SPPOLoss
 from rlhf_core.algorithms.preference.base import length_desensitised
-from rlhf_core.algorithms.preference.discopop import discopop_loss
-from rlhf_core.algorithms.preference.dpo import dpo_loss
-from rlhf_core.algorithms.preference.exo import exo_loss
-from rlhf_core.algorithms.preference.hinge import hinge_loss
-from rlhf_core.algorithms.preference.ipo import ipo_loss
-from rlhf_core.algorithms.preference.nca import nca_loss
-from rlhf_core.algorithms.preference.robust import robust_dpo_loss
-from rlhf_core.algorithms.preference.sppo import sppo_loss
-from rlhf_core.errors import ConfigError
+from rlhf_core.algorithms.preference.dpo import (
+    CDPOLoss,
+    DiscoPOPLoss,
+    DPOLoss,
+    EXOLoss,
+    HingeLoss,
+    IPOLoss,
+    RobustDPOLoss,
+)
+from tests.support.losses import of_pairs
+
+apo_zero_loss, apo_down_loss = of_pairs(APOZeroLoss), of_pairs(APODownLoss)
+sppo_loss, nca_loss = of_pairs(SPPOLoss), of_pairs(NCALoss)
+dpo_loss, cdpo_loss, robust_dpo_loss = of_pairs(DPOLoss), of_pairs(CDPOLoss), of_pairs(RobustDPOLoss)
+ipo_loss, hinge_loss = of_pairs(IPOLoss), of_pairs(HingeLoss)
+exo_loss, discopop_loss = of_pairs(EXOLoss), of_pairs(DiscoPOPLoss)
 
 PAIR = (torch.tensor([-10.0]), torch.tensor([-21.0]), torch.tensor([-12.0]), torch.tensor([-20.0]))
 
@@ -36,7 +42,7 @@ def sigmoid(x: float) -> float:
 
 
 def test_dpo_is_minus_log_sigmoid_of_beta_h() -> None:
-    output = dpo_loss(*PAIR, beta=0.1, label_smoothing=0.0, pairs=1.0)
+    output = dpo_loss(*PAIR, beta=0.1, pairs=1.0)
     assert output.loss.item() == pytest.approx(softplus(-0.3), rel=1e-6)
     metrics = {name: value.item() for name, value in output.metrics.items()}
     assert metrics == pytest.approx(
@@ -54,7 +60,7 @@ def test_dpo_is_minus_log_sigmoid_of_beta_h() -> None:
 
 
 def test_label_smoothing_mixes_in_the_flipped_label() -> None:
-    loss = dpo_loss(*PAIR, beta=0.1, label_smoothing=0.2, pairs=1.0).loss.item()
+    loss = cdpo_loss(*PAIR, beta=0.1, label_smoothing=0.2, pairs=1.0).loss.item()
     assert loss == pytest.approx(0.8 * softplus(-0.3) + 0.2 * softplus(0.3), rel=1e-6)
 
 
@@ -68,13 +74,14 @@ def test_robust_dpo_is_unbiased_under_flipped_labels() -> None:
     flipped = (rejected, chosen, ref_rejected, ref_chosen)
     noisy = 0.8 * robust_dpo_loss(*PAIR, beta=0.1, label_smoothing=0.2, pairs=1.0).loss
     noisy = noisy + 0.2 * robust_dpo_loss(*flipped, beta=0.1, label_smoothing=0.2, pairs=1.0).loss
-    clean = dpo_loss(*PAIR, beta=0.1, label_smoothing=0.0, pairs=1.0).loss
+    clean = dpo_loss(*PAIR, beta=0.1, pairs=1.0).loss
     assert noisy.item() == pytest.approx(clean.item(), rel=1e-6)
 
 
-def test_robust_dpo_refuses_labels_that_carry_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"label_smoothing = 0\.5"):
-        robust_dpo_loss(*PAIR, beta=0.1, label_smoothing=0.5, pairs=1.0)
+@pytest.mark.parametrize(("kind", "label_smoothing"), [(RobustDPOLoss, 0.5), (EXOLoss, 0.0), (EXOLoss, 1.0)])
+def test_labels_without_which_a_loss_is_infinite_are_refused(kind: Any, label_smoothing: float) -> None:
+    with pytest.raises(ValidationError, match="label_smoothing"):
+        kind(label_smoothing=label_smoothing)
 
 
 @pytest.mark.parametrize(("length_average", "h"), [(False, 3.0), (True, 2 / 4 + 1 / 2)])
@@ -92,15 +99,9 @@ def test_hinge_stops_at_a_margin_of_one(beta: float, expected: float) -> None:
 
 def test_a_policy_equal_to_its_reference_has_loss_log_two_and_accuracy_zero() -> None:
     chosen, rejected = PAIR[0], PAIR[1]
-    output = dpo_loss(chosen, rejected, chosen, rejected, beta=0.1, label_smoothing=0.0, pairs=1.0)
+    output = dpo_loss(chosen, rejected, chosen, rejected, beta=0.1, pairs=1.0)
     assert output.loss.item() == pytest.approx(math.log(2), rel=1e-6)
     assert output.metrics["rewards/accuracy"].item() == 0.0
-
-
-def test_ipo_needs_lengths_only_for_the_mean_over_tokens() -> None:
-    assert ipo_loss(*PAIR, beta=0.25, length_average=False).loss.item() == pytest.approx(1.0, rel=1e-6)  # (3 - 2)^2
-    with pytest.raises(ConfigError, match=r"length_average = True: .* give both"):
-        ipo_loss(*PAIR, beta=0.25, length_average=True)
 
 
 def test_apo_zero_moves_both_answers_and_apo_down_lowers_both() -> None:
@@ -136,17 +137,11 @@ def test_exo_is_zero_where_the_policy_has_the_label_s_probability() -> None:
     assert exo_loss(*PAIR, beta=beta, label_smoothing=0.1).loss.item() == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 1.0])
-def test_exo_refuses_a_hard_label(label_smoothing: float) -> None:
-    with pytest.raises(ConfigError, match=r"label_smoothing = .*the paper uses 1e-3"):
-        exo_loss(*PAIR, beta=0.1, label_smoothing=label_smoothing)
-
-
 def test_discopop_blends_the_logistic_and_the_exponential_loss() -> None:
     # beta h = 0.03, tau = 0.05: m = sigmoid(0.6)
     m = sigmoid(0.6)
     expected = (1 - m) * softplus(-0.03) + m * math.exp(-0.03)
-    assert discopop_loss(*PAIR, beta=0.01).loss.item() == pytest.approx(expected, rel=1e-6)
+    assert discopop_loss(*PAIR, beta=0.01, tau=0.05).loss.item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_discopop_is_finite_far_on_the_wrong_side() -> None:
@@ -159,34 +154,10 @@ def test_discopop_is_finite_far_on_the_wrong_side() -> None:
     assert chosen.grad is not None and chosen.grad.item() == pytest.approx(-1.0, rel=1e-6)
 
 
-def test_aot_compares_quantiles_of_the_batch_and_not_pairs() -> None:
-    # policy margins 5, 1 -> sorted 1, 5; reference margins 0, 2 -> 0, 2: differences 1, 3 (DPO's would be 5, -1)
-    columns = (torch.tensor([5.0, 1.0]), torch.zeros(2), torch.tensor([0.0, 2.0]), torch.zeros(2))
-    expected = (softplus(-0.1) + softplus(-0.3)) / 2
-    assert aot_loss(*columns, beta=0.1).loss.item() == pytest.approx(expected, rel=1e-6)
-    smoothed = 0.8 * expected + 0.2 * (softplus(0.1) + softplus(0.3)) / 2
-    assert aot_loss(*columns, beta=0.1, label_smoothing=0.2).loss.item() == pytest.approx(smoothed, rel=1e-6)
-
-
-def test_unpaired_aot_compares_the_two_sides_log_ratios() -> None:
-    # chosen 5 - 0, 1 - 2 -> sorted -1, 5; rejected 3 - 0, -4 - 0 -> sorted -4, 3: differences 3, 2
-    columns = (torch.tensor([5.0, 1.0]), torch.tensor([3.0, -4.0]), torch.tensor([0.0, 2.0]), torch.zeros(2))
-    expected = (softplus(-0.3) + softplus(-0.2)) / 2
-    assert aot_loss(*columns, beta=0.1, paired=False).loss.item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_gradient_of_aot_reaches_the_rows_where_they_stood() -> None:
-    # sorted differences: row 1 (margin 1) against 0, row 0 (margin 5) against 2
-    chosen = torch.tensor([5.0, 1.0], requires_grad=True)
-    aot_loss(chosen, torch.zeros(2), torch.tensor([0.0, 2.0]), torch.zeros(2), beta=0.1).loss.backward()
-    expected = [-0.1 * sigmoid(-0.3) / 2, -0.1 * sigmoid(-0.1) / 2]
-    assert chosen.grad is not None and chosen.grad.tolist() == pytest.approx(expected, rel=1e-6)
-
-
 SLOW: dict[str, tuple[Callable[..., Any], dict[str, float], Callable[[float, float], float]]] = {
     # the loss, its scalars, and the term of one pair from x = beta a and y = beta b, beta = 0.1
     "dpo": (dpo_loss, {}, lambda x, y: softplus(y - x)),
-    "cdpo": (dpo_loss, {"label_smoothing": 0.2}, lambda x, y: 0.8 * softplus(y - x) + 0.2 * softplus(x - y)),
+    "cdpo": (cdpo_loss, {"label_smoothing": 0.2}, lambda x, y: 0.8 * softplus(y - x) + 0.2 * softplus(x - y)),
     "robust": (
         robust_dpo_loss,
         {"label_smoothing": 0.2},
@@ -207,7 +178,7 @@ SLOW: dict[str, tuple[Callable[..., Any], dict[str, float], Callable[[float, flo
     ),
     "discopop": (
         discopop_loss,
-        {},
+        {"tau": 0.05},
         lambda x, y: sigmoid((y - x) / 0.05) * softplus(y - x) + sigmoid((x - y) / 0.05) * math.exp(y - x),
     ),
 }

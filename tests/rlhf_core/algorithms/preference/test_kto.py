@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.algorithms.preference.kto import kto_kl, kto_loss
+from rlhf_core.algorithms.preference.answers import KTOLoss, kto_kl
+from tests.support.losses import of_answers
+
+kto_loss = of_answers(KTOLoss)
 
 ROWS = (torch.tensor([-10.0, -21.0]), torch.tensor([-12.0, -20.0]), torch.tensor([True, False]))  # log-ratios 2, -1
 SCALARS: dict[str, Any] = {"kl": 0.5, "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.5}
@@ -35,13 +38,6 @@ def test_a_step_raises_desirable_answers_and_lowers_the_others() -> None:
     assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([-slope, 1.5 * slope], rel=1e-5)
 
 
-def test_the_reference_point_has_no_gradient() -> None:
-    kl = torch.tensor(0.5, requires_grad=True)
-    logprobs = ROWS[0].clone().requires_grad_(True)
-    kto_loss(logprobs, *ROWS[1:], **SCALARS | {"kl": kl}).loss.backward()
-    assert kl.grad is None
-
-
 def test_the_labels_may_be_numbers() -> None:
     as_numbers = kto_loss(ROWS[0], ROWS[1], torch.tensor([1.0, 0.0]), **SCALARS)
     assert as_numbers.loss.item() == kto_loss(*ROWS, **SCALARS).loss.item()
@@ -59,7 +55,6 @@ def test_the_means_of_a_part_need_the_counts_of_the_step() -> None:
     metrics = kto_loss(*part, **SCALARS, rows=4.0, desirable_rows=2.0).metrics
     assert metrics["rewards/desirable"].item() == pytest.approx(0.1, rel=1e-6)
     assert metrics["kl"].item() == 0.125
-    assert set(kto_loss(*part, **SCALARS, rows=4.0).metrics) == {"loss", "kl"}
 
 
 def test_the_loss_matches_a_slow_loop() -> None:
@@ -107,7 +102,7 @@ def test_loss_and_gradient_on_unpaired_rows_are_those_of_trl(good: list[bool]) -
     desirable = torch.tensor(good)
     expected = trl_kto(logprobs, ref, kl_logprobs + 2, ref_kl_logprobs, desirable, beta=0.3, weights=(1.3, 0.7))
     (slope,) = torch.autograd.grad(expected, logprobs)
-    kl = kto_kl(kl_logprobs + 2, ref_kl_logprobs)
+    kl = float(kto_kl(kl_logprobs + 2, ref_kl_logprobs))
     scalars: dict[str, Any] = {"kl": kl, "beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7}
     # In micro-batches of two: the counts are those of the step.
     parts = [

@@ -10,22 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.algorithms.policy.cispo import CISPOLoss
-from rlhf_core.algorithms.policy.clip import ClipLoss
-from rlhf_core.algorithms.policy.gspo import GSPOLoss
-from rlhf_core.algorithms.preference.apo_down import APODownLoss
-from rlhf_core.algorithms.preference.apo_zero import APOZeroLoss
-from rlhf_core.algorithms.preference.cdpo import CDPOLoss
-from rlhf_core.algorithms.preference.discopop import DiscoPOPLoss
-from rlhf_core.algorithms.preference.dpo import DPOLoss
-from rlhf_core.algorithms.preference.exo import EXOLoss
-from rlhf_core.algorithms.preference.hinge import HingeLoss
-from rlhf_core.algorithms.preference.ipo import IPOLoss
-from rlhf_core.algorithms.preference.nca import NCALoss
-from rlhf_core.algorithms.preference.orpo import ORPOLoss
-from rlhf_core.algorithms.preference.robust import RobustDPOLoss
-from rlhf_core.algorithms.preference.simpo import SimPOLoss
-from rlhf_core.algorithms.preference.sppo import SPPOLoss
+from rlhf_core.algorithms.policy.clip import ClipLoss, GSPOLoss
+from rlhf_core.algorithms.policy.weighted import CISPOLoss
+from rlhf_core.algorithms.preference.anchored import APODownLoss, APOZeroLoss, NCALoss, SPPOLoss
+from rlhf_core.algorithms.preference.dpo import (
+    CDPOLoss,
+    DiscoPOPLoss,
+    DPOLoss,
+    EXOLoss,
+    HingeLoss,
+    IPOLoss,
+    RobustDPOLoss,
+)
+from rlhf_core.algorithms.preference.reference_free import ORPOLoss, SimPOLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig, LossOutput
 from rlhf_core.errors import DataError
 from rlhf_core.interfaces import ModelSpec

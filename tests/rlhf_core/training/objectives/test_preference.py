@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
-from rlhf_core.algorithms.preference.aot import AOTLoss, aot_loss, matched
-from rlhf_core.algorithms.preference.bco import BCOLoss, RewardShift
+from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss, RewardShift
+from rlhf_core.algorithms.preference.aot import AOTLoss
 from rlhf_core.algorithms.preference.dpo import DPOLoss
-from rlhf_core.algorithms.preference.kto import KTOLoss
 from rlhf_core.training.fit import Carried
 from rlhf_core.training.objectives.preference import (
     BCOObjective,
@@ -52,10 +50,7 @@ def test_dpo_on_matched_pairs_is_aot_on_the_whole_step(paired: bool) -> None:
     # else: log-ratios 1, -3, 0.5 and 0.5, 3, -3: sorted -3 + 3, 0.5 - 0.5, 1 - 3
     differences = [-3.5, 0.5, 1.0] if paired else [0.0, 0.0, -2.0]
     expected = sum(softplus(-0.1 * difference) for difference in differences) / 3
-    four = (torch.tensor(row) for row in (CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED))
-    assert aot_loss(*four, beta=0.1, paired=paired).loss.item() == pytest.approx(expected, rel=1e-6)
-
-    rows = matched(PAIRS, CHOSEN, REJECTED, paired=paired)
+    rows = AOTLoss(paired=paired).rearranged(PAIRS, CHOSEN, REJECTED)
     if paired:
         logits = [c - r - (row.ref_chosen_logprob - row.ref_rejected_logprob)
                   for c, r, row in zip(CHOSEN, REJECTED, rows, strict=True)]  # fmt: skip
@@ -70,7 +65,7 @@ def test_aot_looks_ahead_with_the_policys_own_logprobs_and_the_others_do_not() -
     both = [value for pair in zip(CHOSEN, REJECTED, strict=True) for value in pair]
     objective = PairObjective(loss=AOTLoss(), nll_coef=0.0, length_alpha=1.0)
     trainer: Any = Says(both)
-    assert objective.look_ahead(trainer, PAIRS) == (objective, matched(PAIRS, CHOSEN, REJECTED, paired=True))
+    assert objective.look_ahead(trainer, PAIRS) == (objective, AOTLoss().rearranged(PAIRS, CHOSEN, REJECTED))
     plain = PairObjective(loss=DPOLoss(), nll_coef=0.0, length_alpha=1.0)
     assert plain.look_ahead(trainer, PAIRS) == (plain, PAIRS)
 

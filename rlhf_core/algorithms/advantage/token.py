@@ -1,0 +1,99 @@
+"""Estimators from the rewards of tokens."""
+
+# Shape legend: B rows of a batch, L positions.
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from rlhf_core.algorithms.advantage.base import TokenAdvantage, TokenRewards, whiten
+from rlhf_core.algorithms.token_math import Tensor, masked
+from rlhf_core.errors import ConfigError, explain
+
+
+class GAEAdvantage(TokenAdvantage):
+    """Generalized advantage estimation with a value model: the estimator of PPO.
+
+    Formula: delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lambda A_{t+1}.
+    Reference: arXiv 1506.02438 eq. 16.
+
+    The returns are A + V, with gamma = lambda = 1 the sums of the rewards to come. V_t is the value of the state before
+    token t; after the last action the episode ends with value 0.
+    """
+
+    type: Literal["gae"] = "gae"
+    gamma: float = Field(1.0, gt=0, le=1)
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    whiten: bool = True
+
+    uses_values: ClassVar[bool] = True
+
+    def estimate(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+        assert tokens.values is not None
+        rewards_BL, values_BL = masked(tokens.rewards, tokens.loss_mask), masked(tokens.values, tokens.loss_mask)
+        action_BL = tokens.loss_mask != 0
+        advantages_BL = rewards_BL.new_zeros(rewards_BL.shape)
+        next_value_B = next_advantage_B = rewards_BL.new_zeros(len(rewards_BL))
+        for t in reversed(range(rewards_BL.shape[1])):
+            delta_B = rewards_BL[:, t] + self.gamma * next_value_B - values_BL[:, t]
+            advantage_B = delta_B + self.gamma * self.gae_lambda * next_advantage_B
+            next_value_B = values_BL[:, t].where(action_BL[:, t], next_value_B)
+            next_advantage_B = advantage_B.where(action_BL[:, t], next_advantage_B)
+            advantages_BL[:, t] = advantage_B
+        advantages_BL = masked(advantages_BL, tokens.loss_mask)
+        returns_BL = advantages_BL + values_BL
+        return (whiten(advantages_BL, tokens.loss_mask) if self.whiten else advantages_BL), returns_BL
+
+
+class ReinforcePPAdvantage(TokenAdvantage):
+    """REINFORCE++: discounted returns, whitened over the step; no value model.
+
+    Formula: G_t = r_t + gamma G_{t+1}, whitened.
+    Reference: arXiv 2501.03262.
+    """
+
+    type: Literal["reinforce++"] = "reinforce++"
+    gamma: float = Field(1.0, gt=0, le=1)
+
+    def estimate(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+        """Return the whitened returns twice: they are advantages and returns."""
+        returns_BL = discounted_returns(tokens.rewards, tokens.loss_mask, gamma=self.gamma)
+        whitened_BL = whiten(returns_BL, tokens.loss_mask)
+        return whitened_BL, whitened_BL
+
+
+class ReMaxAdvantage(TokenAdvantage):
+    """ReMax: the reward of the policy's greedy answer to the prompt is the baseline; no value model, no group.
+
+    Formula: A_t = (sum of r from t on) - r(greedy answer).
+    Reference: arXiv 2310.10505.
+
+    The baseline does not depend on the sampled answer, so the gradient stays unbiased. A KL penalty in the reward is in
+    the returns of the sampled answer and not in the baseline, as in the paper's experiments.
+    """
+
+    type: Literal["remax"] = "remax"
+
+    asks_greedy: ClassVar[bool] = True
+
+    def estimate(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+        if tokens.greedy is None:
+            rule = "needs the reward of a greedy answer to each prompt"
+            raise ConfigError(explain("advantage.type", self.type, rule, "sample and score one with temperature 0"))
+        returns_BL = discounted_returns(tokens.rewards, tokens.loss_mask, gamma=1.0)
+        return masked(returns_BL - tokens.greedy[:, None], tokens.loss_mask), returns_BL
+
+
+def discounted_returns(rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> Tensor:
+    """Return G_t = r_t + gamma G_{t+1} [B, L], 0 outside the mask."""
+    rewards_BL = masked(rewards, loss_mask)
+    action_BL = loss_mask != 0
+    returns_BL = rewards_BL.new_zeros(rewards_BL.shape)
+    next_return_B = rewards_BL.new_zeros(len(rewards_BL))
+    for t in reversed(range(rewards_BL.shape[1])):
+        return_B = rewards_BL[:, t] + gamma * next_return_B
+        next_return_B = return_B.where(action_BL[:, t], next_return_B)
+        returns_BL[:, t] = return_B
+    return masked(returns_BL, loss_mask)

@@ -1,0 +1,122 @@
+"""Policy losses that bound or fade the weight of a token by other means than PPO's clip."""
+
+# Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, assert_never
+
+from pydantic import Field
+
+from rlhf_core.algorithms.policy.base import Aggregation, PolicyBatch, PolicyMethod, policy_output
+from rlhf_core.algorithms.token_math import LossOutput, Tensor, at_least_fp32, masked
+
+
+class CISPOLoss(PolicyMethod):
+    """CISPO: the ratio is a detached, clipped weight, so no token loses its gradient.
+
+    Formula: -w stopgrad(min(rho, 1 + clip_high)) A log pi.
+    Reference: arXiv 2506.13585 eq. 4 and 5; open below, as ScaleRL: arXiv 2510.13786.
+    """
+
+    type: Literal["cispo"] = "cispo"
+    clip_high: float = Field(4.0, gt=0)
+    """The weight is at most 1 + this."""
+    aggregation: Aggregation = "token_mean"
+
+    def loss(self, batch: PolicyBatch) -> LossOutput:
+        log_ratio_BL, ratio_BL, advantages_BL = batch.masked()
+        weight_BL = ratio_BL.detach().clamp(max=1 + self.clip_high)  # eq. 5
+        objective_BL = weight_BL * advantages_BL * masked(batch.logprobs, batch.loss_mask)  # eq. 4
+        return policy_output(
+            objective_BL, log_ratio_BL, ratio_BL, weight_BL != ratio_BL, batch, aggregation=self.aggregation
+        )
+
+
+class SAPOLoss(PolicyMethod):
+    """SAPO: a smooth gate on the ratio instead of a clip; tokens far from the sampler fade out.
+
+    Formula: -w (4 / tau) sigmoid(tau (rho - 1)) A, tau = tau_positive where A > 0, else tau_negative.
+    Reference: arXiv 2511.20347.
+
+    At rho = 1 the gradient is that of rho A, and falls off as sech^2(tau (rho - 1) / 2) on both sides of it. Nothing is
+    clipped, so `clip_fraction` is 0.
+    """
+
+    type: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(1.0, gt=0)
+    """Temperature of the gate for positive advantages."""
+    tau_negative: float = Field(1.05, gt=0)
+    """Temperature for the others; a larger one fades faster, which the paper advises for negative advantages."""
+    aggregation: Aggregation = "seq_mean_token_mean"
+
+    def loss(self, batch: PolicyBatch) -> LossOutput:
+        log_ratio_BL, ratio_BL, advantages_BL = batch.masked()
+        tau_BL = ratio_BL.new_full(ratio_BL.shape, self.tau_negative)
+        tau_BL = tau_BL.masked_fill(advantages_BL > 0, self.tau_positive)
+        gate_BL = 4 / tau_BL * (tau_BL * (ratio_BL - 1)).sigmoid()
+        never_BL = ratio_BL.new_zeros(ratio_BL.shape)
+        return policy_output(
+            gate_BL * advantages_BL, log_ratio_BL, ratio_BL, never_BL, batch, aggregation=self.aggregation
+        )
+
+
+Divergence: TypeAlias = Literal["tv", "kl"]
+
+LEAST = 2.0**-126
+"""The smallest normal number of fp32."""
+
+
+class DPPOLoss(PolicyMethod):
+    """Divergence PPO: a token is dropped when the update has moved its probability too far, not its ratio.
+
+    Formula: -w M rho A, M = 0 where D > threshold and the update goes on away from pi_old, else 1; D is |pi - pi_old| or a binary KL.
+    Reference: arXiv 2602.04879.
+
+    M is 0 for A > 0 and pi > pi_old, or A < 0 and pi < pi_old, where D is above the threshold. Above `ratio_cap` the
+    token keeps its gradient with that weight, as in truncated importance sampling. The paper measures the divergence
+    from the policy that sampled; here it is from pi_old, recomputed before the update, since the correction for the
+    sampler is an option of its own. With `ppo.correction.pi_old = "sampler"` they are one.
+    """
+
+    type: Literal["dppo"] = "dppo"
+    divergence: Divergence = "tv"
+    """`tv` is |pi - pi_old|, the total variation of "this token or another one"; `kl` is KL(pi_old || pi) of the same."""
+    threshold_low: float = Field(0.15, gt=0)
+    """Largest divergence of tokens whose probability falls; 0.05 is common for `kl`."""
+    threshold_high: float = Field(0.15, gt=0)
+    """Largest divergence of tokens whose probability rises; 0.05 is common for `kl`."""
+    ratio_cap: float = Field(20.0, gt=1)
+    """The ratio weighs at most this: a rare token may keep a small divergence with a ratio of thousands."""
+    aggregation: Aggregation = "token_mean"
+
+    def loss(self, batch: PolicyBatch) -> LossOutput:
+        log_ratio_BL, ratio_BL, advantages_BL = batch.masked()
+        new_BL, old_BL = (masked(x_BL, batch.loss_mask) for x_BL in (batch.logprobs, batch.old_logprobs))
+        apart_BL = binary_divergence(new_BL, old_BL, divergence=self.divergence)
+        rises_BL = (advantages_BL > 0) & (log_ratio_BL > 0) & (apart_BL > self.threshold_high)
+        falls_BL = (advantages_BL < 0) & (log_ratio_BL < 0) & (apart_BL > self.threshold_low)
+        dropped_BL = rises_BL | falls_BL
+        # exp(x - x.detach()) is 1, and its gradient that of x: the cap bounds the weight and not the gradient.
+        follows_BL = (log_ratio_BL - log_ratio_BL.detach()).exp()
+        objective_BL = ratio_BL.detach().clamp(max=self.ratio_cap) * follows_BL * advantages_BL
+        objective_BL = objective_BL.masked_fill(dropped_BL, 0.0)
+        return policy_output(objective_BL, log_ratio_BL, ratio_BL, dropped_BL, batch, aggregation=self.aggregation)
+
+
+def binary_divergence(logprobs_BL: Tensor, old_logprobs_BL: Tensor, *, divergence: Divergence) -> Tensor:
+    """Return the divergence of "this token or another one" under pi and pi_old, detached, elementwise.
+
+    With p = pi and q = pi_old of the sampled token: `tv` is |p - q|, `kl` is q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
+    """
+    log_p_BL, log_q_BL = at_least_fp32(logprobs_BL.detach()), at_least_fp32(old_logprobs_BL.detach())
+    p_BL, q_BL = log_p_BL.exp(), log_q_BL.exp()
+    match divergence:
+        case "tv":
+            return (p_BL - q_BL).abs()
+        case "kl":
+            # 1 - p by expm1, kept above 0: a token that is certain to 24 bits has no other one beside it.
+            rest_p_BL, rest_q_BL = (-x_BL.expm1().clamp(max=-LEAST) for x_BL in (log_p_BL, log_q_BL))
+            return q_BL * (log_q_BL - log_p_BL) + rest_q_BL * (rest_q_BL.log() - rest_p_BL.log())
+        case _:
+            assert_never(divergence)
