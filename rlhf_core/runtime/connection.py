@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -19,13 +18,13 @@ from pathlib import Path
 
 import grpc  # type: ignore[import-untyped]
 import psutil
-import ray
 
 from rlhf_core.config.engines import TrainerConfig
 from rlhf_core.errors import ConfigError, WorkerLostError, explain
 from rlhf_core.processes.private_folder import private_folder
 from rlhf_core.runtime.cluster import check_address, named_address, no_head
 from rlhf_core.runtime.liveness import PROBE_TIMEOUT_S
+from rlhf_core.runtime.ray_settings import VARIABLES, ray
 
 # ---------------------------------------------------------------- Check that a worker can compute on the GPUs that Ray reserved for it
 
@@ -57,25 +56,6 @@ def _short(gpu: str) -> str:
     node, _, index = gpu.rpartition(":")
     return f"{node[:NODE_CHARACTERS]}:{index}"
 
-
-# ---------------------------------------------------------------- ray settings
-
-VARIABLES = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Without this, Ray sets CUDA_VISIBLE_DEVICES to an empty value and warns about it on every start.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
-    # Ray would end this process without an error a minute after its head is gone. `RayWatch` notices the loss and acts.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
-    # Ray's handler of SIGTERM prints a stack trace and aborts the process after 3 s; ours lets the stage save.
-    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
-}
-"""Environment variables of a process that connects to Ray, and of the processes that Ray starts for it."""
-
-if "ray" not in sys.modules:  # a worker was started by Ray, with the settings of its node
-    os.environ.update(VARIABLES)
-
-
-__all__ = ["VARIABLES", "ray"]
 
 # ---------------------------------------------------------------- Join or start Ray
 

@@ -12,7 +12,7 @@ import transformers
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import ModelSpec, RankTrainer, Weights
-from rlhf_core.runtime.weight_sync import PackedTensor, buckets, pack
+from rlhf_core.runtime.weights import PackedTensor, buckets, pack
 from rlhf_core.training.engines.offload import release_cached
 from rlhf_core.training.trainer import LocalTrainer
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_core.config.engines import AnySamplerConfig, RuntimeConfig
 from rlhf_core.errors import ConfigError, WorkerLostError, explain
-from rlhf_core.runtime.connection import ray
+from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)

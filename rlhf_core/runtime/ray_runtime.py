@@ -16,10 +16,11 @@ from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import ConfigError, SamplingError, TrainingError, WorkerLostError, explain
 from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer, Transfer
 from rlhf_core.runtime.cluster import available_cores, threads_per_worker, worker_environment
-from rlhf_core.runtime.connection import RECONNECT_EVERY_S, RECONNECT_TIMEOUT_S, connect, connect_again, ray, servers
+from rlhf_core.runtime.connection import RECONNECT_EVERY_S, RECONNECT_TIMEOUT_S, connect, connect_again, servers
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
 from rlhf_core.runtime.liveness import RayWatch
 from rlhf_core.runtime.placement import GpuSharing, Placement, gpu_order, reserve
+from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.train_worker import TrainWorker
 from rlhf_core.runtime.weight_sync import choose_transfer

@@ -14,7 +14,8 @@ from rlhf_core.config.engines import AnySamplerConfig, SamplingConfig
 from rlhf_core.errors import SamplingError, explain
 from rlhf_core.interfaces import DeviceSampler, EngineSampler, Probes, Transfer, TransferVerb, Weights
 from rlhf_core.processes.large_imports import large_imports
-from rlhf_core.runtime.connection import check_gpus, own_gpus, ray
+from rlhf_core.runtime.connection import check_gpus, own_gpus
+from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.samplers import reopen_sampler, sampler_engine
 from rlhf_core.runtime.weight_sync import StoredWeights
 from rlhf_core.types import Completion, SamplingRequest
@@ -118,7 +119,7 @@ class SampleWorker:
 
     def load_weights(self, weights: Weights, version: int) -> None:
         """Read the weights from the object store (shared memory on this node) and load them into the engine."""
-        from rlhf_core.runtime.weight_sync import unpack  # torch is for workers; the driver imports this module too
+        from rlhf_core.runtime.weights import unpack  # torch is for workers; the driver imports this module too
 
         if not isinstance(weights.payload, StoredWeights):
             kind, rule = type(weights.payload).__name__, "must be in the object store"

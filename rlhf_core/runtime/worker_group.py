@@ -16,7 +16,7 @@ from rlhf_core.errors import (
     WorkerLostError,
     explain,
 )
-from rlhf_core.runtime.connection import ray
+from rlhf_core.runtime.ray_settings import ray
 
 LOOK_EVERY_S = 1.0
 """Seconds between checks, during a call, that Ray itself is still there."""

@@ -23,7 +23,8 @@ from rlhf_core.interfaces import ModelSpec, Sampler, Trainer, Weights
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.runtime.ray_runtime import RayRuntime
-from rlhf_core.runtime.weight_sync import StoredWeights, pack, unpack
+from rlhf_core.runtime.weight_sync import StoredWeights
+from rlhf_core.runtime.weights import pack, unpack
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import PolicyRef, SamplingRequest, TokenSample

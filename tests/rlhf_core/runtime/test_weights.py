@@ -5,7 +5,7 @@ import pickle
 import torch
 
 from rlhf_core.models.lora import weights_digest
-from rlhf_core.runtime.weight_sync import buckets, pack, unpack
+from rlhf_core.runtime.weights import buckets, pack, unpack
 
 
 def test_packed_weights_come_back_bit_for_bit_with_dtype_shape_and_order() -> None:

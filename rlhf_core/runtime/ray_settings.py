@@ -1,0 +1,24 @@
+"""Import Ray with our settings. The modules of this folder take `ray` from here, since it reads them when imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Without this, Ray sets CUDA_VISIBLE_DEVICES to an empty value and warns about it on every start.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+    # Ray would end this process without an error a minute after its head is gone. `RayWatch` notices the loss and acts.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
+    # Ray's handler of SIGTERM prints a stack trace and aborts the process after 3 s; ours lets the stage save.
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
+}
+"""Environment variables of a process that connects to Ray, and of the processes that Ray starts for it."""
+
+if "ray" not in sys.modules:  # a worker was started by Ray, with the settings of its node
+    os.environ.update(VARIABLES)
+
+import ray  # noqa: E402
+
+__all__ = ["VARIABLES", "ray"]

@@ -1,0 +1,65 @@
+"""Keep weights in Ray's object store: rank 0 packs them once, in buckets, and every engine reads them uncopied."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+BUCKET_BYTES = 2**28
+"""Maximum size of one object in the store, unless a single tensor is larger. The store has room for a bucket where a
+whole model would not fit, spills buckets one by one, and another node pulls several at once.
+"""
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A tensor as bytes, because numpy has no bfloat16. `data` is a 1-D uint8 array."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+def buckets(tensors: Mapping[str, Any], *, most_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, Any]]:
+    """Yield name -> tensor in parts of at most `most_bytes`, in order; a larger tensor is a part of its own.
+
+    >>> import torch
+    >>> [list(part) for part in buckets({name: torch.zeros(3) for name in "abc"}, most_bytes=24)]
+    [['a', 'b'], ['c']]
+    """
+    part: dict[str, Any] = {}
+    held = 0
+    for name, tensor in tensors.items():
+        if part and held + tensor.nbytes > most_bytes:
+            yield part
+            part, held = {}, 0
+        part[name] = tensor
+        held += tensor.nbytes
+    if part:
+        yield part
+
+
+def pack(tensors: Mapping[str, Any]) -> list[PackedTensor]:
+    """Return name -> tensor as bytes outside the pickle, so that Ray's readers map them instead of copying."""
+    packed = []
+    for name, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        packed.append(PackedTensor(name, dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy()))
+    return packed
+
+
+def unpack(packed: list[PackedTensor]) -> dict[str, Any]:
+    """Return name -> CPU tensor that shares the memory of `packed`, in its order. The tensors must not be written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return {
+            item.name: torch.from_numpy(item.data).view(getattr(torch, item.dtype)).reshape(item.shape)
+            for item in packed
+        }
