@@ -28,7 +28,6 @@ from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.data.tables import read_demonstrations, read_prompts
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
-from rlhf_core.models.batches import averaged
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import StepSampler, open_environments
 from rlhf_core.rollouts.factory import open_guard, open_rollouts
@@ -38,6 +37,7 @@ from rlhf_core.sampling.requests import stop_token_ids
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoint
 from rlhf_core.training.adamw import scheduled_rate
+from rlhf_core.training.batching import averaged
 from rlhf_core.training.experience import (
     Experience,
     estimate_advantages,

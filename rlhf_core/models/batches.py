@@ -14,32 +14,21 @@ are computed once, and each sample goes on from there. This needs a mask of our 
 without attention windows.
 
 Legend: B rows of the batch, R rows of the layout, L positions, H hidden.
-
-Divide samples into micro-batches and ranks, and combine the metrics of ranks.
-
-Micro-batches depend on the contents of the samples, but not on their order. The log-probs of a set of rollouts are
-therefore computed in the same micro-batches before and during the update, bit for bit, and on one rank the first ratio
-of the policy loss is exactly 1 (to rounding with `router_aux_coef`, whose updates share no rows).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.models.beginnings import LEAST_SAVED, LONGEST, Block, common_beginnings, cost
 from rlhf_core.types import (
-    AnswerSample,
-    DistillationSample,
     PolicySample,
-    PreferenceSample,
-    RewardPair,
     StepSample,
     TokenSample,
     ValueSample,
@@ -184,87 +173,6 @@ def _check(samples: Sequence[Sample], pack_to: int | None) -> None:
                     "truncate it or raise pack_to",
                 )
             )
-
-
-# ---------------------------------------------------------------- beginnings
-
-LONGEST = 4096
-"""Maximum length of a block, and of shared rows: their attention needs an L x L mask."""
-MOST = 64
-"""Maximum number of different sequences in a block, which bounds the search."""
-LEAST_SAVED = 0.1
-"""Minimum fraction of its cost that a block must save: a mask is slower than plain causal attention."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Sequences (by index) that all begin with the same `prefix` tokens; `length` counts these, and equal ones, once."""
-
-    samples: tuple[int, ...]
-    prefix: int
-    length: int
-
-
-def cost(length: int, hidden: int) -> int:
-    """Return the cost of a row of `length` tokens in a layer of width `hidden`, in units of 4 * hidden operations.
-
-    A position costs 24 * hidden^2 operations in the projections and the MLP, a pair of positions 4 * hidden.
-    """
-    return length * (6 * hidden + length)
-
-
-def common_beginnings(sequences: Sequence[tuple[int, ...]], *, hidden: int) -> list[Block]:
-    """Divide `sequences`, in the order of their tokens, where it saves a model of width `hidden` the most.
-
-    A sequence that would save too little is a block of its own. Equal sequences are always in one block. The blocks
-    depend on the sequences alone and not on their order, apart from the indices.
-
-    >>> common_beginnings([(5, 7, 2), (4, 4), (5, 7, 7, 2), (4, 4)], hidden=64)
-    [Block(samples=(1, 3), prefix=0, length=2), Block(samples=(0, 2), prefix=2, length=5)]
-    """
-    places: dict[tuple[int, ...], list[int]] = {}
-    for index, sequence in enumerate(sequences):
-        places.setdefault(sequence, []).append(index)
-    # Sequences that begin alike are neighbors in the order of their tokens, so a block is a stretch of that order.
-    ordered = sorted(places)
-    lengths = [len(sequence) for sequence in ordered]
-    common = _shared_tokens(ordered)
-    best = [(0.0, 0)]  # for each number of sequences: the most that they save, and where their last block begins
-    for end in range(1, len(ordered) + 1):
-        found = (best[end - 1][0], end - 1)
-        prefix = total = lengths[end - 1]
-        apart = cost(total, hidden)
-        for start in range(end - 2, max(-1, end - 1 - MOST), -1):
-            prefix = min(prefix, common[start])
-            total += lengths[start]
-            apart += cost(lengths[start], hidden)
-            length = total - prefix * (end - start - 1)
-            if prefix == 0 or length > LONGEST:
-                break  # a longer stretch shares no more tokens, and its block is no shorter
-            saved = apart - cost(length, hidden)
-            if saved >= LEAST_SAVED * apart:
-                found = max(found, (best[start][0] + saved, start))
-        best.append(found)
-    blocks: list[Block] = []
-    end = len(ordered)
-    while end:
-        start = best[end][1]
-        prefix = min(common[start : end - 1], default=0)
-        samples = [index for sequence in ordered[start:end] for index in places[sequence]]
-        blocks.append(Block(tuple(samples), prefix, sum(lengths[start:end]) - prefix * (end - start - 1)))
-        end = start
-    return blocks[::-1]
-
-
-def _shared_tokens(ordered: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return how many tokens each sequence and the next one begin with."""
-    arrays = [np.asarray(sequence, dtype=np.int64) for sequence in ordered]
-    shared = []
-    for one, other in pairwise(arrays):
-        size = min(len(one), len(other))
-        different = np.flatnonzero(one[:size] != other[:size])
-        shared.append(int(different[0]) if len(different) else size)
-    return shared
 
 
 # ---------------------------------------------------------------- shared rows
@@ -485,150 +393,3 @@ def _laid(
     device = batch.token_ids_BL.device
     token_ids_RL = batch.token_ids_BL.flatten()[comes_from.to(device)].reshape(rows, -1)
     return SharedRows(token_ids_RL, positions.reshape(rows, -1).to(device), gone_to.to(device), mask_R1LL)
-
-
-# ---------------------------------------------------------------- Divide samples into micro-batches and ranks, and combine the metrics of ranks
-
-Row: TypeAlias = (
-    TokenSample
-    | RewardPair
-    | StepSample
-    | PreferenceSample
-    | AnswerSample
-    | PolicySample
-    | ValueSample
-    | DistillationSample
-)
-
-
-ROWS = "router/rows"
-"""Key of the number of token rows of the whole step in its denominators. A pair has two rows."""
-
-
-def ordered(samples: Sequence[Row], *, together: int = 0) -> list[int]:
-    """Return the indices of `samples` in the order of micro-batches: longest first, then by token IDs.
-
-    With `together`, the width of a model that computes common first tokens once, samples that have them are neighbors,
-    at the place of the longest of them. Those of other ranks are not seen.
-    """
-    keys = [(-row_length(sample), _sides(sample)) for sample in samples]
-    if not together or any(len(sides) > 1 for _, sides in keys):
-        return sorted(range(len(samples)), key=lambda index: keys[index])
-    blocks = [
-        sorted(block.samples, key=lambda index: keys[index])
-        for block in common_beginnings([sides[0] for _, sides in keys], hidden=together)
-    ]
-    return [index for block in sorted(blocks, key=lambda block: keys[block[0]]) for index in block]
-
-
-def micro_batches(
-    samples: Sequence[Row], *, rows: int, pack_to: int | None, padded_tokens: int = 0, together: int = 0
-) -> list[list[int]]:
-    """Return the indices of each micro-batch in the order of `ordered`.
-
-    A micro-batch has at most `rows` samples. With `padded_tokens`, it has as many samples as have at most that number
-    of tokens when padded to the longest, and at least one. With packing, its samples have at most `rows * pack_to`
-    tokens in total, which first-fit packs into about `rows` rows.
-    """
-    batches: list[list[int]] = []
-    tokens = longest = 0
-    for index in ordered(samples, together=together if pack_to is None else 0):
-        length = row_length(samples[index])
-        if pack_to is not None:
-            full = tokens + length > rows * pack_to
-        elif padded_tokens:
-            full = (len(batches[-1]) + 1) * max(longest, length) > padded_tokens if batches else True
-        else:
-            full = len(batches[-1]) >= rows if batches else True
-        if full or not batches:
-            batches.append([])
-            tokens = longest = 0
-        batches[-1].append(index)
-        tokens += length
-        longest = max(longest, length)
-    return batches
-
-
-def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
-    """Return the indices of each rank's samples, dealt by length in alternating direction so that the work is balanced.
-
-    The numbers of samples of two ranks differ by at most one. A single rank keeps the order.
-
-    >>> shares([5, 1, 4, 2, 3, 6], 2)
-    [[3, 4, 5], [0, 1, 2]]
-    """
-    dealt: list[list[int]] = [[] for _ in range(world)]
-    for position, index in enumerate(sorted(range(len(lengths)), key=lambda index: -lengths[index])):
-        lap, seat = divmod(position, world)
-        dealt[seat if lap % 2 == 0 else world - 1 - seat].append(index)
-    return [sorted(indices) for indices in dealt]
-
-
-def is_maximum(name: str) -> bool:
-    """Return whether a metric is the maximum over its parts (micro-batches, ranks, optimizer steps).
-
-    The name alone decides. Every other metric is a share of its step: shares are summed, and steps are averaged.
-
-    >>> is_maximum("policy/ratio_max"), is_maximum("policy/loss")
-    (True, False)
-    """
-    return name.endswith("_max")
-
-
-def reduce(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of a step from those of its ranks: sums, or maxima (`is_maximum`).
-
-    Use it for the metrics of `forward_backward` and `loss`; those of `optim_step` are the same on every rank.
-
-    >>> reduce([{"loss": 0.25, "ratio_max": 1.5}, {"loss": 0.5, "ratio_max": 1.25}])
-    {'loss': 0.75, 'ratio_max': 1.5}
-    """
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            if name not in total:
-                total[name] = value
-            else:
-                total[name] = max(total[name], value) if is_maximum(name) else total[name] + value
-    return total
-
-
-def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the combined metrics of several optimizer steps: means, or maxima (`is_maximum`).
-
-    >>> averaged([{"loss": 0.25, "ratio_max": 1.5}, {"loss": 0.75, "ratio_max": 1.25}])
-    {'loss': 0.5, 'ratio_max': 1.5}
-    """
-    return {name: value if is_maximum(name) else value / len(steps) for name, value in reduce(steps).items()}
-
-
-def row_length(sample: Row | tuple[int, ...]) -> int:
-    """Return the number of tokens in a sample's row, or in the longer row of a pair."""
-    return len(sample) if isinstance(sample, tuple) else max(len(ids) for ids in _sides(sample))
-
-
-def row_count(sample: Row) -> int:
-    """Return the number of token rows of a sample in a forward pass, two for a pair."""
-    return len(_sides(sample))
-
-
-def step_counts(objective: Any, samples: Sequence[Any]) -> dict[str, float]:
-    """Return the denominators of `objective` over a whole step, and the number of token rows for a router's balance.
-
-    The objective's own number of token rows takes precedence, if any, because `samples` are then a part of the step.
-    """
-    rows = float(sum(row_count(sample) for sample in samples))
-    counts: dict[str, float] = {ROWS: rows, **objective.denominators(samples)}
-    return counts
-
-
-def _sides(sample: Row) -> tuple[tuple[int, ...], ...]:
-    match sample:
-        case RewardPair():
-            return (sample.chosen_ids, sample.rejected_ids)
-        case PreferenceSample():
-            return (sample.chosen.token_ids, sample.rejected.token_ids)
-        case AnswerSample():
-            return (sample.answer.token_ids,)
-        case _:
-            return (sample.token_ids,)

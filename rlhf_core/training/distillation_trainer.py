@@ -12,7 +12,7 @@ from torch import nn
 
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.interfaces import Metrics, Trainer
-from rlhf_core.models.batches import reduce, step_counts
+from rlhf_core.training.batching import reduce, step_counts
 from rlhf_core.training.objectives.base import TrainingObjective
 from rlhf_core.training.objectives.distillation import Teachers
 

@@ -23,11 +23,12 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
 from rlhf_core.models.architecture import padding_id
-from rlhf_core.models.batches import Row, TokenBatch, collate, is_maximum, micro_batches, unpack
+from rlhf_core.models.batches import TokenBatch, collate, unpack
 from rlhf_core.models.export import export_model
 from rlhf_core.models.forward import row_rules, sequence_scores, step_scores, token_logprobs, token_values, watching
 from rlhf_core.models.lora import merged_state_dict, weights_digest
 from rlhf_core.store.checkpoints import wait_for_parts, write_part
+from rlhf_core.training.batching import Row, is_maximum, micro_batches
 from rlhf_core.training.engines.base import Engine, open_engine
 from rlhf_core.training.engines.offload import HostCopies, keep_freed_memory, release_cached, release_if_short
 from rlhf_core.training.objectives.base import RoutedObjective, SftObjective, TrainingObjective, unmasked

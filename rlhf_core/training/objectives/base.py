@@ -32,8 +32,9 @@ from rlhf_core.algorithms.token_math import (
     step_loss,
 )
 from rlhf_core.errors import DataError, explain
-from rlhf_core.models.batches import ROWS, TokenBatch, collate, step_counts
+from rlhf_core.models.batches import TokenBatch, collate
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values, watching
+from rlhf_core.training.batching import ROWS, step_counts
 from rlhf_core.types import DistillationSample, PolicySample, RewardPair, StepSample, TokenSample, ValueSample
 from rlhf_core.user_code.dependencies import UserFunction
 

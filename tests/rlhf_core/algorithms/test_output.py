@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_core.algorithms.token_math import LossOutput, sft_loss
-from rlhf_core.models.batches import reduce
+from rlhf_core.training.batching import reduce
 
 
 def test_the_shares_of_two_micro_batches_add_up_to_the_step() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rlhf_core.models.batches import averaged, micro_batches, ordered, reduce, shares
+from rlhf_core.training.batching import averaged, micro_batches, ordered, reduce, shares
 from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
 
 

@@ -17,9 +17,9 @@ from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ArtifactError, TrainingError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.batches import reduce
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.store.checkpoints import wait_for_parts
+from rlhf_core.training.batching import reduce
 from rlhf_core.training.engines.base import TorchEngine, open_engine
 from rlhf_core.training.objectives.base import BradleyTerryObjective, PolicyObjective, SftObjective, ValueObjective
 from rlhf_core.training.objectives.preference import PairObjective

@@ -19,8 +19,8 @@ from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import LoraConfig, TrainerConfig
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.batches import reduce
 from rlhf_core.models.forward import LOGPROB_ELEMENTS
+from rlhf_core.training.batching import reduce
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
 from rlhf_core.training.objectives.distillation import DistillationObjective
 from rlhf_core.types import DistillationSample, PolicySample, TokenSample, TopLogprobs

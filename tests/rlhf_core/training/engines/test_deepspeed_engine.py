@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.models.batches import reduce
+from rlhf_core.training.batching import reduce
 from tests.rlhf_core.training.conftest import TINY
 from tests.support.tolerances import assert_same_updates, near, of_training
 

@@ -14,8 +14,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.batches import step_counts
 from rlhf_core.training import distillation_trainer
+from rlhf_core.training.batching import step_counts
 from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.engines.base import open_engine
 from rlhf_core.training.objectives.base import BradleyTerryObjective, SftObjective

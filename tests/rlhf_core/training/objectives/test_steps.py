@@ -9,9 +9,10 @@ import torch
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.batches import collate, reduce
+from rlhf_core.models.batches import collate
 from rlhf_core.models.forward import sequence_scores, step_scores
 from rlhf_core.models.loading import load_model
+from rlhf_core.training.batching import reduce
 from rlhf_core.training.objectives.base import StepObjective
 from rlhf_core.training.trainer import LocalTrainer
 from rlhf_core.types import StepSample, TokenSample
