@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.durability import checks, clocks, lives, processes, takeovers
 from benchmarks.durability.clocks import Skew
-from benchmarks.durability.pipeline import LOG, Setup, read_events
+from benchmarks.durability.pipeline import LOG, Setup
 from rlhf_core.store import leases
 from tests.support.toy_runs import run_toy
 from tests.support.toy_stage import ToyConfig, toy_spec
@@ -25,12 +25,12 @@ def start(setup: Setup, skew: Skew, *, watch_s: float = WATCH_S) -> int:
 
 
 def begin(tmp_path: Path, first: Skew) -> tuple[Setup, int]:
-    """Start a run, and wait until it computes."""
+    """Start a run, and wait until its attempt has begun, which is after its decision."""
     setup = Setup(tmp_path / "home", mlflow=False)
     setup.home.mkdir()
     child = start(setup, first)
     deadline = time.monotonic() + 30.0
-    while not any(event["event"] == "started" for event in read_events(setup.events)):
+    while not list((setup.home / "store" / "attempts").glob("*/attempt.json")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return setup, child
