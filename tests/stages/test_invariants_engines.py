@@ -104,6 +104,7 @@ def mismatch(trainer: Trainer, sampler: Sampler) -> list[float]:
     ]
 
 
+@pytest.mark.smoke
 def test_at_learning_rate_0_nothing_drifts_however_often_the_weights_are_synced(
     runtime: RayRuntime, policy: Path
 ) -> None:

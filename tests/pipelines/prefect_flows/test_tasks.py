@@ -103,6 +103,7 @@ def api(path: str, body: dict[str, Any] | None = None) -> Any:
         return json.load(response)
 
 
+@pytest.mark.smoke
 def test_prefect_shows_the_edges_the_hits_the_plan_and_a_card_per_stage(tmp_path: Path, prefect_home: Home) -> None:
     home = Home(tmp_path / "home").make()
     ran, cached = run_flow(tmp_path, home), run_flow(tmp_path, home)
