@@ -28,7 +28,6 @@ SKIPPED = {
     "rlhf_core.rewards.sandbox.fusion": (1, "a server of SandboxFusion"),
     "rlhf_core.rollouts.answers": (1, "a policy that samples"),
     "rlhf_core.rollouts.guard": (1, "a policy that is optimized"),
-    "rlhf_core.rollouts.scored_step": (1, "a policy that samples"),
     "rlhf_core.runtime.worker_group": (2, "workers of Ray"),
     "rlhf_core.runtime.liveness": (1, "a cluster of Ray"),
     "rlhf_core.runtime.local_runtime": (1, "the engine torch"),

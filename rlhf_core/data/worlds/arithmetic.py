@@ -25,7 +25,7 @@ from rlhf_core.types import Generation, Message, Prompt, derive_seed
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Two numbers and an operation, in some wording.
+    """Two numbers and an operation, asked for in some words.
 
     >>> Problem(7, "+", 5, "What is {}?").answer
     12

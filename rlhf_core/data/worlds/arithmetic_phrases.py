@@ -1,4 +1,4 @@
-"""Wordings of the questions of the arithmetic worlds, and the number of them kept for evaluation."""
+"""How questions of the arithmetic worlds are asked, and how many of them are kept for evaluation."""
 
 SOURCE = "arithmetic"
 WORDINGS = ("What is {}?", "Compute {}.", "How much is {}?", "Please solve {}.")

@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_core.data.worlds.instruction_answers import ANSWERS, BEFORE_CLOSER, WITH_KEYWORD
 
 ATTEMPTS = 40
-"""Number of tries of the writer; some answers are too long for some limits."""
+"""How often the writer tries; some answers are too long for some limits."""
 
 
 def write_answer(

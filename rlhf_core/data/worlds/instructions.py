@@ -2,9 +2,9 @@
 
     Tell me about cats. Use at most 12 words. Avoid commas.
 
-Held-out prompts are of three kinds, by their source: topics that no training prompt has, pairs and
+Held-out prompts are of three kinds, told apart by their source: topics that no training prompt asks about, pairs and
 triples of instructions that no training prompt combines, and kinds of instructions that no training prompt has. All of
-them are about held-out topics. A prompt's label holds the instructions and the topic of its answer
+them are about held-out topics. A prompt's label says what its answer must follow and be about
 (`rlhf_core.rewards.library.instructions`).
 """
 
@@ -88,8 +88,8 @@ def make_tables(config: InstructionsWorld, *, seed: int) -> tuple[Tables, dict[s
 
 
 def _too_few(name: str, asked: int, rule: str, *remedies: str) -> ConfigError:
-    """Return the error for a table that cannot have the requested number of rows."""
-    remedy = " or ".join(["request fewer", *remedies])
+    """Return the error for a table that cannot have as many rows as asked for."""
+    remedy = " or ".join(["ask for fewer", *remedies])
     return ConfigError(explain(f"prepare_data.data.{name}", asked, rule, remedy))
 
 
@@ -124,7 +124,7 @@ _NEW_PAIRS: set[Kinds] = {tuple(sorted(pair, key=list(PHRASES).index)) for pair 
 
 
 class Asked(NamedTuple):
-    """A prompt, and its question without the instructions."""
+    """A prompt, and the question that it asks without its instructions."""
 
     question: str
     prompt: Prompt

@@ -62,7 +62,7 @@ BEST = GREETED + APOLOGISED + NAMED_ITEM + RIGHT_REMEDY + CLOSED_WITH_THANKS
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Topic of a customer's message.
+    """What a customer wrote about.
 
     >>> Facts("Maria", "blue kettle", "broken").label
     '{"item": "blue kettle", "name": "Maria", "problem": "broken"}'
@@ -101,7 +101,7 @@ def sum_of(components: dict[str, float]) -> float:
 
 
 def gold_components(text: str, facts: Facts) -> dict[str, float]:
-    """Return the reward of each property that the reply `text` has.
+    """Return what each property of the reply `text` earns or costs; absent properties are absent.
 
     >>> gold_components("Hello Maria, We will send a replacement.", Facts("Maria", "blue kettle", "broken"))
     {'greeted': 1.0, 'right_remedy': 1.5}

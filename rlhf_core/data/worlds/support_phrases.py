@@ -1,4 +1,4 @@
-"""The sentences of customers and the desk in the support world, by their purpose."""
+"""The sentences of the support world: all that customers and the desk can say, by what they do."""
 
 from __future__ import annotations
 

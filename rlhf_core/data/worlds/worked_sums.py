@@ -19,14 +19,14 @@ from rlhf_core.data.worlds.arithmetic_phrases import HELD_OUT, SOURCE, WORDINGS
 from rlhf_core.types import Message, Prompt, derive_seed
 
 SIZES = (3, 4)
-"""Number of terms of a sum."""
+"""How many numbers a sum has."""
 TRIES = 200
 """Draws per question wanted, at most: small numbers make few different questions."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkedSum:
-    """Numbers to add up, in some wording.
+    """Numbers to add up, asked for in some words.
 
     >>> WorkedSum((7, 5, 2), "What is {}?").written(None, 0)[0]
     ('7 + 5 = 12', '12 + 2 = 14')

@@ -128,7 +128,7 @@ def _input_outputs(inputs: Sequence[Any], outputs: Sequence[Any], label: str) ->
 
 
 def _check_imports(tests: Sequence[InputOutput | Assertions], label: str) -> None:
-    """Raise DataError for a test that imports a module that is missing in this machine's sandbox."""
+    """Raise DataError for a test that imports what no program finds in the sandbox of this machine."""
     waiting: list[ast.AST] = [_parsed(test.code, label) for test in tests if isinstance(test, Assertions)]
     while waiting:
         node = waiting.pop()
@@ -160,11 +160,11 @@ def _parsed(code: str, label: str) -> ast.Module:
     try:
         return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last for brackets too deep
-        raise _refusal(label, f"has a test that is no Python ({error})", "correct the test") from error
+        raise _refusal(label, f"has a test that is no Python ({error})", "mend the test") from error
 
 
 def _can_fail(tree: ast.Module) -> bool:
-    """Return whether running `tree` can fail for some program: it runs an assertion about a name."""
+    """Return whether running `tree` can fail for what a program does: an assertion that is run, of something with a name."""
     outside = list(_run_at_once(tree))
     if any(map(_asserts, outside)):
         return True

@@ -62,7 +62,7 @@ def _wanted(options: Options) -> list[str]:
 
 
 def _count(options: Options) -> int:
-    """Return the number in an instruction. Raises TypeError for an option that is no whole number from 1 on."""
+    """Return the number that an instruction asks for. Raises TypeError for an option that is no whole number from 1 on."""
     count = options["count"]
     if isinstance(count, bool) or not isinstance(count, (int, float)) or count % 1 or count < 1:
         raise TypeError(f"count = {count!r} is no whole number from 1 on")

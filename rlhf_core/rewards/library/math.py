@@ -1,4 +1,4 @@
-"""Mathematical answers, compared by value: 1/2, 0.5 and \\frac{1}{2} are equal (math-verify)."""
+"""Mathematical answers, compared by what they mean: 1/2, 0.5 and \\frac{1}{2} are equal (math-verify)."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def json_schema(
     jsonschema, referencing = needed("jsonschema", "jsonschema"), needed("referencing", "referencing")
 
     def refusal(given: Any, rule: str) -> DataError | ConfigError:
-        return (DataError if schema is None else ConfigError)(explain("schema", given, rule, "correct it"))
+        return (DataError if schema is None else ConfigError)(explain("schema", given, rule, "mend it"))
 
     def validator(given: Any) -> Any:
         kind = jsonschema.validators.validator_for(given, default=jsonschema.Draft202012Validator)
@@ -64,7 +64,7 @@ def json_schema(
         except jsonschema.SchemaError as error:
             raise refusal(given, f"is no JSON schema: {error.message}") from None
         if not isinstance(given, dict) or not set(given) & set(kind.VALIDATORS):
-            raise refusal(given, "has no constraint: any JSON would fit it, or none")
+            raise refusal(given, "asks for nothing: any JSON would fit it, or none")
         return kind(given, registry=referencing.Registry())
 
     def fits(text: str, checker: Any) -> float:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlhf_core.errors import ConfigError, RewardError, explain
 from rlhf_core.rewards.library.labels import against_labels
-from rlhf_core.rewards.scoring import soft_overlong
+from rlhf_core.rewards.shaping import soft_overlong
 
 Unit = Literal["tokens", "words", "characters"]
 
@@ -50,7 +50,7 @@ def regex_match(
     try:
         re.compile(pattern.replace("{label}", ""), re.DOTALL)
     except re.error as error:
-        raise ConfigError(explain("pattern", pattern, f"is no regular expression: {error}", "correct it")) from None
+        raise ConfigError(explain("pattern", pattern, f"is no regular expression: {error}", "mend it")) from None
 
     def judge(text: str, label: str) -> float:
         expression = re.compile(pattern.replace("{label}", re.escape(label.strip())), re.DOTALL)

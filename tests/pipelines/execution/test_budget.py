@@ -184,7 +184,7 @@ def test_pairs_beyond_the_budget_are_refused_by_the_plan(store: ArtifactStore) -
 
     # 300 pairs a round, a tenth of them again, and a twentieth as many attention checks: 345 in each of three rounds.
     with pytest.raises(
-        ConfigError, match=r"budget.comparisons = 1000: online/round_1/propose 345 \+ .* ask about 1035 pairs"
+        ConfigError, match=r"budget.comparisons = 1000: online/round_1/propose 345 \+ .* may propose 1035 pairs"
     ):
         planned("budget.comparisons=1000")
     assert planned("budget.comparisons=1035") == planned()

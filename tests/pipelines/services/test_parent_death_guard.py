@@ -53,6 +53,7 @@ def test_a_command_that_ignores_the_request_is_ended_when_it_is_terminated(numbe
         [sys.executable, "-m", "pipelines.services.parent_death_guard", "1", sys.executable, "-c", stubborn],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
     )
     assert leash.stdout is not None
     leash.stdout.readline()

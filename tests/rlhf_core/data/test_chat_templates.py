@@ -53,7 +53,7 @@ def test_the_first_difference_is_shown_and_no_template_is_offered_twice() -> Non
     assert rule == "prompts for an answer with '<think>\\n' but renders one with '42', so there is no exact loss mask"
     assert remedy.startswith('set prepare_data.chat_template = "deepseek_r1"')
     _, remedy = other_opening(SHIPPED["deepseek_r1"], "ab", "ac")
-    assert remedy.startswith("give a template that shows an answer")
+    assert remedy.startswith("set prepare_data.chat_template to a template")
 
 
 def test_an_answer_that_the_template_leaves_out_is_shown_as_nothing() -> None:

@@ -44,7 +44,7 @@ def write_arrow_stream(path: Path) -> None:
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "a.jsonl": lambda path: path.write_text(LINES),
-    "b.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES.encode())),
+    "b.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES.encode(), mtime=0)),
     "c.json": lambda path: path.write_text(json.dumps(ROWS)),
     "d.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps({"version": 1, "data": ROWS}).encode())),
     "e.csv": write_csv,
@@ -74,7 +74,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\
             for end in (".jsonl", ".csv.gz", ".parquet", ".arrow")
         ),
         ("x.jsonl", LINES.encode("utf-16"), "is UTF-16; save it as UTF-8"),
-        ("x.jsonl.gz", gzip.compress(LINES.encode("utf-16")), "is UTF-16; save it as UTF-8"),
+        ("x.jsonl.gz", gzip.compress(LINES.encode("utf-16"), mtime=0), "is UTF-16; save it as UTF-8"),
         ("x.csv", "prompt,completion\n".encode("utf-16-le"), "is UTF-16, or no text; save it as UTF-8"),
         ("x.json", '[{"prompt": "caf\xe9"}]'.encode("latin-1"), "cannot be read as json .*; save it as UTF-8"),
         ("x.jsonl", json.dumps(ROWS).encode(), "is one value of JSON.*set file_type = 'json'"),
@@ -83,10 +83,10 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\
         ("x.csv", b"prompt\tcompletion\na\tb\n", "is separated by tabs; set file_type = 'tsv'"),
         ("x.tsv", b"prompt,completion\na,b\n", "is separated by commas; set file_type = 'csv'"),
         ("x.csv", json.dumps(ROWS).encode(), "is JSON; set file_type = 'json', or 'jsonl'"),
-        ("x.tsv.gz", gzip.compress(LINES.encode()), "is JSON; set file_type = 'json', or 'jsonl'"),
+        ("x.tsv.gz", gzip.compress(LINES.encode(), mtime=0), "is JSON; set file_type = 'json', or 'jsonl'"),
         ("x.jsonl.gz", LINES.encode(), "is not packed, though its name ends in .gz; rename it"),
         ("x.jsonl.zst", LINES.encode(), "is not packed, though its name ends in .zst; rename it"),
-        ("x.jsonl", gzip.compress(LINES.encode()), "is packed with gzip; let its name end in .gz"),
+        ("x.jsonl", gzip.compress(LINES.encode(), mtime=0), "is packed with gzip; let its name end in .gz"),
         ("x.csv", b"PAR1 and so on", "is Parquet; set file_type = 'parquet'"),
         ("x.jsonl", b"\n<!DOCTYPE html><html></html>", "is a web page; download the file itself"),
     ],
@@ -176,7 +176,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('[{"a": 1},\n oops]')
     with pytest.raises(DataError, match=r"x\.json:2"):
         list(read(source(tmp_path / "x.json")))
-    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(LINES.encode())[:-9])
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(LINES.encode(), mtime=0)[:-9])
     with pytest.raises(DataError, match=r"x\.jsonl\.gz.*cannot be read as jsonl"):
         list(read(source(tmp_path / "x.jsonl.gz")))
 

@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from rlhf_core.rewards.scoring import RunningNormalizer, clipped, linear_weight, soft_overlong
+from rlhf_core.rewards.shaping import RunningNormalizer, clipped, linear_weight, soft_overlong
 
 
 def test_the_running_statistics_are_those_of_everything_seen() -> None:

@@ -86,6 +86,7 @@ def test_under_nohup_a_hang_up_is_ignored(passed_on: list[int]) -> None:
 def test_a_stage_saves_when_its_terminal_goes(tmp_path: Path) -> None:
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
         os.execv(sys.executable, [sys.executable, "-c", SAVES, str(tmp_path / "saved")])
     assert os.read(terminal, 6) == b"begins"
     os.close(terminal)

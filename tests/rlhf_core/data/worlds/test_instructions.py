@@ -89,7 +89,7 @@ def test_demonstrations_are_written_by_option_to_training_prompts_and_change_not
     ("options", "error"),
     [
         ({"demonstrations": 480}, r"demonstrations = 480: these kinds, with min_words = 6, allow 128 with"),
-        ({"prompts": 400}, r"prompts = 400: these kinds allow 128; request fewer or more kinds"),
+        ({"prompts": 400}, r"prompts = 400: these kinds allow 128; ask for fewer or more kinds"),
         ({"eval_prompts": 1000}, r"eval_prompts = 1000: 500 of them have the source new_topics, of which there are"),
     ],
 )
