@@ -12,6 +12,7 @@ from pipelines.flows.profile import load_profile, profile_names
 from rlhf_core.config import engines
 from rlhf_core.schema.base import keyed
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
+from rlhf_core.user_code.dependencies import user_code_digest
 
 PROFILES = {
     "multi_node/full": ("7a4d535311cd24f8", "f1b00acc1ec7ae91"),
@@ -42,3 +43,21 @@ def test_a_profile_is_read_as_before(monkeypatch: pytest.MonkeyPatch, profile: s
     monkeypatch.setattr(engines, "multiplies_bfloat16", lambda: False)  # else `auto` depends on the machine
     config = load_profile(profile)
     assert (digits(config.model_dump_json()), digits(canonical_json(keyed(config)))) == PROFILES[profile]
+
+
+FUNCTIONS = {
+    "rlhf_core.data.worlds.arithmetic:exact_match": "2f22273ffaba6ad9",
+    "rlhf_core.data.worlds.support:gold_reward": "76f7d3bfe4d48fe3",
+    "rlhf_core.data.worlds.support_readers:reader_reward": "8f96713256ee82ee",
+    "rlhf_core.rewards.library.instructions:instructions_followed": "222a45e03a6739e0",
+    "rlhf_core.rewards.library.instructions:on_topic": "222a45e03a6739e0",
+    "rlhf_core.rewards.library.text:exact_match": "fd727d7291cb15bd",
+    "rlhf_core.rewards.verifiable:final_line_format": "6dda070a47bd23c2",
+    "rlhf_core.rewards.verifiable:final_number": "6dda070a47bd23c2",
+}
+"""Reward function of ours -> the first digits of its digest. Keys contain it, docstrings and messages of its module included."""
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_reward_function_of_ours_keeps_its_digest(function: str) -> None:
+    assert user_code_digest(function)[:16] == FUNCTIONS[function]

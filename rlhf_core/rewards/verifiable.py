@@ -1,6 +1,6 @@
 """Rewards that a program can check: numbers, exact answers and formats. Each is a `RewardFunction`.
 
-All but the format rewards compare with `prompt.label` and raise ValueError where a prompt has none, or an empty one.
+All but the format rewards compare with `prompt.label` and raise ValueError where a prompt has none, or one that says nothing.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def read_final_number(text: str) -> Decimal | None:
 
 
 def read_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}`, braces balanced; None if there is none or it is not closed.
+    r"""Return what the last `\boxed{...}` holds, braces balanced; None if there is none or it is not closed.
 
     >>> read_boxed(r"\boxed{1} then \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
