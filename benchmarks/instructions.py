@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import seeds
-from benchmarks.faults.small import directly
 from benchmarks.seeds import add_first, keep, latest, seeds_parser
+from campaigns.faults.small import directly
 from pipelines.execution.executor import RunContext, RunOptions, Silent
 from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.local import LocalExecutor

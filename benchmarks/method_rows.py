@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.small import directly
+from campaigns.faults.small import directly
 from pipelines.execution.executor import RunContext, RunOptions, Silent
 from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.local import LocalExecutor

@@ -145,7 +145,7 @@ def test_no_page_says_how_large_the_code_is(page: Path) -> None:
     [
         ("tiny/full", "results.md", lambda stages: f"all {stages} stages hits"),
         ("tiny/full", "results.md", lambda stages: f"the other {stages - 4} stages are HITs"),
-        ("benchmarks/durability/small.toml", "durability.md", lambda stages: f"small pipeline of {stages} stages"),
+        ("campaigns/durability/small.toml", "durability.md", lambda stages: f"small pipeline of {stages} stages"),
     ],
 )
 def test_the_pages_count_the_stages_right(

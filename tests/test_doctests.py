@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("pipelines", "stages", "rlhf_core", "benchmarks")
+PACKAGES = ("pipelines", "stages", "rlhf_core", "benchmarks", "campaigns")
 SKIPPED = {
     "rlhf_core.agents.endpoint": (1, "an event loop and a policy that samples"),
     "rlhf_core.agents.process": (1, "processes of environments and a policy's tokenizer"),

@@ -96,6 +96,8 @@ def without_encoding(module: str) -> list[str]:
 def test_files_of_text_are_in_utf_8_wherever_we_run() -> None:
     """Ruff's PLW1514 sees only those whose paths it can tell to be paths."""
     others = [
-        path.relative_to(ROOT).as_posix() for name in ("benchmarks", "docs") for path in (ROOT / name).rglob("*.py")
+        path.relative_to(ROOT).as_posix()
+        for name in ("benchmarks", "campaigns", "docs")
+        for path in (ROOT / name).rglob("*.py")
     ]
     assert [call for module in (*modules(), *others) for call in without_encoding(module)] == []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.durability import instants, takeovers
-from benchmarks.durability.instants import Instant
-from benchmarks.durability.pipeline import EventLog, Setup
+from campaigns.durability import instants, takeovers
+from campaigns.durability.instants import Instant
+from campaigns.durability.pipeline import EventLog, Setup
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore

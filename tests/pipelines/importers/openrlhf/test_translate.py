@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fuzz.scripts import DPO_08, GRPO_09, RM_010, SFT_010, SFT_06
+from campaigns.fuzz.scripts import DPO_08, GRPO_09, RM_010, SFT_010, SFT_06
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.importers.openrlhf.flags import COMMANDS, FLAGS
 from pipelines.importers.openrlhf.shell import read_commands

@@ -1,0 +1,186 @@
+"""Edit the file of a reward function, as a user would: between two attempts at a pipeline, or while it runs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from campaigns.durability import checks, instants, lives, processes
+from campaigns.durability.checks import StageResult
+from campaigns.durability.instants import AtTime, InStage, Instant
+from campaigns.durability.lives import Life, Peace
+from campaigns.durability.pipeline import LOG, EventLog, Setup, read_events
+
+Edit = Literal["comment", "result"]
+USER = "ppo"
+"""The stage that uses the reward file."""
+PUBLISH = "publish"
+KILLS = (1, 3)
+CHANGED = "has changed since the stage began"
+
+
+def edit(path: Path, what: Edit) -> None:
+    """Edit the reward file: add a comment, or change what it gives."""
+    text = path.read_text(encoding="utf-8")
+    edited = f"# as it was\n{text}" if what == "comment" else text.replace("LENGTH = 20.0", "LENGTH = 30.0")
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(edited, encoding="utf-8")
+    new.replace(path)
+
+
+def edited_between(folder: Path, peace: Peace, number: int, seed: int, *, what: Edit, mlflow: bool) -> Life:
+    """Kill a pipeline, edit its reward file, and go on until it is complete, perhaps with more kills.
+
+    After a comment all is as the twin, else as the twin of the edited file; what was done and is not touched by the
+    edit is not made again, and what is touched begins anew.
+    """
+    source = random.Random(f"{seed}/edit/{number}")
+    census = peace.mlflow if mlflow else peace.memory
+    setup = lives.new_home(folder / f"edit-{number:04d}", mlflow, peace.database)
+    life, began = Life(f"edited {what} {number}", mlflow), time.monotonic()
+    planned = source.randint(*KILLS)
+    edit_before = source.randint(1, planned)
+    ended = None
+    for attempt in range(planned + 1):
+        if attempt == edit_before:
+            edit(setup.reward, what)
+            EventLog(setup.events).note("edited")
+            life.others.append(lives.describe(None, setup.events, kind=f"reward file edited after a kill: {what}"))
+        instant: Instant | None = None
+        if attempt < planned:
+            instant = _in_user(source, census.stages) if attempt == edit_before - 1 and source.random() < 0.6 else None
+            instant = instant or instants.draw(source, census, reach=2 / (planned + 1), done=())
+        ended = lives.attempt(setup, instant)
+        life.leftovers += [f"process {name}" for name in ended.survivors]
+        if ended.how == "killed":
+            life.kills.append(lives.describe(instant, setup.events, ended.lingered_s))
+        elif attempt >= edit_before or ended.how != "completed":
+            break
+    assert ended is not None
+    if ended.how != "completed":
+        life.problems.append(f"the pipeline {ended.how}; read {setup.home / LOG}")
+    life.problems += wrong_decisions(setup, peace, what)
+    _examine(life, setup, peace, what, began)
+    return life
+
+
+def edited_while_running(folder: Path, peace: Peace, number: int, seed: int) -> Life:
+    """Edit the reward file while a run goes on: it ends as the twin of one file or the other, or with one sentence.
+
+    Whatever it made is of one of the two files, by its key. The next run makes all of the edited one.
+    """
+    source = random.Random(f"{seed}/edit/{number}")
+    setup = lives.new_home(folder / f"edit-{number:04d}", False, peace.database)
+    life, began = Life(f"edited while running {number}", mlflow=False), time.monotonic()
+    stages = peace.memory.stages
+    instant = _in_user(source, stages) if source.random() < 0.7 else instants.draw(
+        source, peace.memory, reach=1.0, done=()
+    )  # fmt: skip
+    child = processes.start(partial(_run_and_edit, setup, instant), setup.home / LOG)
+    how, _ = processes.finish(child, kill_after_s=None)
+    life.leftovers += [f"process {name}" for name in processes.wait_for_family()[1]]
+    life.others.append(lives.describe(instant, setup.events, kind="reward file edited while a run goes on"))
+    words = lives.last_words(setup, child)
+    if how != "completed" and not (how == "failed" and words.startswith("ConfigError: ") and CHANGED in words):
+        life.problems.append(f"the run {how}: {words}; read {setup.home / LOG}")
+    life.problems += mixtures(setup.home, peace)
+    made = checks.results(setup.home)
+    file = "none" if USER not in made else "the old" if made[USER].key == peace.results[USER].key else "the edited"
+    life.ends.append(f"the edited run {'ended with one sentence' if words else f'completed, with {file} file'}")
+    ended = lives.attempt(setup, None)
+    if ended.how != "completed":
+        life.problems.append(f"the run after the edit {ended.how}; read {setup.home / LOG}")
+    _examine(life, setup, peace, "result", began)
+    return life
+
+
+def published_before(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether `publish` began before the event `edited`, so that it may have registered the policy of then.
+
+    >>> published_before([{"event": "edited"}, {"event": "started", "label": "publish", "action": "RUN"}])
+    False
+    """
+    before = itertools.takewhile(lambda event: event["event"] != "edited", events)
+    return any((event["event"], event.get("label")) == ("started", PUBLISH) for event in before)
+
+
+def published_again(twin: Mapping[str, StageResult], home: Path) -> Mapping[str, StageResult]:
+    """Return the twin with what `publish` gave in `home`, where it had begun before an edit.
+
+    Each published policy has the number of its version in MLflow in its card, and the twin's is the first.
+    """
+    return {**twin, **{label: one for label, one in checks.results(home).items() if label == PUBLISH}}
+
+
+def mixtures(home: Path, peace: Peace) -> list[str]:
+    """Return the results that are neither those of the twin nor of the edited one, by their key."""
+    twins = {one.key: one for twin in (peace.results, peace.edited) for one in twin.values()}
+    return [
+        f"{label} of key {one.key[:12]}: " + ("in no twin" if one.key not in twins else "not as the twin of its file")
+        for label, one in checks.every_result(home)
+        if one.key not in twins or list(checks.differences({label: one}, {label: twins[one.key]}))
+    ]
+
+
+def _run_and_edit(setup: Setup, instant: Instant) -> None:
+    change = partial(edit, setup.reward, "result")
+    if isinstance(instant, AtTime):
+        timer = threading.Timer(instant.seconds, change)
+        timer.daemon = True
+        timer.start()
+    lives.logged(setup, instant, act=change)
+    if "LENGTH = 20.0" in setup.reward.read_text(encoding="utf-8"):  # the instant was not reached
+        change()
+
+
+def _in_user(source: random.Random, stages: Mapping[str, int]) -> Instant:
+    return InStage(USER, source.randint(1, stages[USER]))
+
+
+def wrong_decisions(setup: Setup, peace: Peace, what: Edit) -> list[str]:
+    """Return the stages that were done before the edit and made again, and those that went on from before it."""
+    touched = touched_by_result(peace.results, peace.edited) if what == "result" else set()
+    return wrong_actions(read_events(setup.events), touched)
+
+
+def wrong_actions(events: Sequence[Mapping[str, Any]], touched: Collection[str]) -> list[str]:
+    """Return the stages that were done before the event `edited` and made again, and those that went on from before it.
+
+    Those that are `touched` by the edit must begin anew.
+    """
+    at = next((index for index, event in enumerate(events) if event["event"] == "edited"), len(events))
+    done = {event["label"] for event in events[:at] if event["event"] == "finished"}
+    first: dict[str, str] = {}
+    for event in events[at:]:
+        if event["event"] == "started":
+            first.setdefault(event["label"], event["action"])
+    again = done - set(touched)
+    return sorted(
+        f"{label}: {action} after the edit"
+        for label, action in first.items()
+        if (label in again and action != "HIT") or (label in touched and action != "RUN")
+    )
+
+
+def touched_by_result(results: Mapping[str, StageResult], edited: Mapping[str, StageResult]) -> set[str]:
+    """Return the labels of stages whose key is another after the edit."""
+    return {label for label, one in results.items() if edited[label].key != one.key}
+
+
+def _examine(life: Life, setup: Setup, peace: Peace, what: Edit, began: float) -> None:
+    """Compare with the right twin; what is unfinished of the file before the edit stays, for whoever brings it back."""
+    old = (
+        set()
+        if what == "comment"
+        else {peace.results[label].key for label in touched_by_result(peace.results, peace.edited)}
+    )
+    twin: Mapping[str, StageResult] = peace.results if what == "comment" else peace.edited
+    if what == "result" and setup.mlflow and published_before(read_events(setup.events)):
+        twin = published_again(twin, setup.home)
+    lives.examine(life, setup, twin, began, unfinished=old)

@@ -1,0 +1,116 @@
+"""Stop a run for so long that another run takes over its work, and then wake it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from campaigns.durability import instants, lives, processes
+from campaigns.durability.instants import AtTime, Instant
+from campaigns.durability.lives import Life, Peace
+from campaigns.durability.pipeline import LOG, Setup, read_events
+from rlhf_core.store import layout, leases
+
+KIND = "stopped, taken over, and woken"
+SENTENCE = "took the lease over, because this process had not renewed it"
+TAKEN_WITHIN_S = 8.0
+"""A takeover that takes longer waits for the stopped process itself, which holds the lock of the leases: it is woken."""
+ELSEWHERE = ("another-machine", "another-boot", "another-namespace")
+
+
+def short_leases(*, ttl_s: float, heartbeat_s: float, watch_s: float) -> None:
+    """Make the times of leases in this process so short that a takeover takes seconds."""
+    leases.TTL_SECONDS, leases.HEARTBEAT_SECONDS, leases.WATCH_SECONDS = ttl_s, heartbeat_s, watch_s
+
+
+def be_elsewhere() -> None:
+    """Let this process say that it runs on another machine: nobody here can ask then whether it lives."""
+    leases.here = layout.here = lambda: ELSEWHERE  # type: ignore[assignment]
+
+
+def reconcile_elsewhere(store: Path, log: Path) -> None:
+    """Remove what a killed process of that other machine left, as `rlhf reconcile` does there."""
+    processes.run(partial(_reconcile, store), log)
+
+
+def taken_over(folder: Path, peace: Peace, number: int, seed: int, *, mlflow: bool) -> Life:
+    """Stop a run at a drawn instant, let a second one take its work over, and wake the first at a drawn moment.
+
+    The second must complete. The first completes, or ends with one sentence. Half of the first runs seem to be on
+    another machine.
+    """
+    source = random.Random(f"{seed}/takeover/{number}")
+    census = peace.mlflow if mlflow else peace.memory
+    setup = lives.new_home(folder / f"takeover-{number:04d}", mlflow, peace.database)
+    life, began, log = Life(f"takeover {number}", mlflow), time.monotonic(), setup.home / LOG
+    instant = instants.draw(source, census, reach=1.0, done=())
+    elsewhere = source.random() < 0.5
+    pause = source.choice((source.uniform(0.0, 1.0), source.uniform(0.0, 0.6 * peace.memory.seconds)))
+    first = processes.start(partial(_run, setup, instant, elsewhere), log)
+    stopped = processes.wait_until_stopped(first, stop_after_s=instant.seconds if isinstance(instant, AtTime) else None)
+    second = processes.start(partial(_run, setup, None, False), log)
+    if stopped:
+        kind = f"{KIND}, as if on another machine" if elsewhere else KIND
+        life.others.append(lives.describe(instant, setup.events, pid=first, kind=kind))
+        _wait_for(partial(_works, setup, second), second, TAKEN_WITHIN_S)
+        _wait_for(lambda: False, second, pause)
+        os.killpg(first, signal.SIGCONT)
+    ends = [processes.finish(one, kill_after_s=None)[0] for one in (first, second)]
+    life.leftovers += [f"process {name}" for name in processes.wait_for_family()[1]]
+    life.problems += wrong_ends(setup, ends, first, second)
+    life.ends.append(f"the woken run {how(lives.last_words(setup, first))}")
+    lives.examine(life, setup, peace.results, began)
+    return life
+
+
+def _run(setup: Setup, instant: Instant | None, elsewhere: bool) -> None:
+    if elsewhere:
+        be_elsewhere()
+    short_leases(ttl_s=2.0, heartbeat_s=0.3, watch_s=1.5)
+    lives.logged(setup, instant, act=instants.stand_still)
+
+
+def how(words: str) -> str:
+    """Return how a woken run ended that said `words` at last."""
+    return "ended with one sentence" if SENTENCE in words else "completed" if not words else "failed"
+
+
+def wrong_ends(setup: Setup, ends: list[processes.End], first: int, second: int) -> list[str]:
+    """Return what is wrong with how the two runs ended, one line each."""
+    return wrong_words(ends, lives.last_words(setup, first), lives.last_words(setup, second))
+
+
+def wrong_words(ends: Sequence[processes.End], first: str, second: str) -> list[str]:
+    """Return what is wrong with how two runs ended that said `first` and `second` (`Class: message`) at last."""
+    wrong = [] if ends[1] == "completed" else [f"the second run {ends[1]}: {second}"]
+    clear = first.startswith("ArtifactError: lease ") and SENTENCE in first and first.endswith("; run again")
+    if ends[0] != "completed" and not (ends[0] == "failed" and clear):
+        wrong.append(f"the woken run {ends[0]}: {first}")
+    return wrong
+
+
+def _works(setup: Setup, pid: int) -> bool:
+    """Say whether a run computes a stage: what it does is its own work then, and not another's that it waits for."""
+    mine = [event for event in read_events(setup.events) if event["pid"] == pid and event["event"] == "started"]
+    return any(event["action"] in ("RUN", "RESUME") for event in mine)
+
+
+def _wait_for(condition: Callable[[], bool], child: int, seconds: float) -> None:
+    """Wait until the condition holds, the child has ended, or the seconds are over."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not condition() and not processes.has_ended(child):
+        time.sleep(0.02)
+
+
+def _reconcile(store: Path) -> None:
+    from pipelines.services.reconcile import reconcile_store
+    from rlhf_core.store.artifacts import ArtifactStore
+
+    be_elsewhere()
+    for line in reconcile_store(ArtifactStore(store)):
+        print(line)

@@ -1,0 +1,226 @@
+"""Damage files in a store with finished, killed and running stages, and run the verbs on it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, get_args
+
+from campaigns.fuzz.campaign import Wrong
+from campaigns.fuzz.mutations import changed, damaged, odd, written
+from pipelines.cli import main as cli
+from pipelines.execution.plan import ReachedUntil, placeholder
+from pipelines.flows.full import lifecycle
+from pipelines.flows.graph import Stages
+from pipelines.flows.profile import load_profile
+from pipelines.services.reconcile import reconcile_store
+from rlhf_core.errors import RlhfError
+from rlhf_core.stage.decision import Target as KeyTarget
+from rlhf_core.stage.decision import remember, target_of
+from rlhf_core.stage.key import StageSpec, Strictness
+from rlhf_core.store import attempts
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.layout import MANIFEST, write_json
+from rlhf_core.store.leases import lease_file, ourselves
+from rlhf_core.store.maintenance import set_aside_record
+from rlhf_core.store.records import Provenance
+from rlhf_core.types import ArtifactRef
+
+R = TypeVar("R", bound=ArtifactRef)
+
+PROFILE = "tiny/rlvr"
+FINISHED = ("prepare_data", "sft")
+KILLED = "ppo"
+VERBS = 4
+"""Verbs that look at each damaged store: some of them mend it, which the next ones then see."""
+GONE = 2**22 + 1
+"""The number of a process that no machine has: the kernel's largest is 2**22."""
+
+
+class Target:
+    """Stores with damaged files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._sound, self._root, self._outside = folder / "sound", folder / "store", folder / "outside"
+        os.environ["RLHF_HOME"] = str(folder / "home")
+        make_store(ArtifactStore(self._sound), self._outside)
+        self._verbs = self._make_verbs()
+        self._files = sorted(path.relative_to(self._sound) for path in self._sound.rglob("*") if path.is_file())
+
+    def attempt(self, rng: random.Random) -> None:
+        """Damage one to three files and let some of the verbs look at the store, one after the other."""
+        self._copy()
+        touched = [self._damage(rng.choice(self._files), rng) for _ in range(rng.choice((1, 1, 2, 3)))]
+        refused: list[Exception] = []
+        with redirect_stdout(io.StringIO()):
+            for verb in rng.sample(self._verbs, k=VERBS):
+                try:
+                    verb()
+                except RlhfError as error:
+                    refused.append(error)
+        self._check_sound(touched)
+        if refused:
+            raise refused[0]
+
+    def _copy(self) -> None:
+        """Put the sound store in the place of the last one; it holds no file that cannot be written to."""
+        shutil.rmtree(self._root, ignore_errors=True)
+        shutil.copytree(self._sound, self._root)
+
+    def _damage(self, name: Path, rng: random.Random) -> Path:
+        path = self._root / name
+        sound = (self._sound / name).read_bytes()
+        kind = rng.randrange(8)
+        if kind == 0:
+            path.unlink(missing_ok=True)
+        elif kind == 1:
+            path.write_bytes((self._sound / rng.choice(self._files)).read_bytes())
+        elif kind < 5 and path.suffix == ".json":
+            path.write_bytes(written(json.dumps(changed(json.loads(sound), rng))).encode())
+        elif kind == 5 and path.suffix == ".json":
+            path.write_bytes(written(json.dumps(odd(rng))).encode())
+        else:
+            path.write_bytes(damaged(sound, rng))
+        return name
+
+    def _make_verbs(self) -> list[Callable[[], object]]:
+        store, place = ["--store", str(self._root)], ["--set", f"store={json.dumps(str(self._root))}"]
+        lines: Sequence[Sequence[str]] = (
+            ["plan", PROFILE, *place],
+            ["explain", "sft", "--profile", PROFILE, *place],
+            ["explain", KILLED, "--profile", PROFILE, *place],
+            ["runs", *store],
+            ["store", "ls", *store],
+            ["store", "verify", *store],
+            ["store", "gc", "--dry-run", *store],
+            ["store", "gc", "--keep-days", "0", *store],
+        )
+        parsed = [cli._parser().parse_args(line) for line in lines]
+        return [*(partial(cli._verb(one), one) for one in parsed), self._reconcile, self._latest]
+
+    def _reconcile(self) -> None:
+        list(reconcile_store(ArtifactStore(self._root)))
+
+    def _latest(self) -> None:
+        """Look at what later runs look at, beside the verbs."""
+        store = ArtifactStore(self._root)
+        store.latest("sft")
+        store.pins()
+        store.external(ArtifactRef, self._outside)
+        for folder in sorted(store.layout.attempts.glob("*")):
+            checkpoints = Checkpoints(attempts.checkpoints(folder), keep_best=1)
+            checkpoints.to_resume()
+            checkpoints.best()
+
+    def _check_sound(self, touched: Sequence[Path]) -> None:
+        """Raise Wrong where an object that is not what was written counts as sound."""
+        try:
+            store = ArtifactStore(self._root)
+            store.verify()
+            records = store.records()
+        except RlhfError:
+            return
+        for record in records:
+            sound, found = self._sound / "objects", store.path(record.handle)
+            for path in sorted(found.rglob("*")):
+                original = sound / path.relative_to(self._root / "objects")
+                if path.name != MANIFEST and path.is_file() and path.read_bytes() != original.read_bytes():
+                    raise Wrong(f"{path} counts as sound after damage to {touched}")
+
+
+# ---------------------------------------------------------------- a sound store
+
+
+@dataclass
+class Builder:
+    """A `RunStage` that gives some stages a made-up result, and one a past."""
+
+    store: ArtifactStore
+
+    def __call__(self, spec: StageSpec, kind: type[R]) -> R:
+        target = target_of(self.store, spec, strict=Strictness())
+        if spec.label in FINISHED:
+            return _finish(self.store, spec, target, kind)
+        if spec.label == KILLED:
+            _leave(self.store, spec, target)
+            raise ReachedUntil
+        return placeholder(spec.label, kind)
+
+
+def make_store(store: ArtifactStore, outside: Path) -> None:
+    """Fill `store` with one file, at least, of each kind that a store may hold."""
+    config = load_profile(PROFILE)
+    with suppress(ReachedUntil):
+        lifecycle(config, Stages(Builder(store), seed=config.seed, runtime=config.runtime))
+    record = store.records()[0]
+    store.pin(record.key, note="kept")
+    write_json(store.layout.damage("0" * 64), {"key": "0" * 64, "problem": "was damaged"})
+    write_json(store.layout.key("1" * 64), json.loads(store.layout.key(record.key).read_text(encoding="utf-8")))
+    set_aside_record(store.layout, "1" * 64, "is of another key")
+    outside.mkdir()
+    (outside / "config.json").write_text("{}", encoding="utf-8")
+    os.utime(outside / "config.json", (1e9, 1e9))
+    store.external(ArtifactRef, outside)
+    for path in (store.root, *store.root.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _finish(store: ArtifactStore, spec: StageSpec, target: KeyTarget, kind: type[R]) -> R:
+    """Commit a made-up artifact of `kind` with a file in each of its parts."""
+    out = store.root.parent / "out"
+    parts = {
+        name: (name, one)
+        for name, field in kind.model_fields.items()
+        for one in get_args(field.annotation)
+        if isinstance(one, type) and issubclass(one, ArtifactRef)
+    }
+    for name in ["", *parts]:
+        (out / name).mkdir(parents=True, exist_ok=True)
+        (out / name / "content.txt").write_text(f"{spec.label} {name}\n", encoding="utf-8")
+    folder = store.layout.attempt(target.key)
+    attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code, known_damage=())
+    attempts.end(folder, attempt, label=spec.label, status="committed", failure="", seconds=1.5)
+    provenance = Provenance(
+        label=spec.label,
+        stage=spec.name,
+        payload=target.payload,
+        inputs=tuple(ref.uri for ref in spec.refs()),
+        code=target.code,
+        metrics={"loss": 0.5},
+        engines={},
+        environment={"python": "3.11"},
+        started="2026-01-02T03:04:05+00:00",
+        seconds=1.5,
+        tracking={"run": "abc"},
+        attempts=1,
+        resumed_from=None,
+    )
+    handle = store.commit(target.key, out, kind, children=parts, record=provenance)
+    remember(store, spec, target)
+    return handle
+
+
+def _leave(store: ArtifactStore, spec: StageSpec, target: KeyTarget) -> None:
+    """Leave what a killed process leaves: a lease, an attempt that runs, checkpoints and unfinished work."""
+    folder = store.layout.attempt(target.key)
+    attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code, known_damage=())
+    (attempts.output(folder, attempt) / "half.txt").write_text("half", encoding="utf-8")
+    (attempts.work(folder, attempt) / "shard-0.txt").write_text("a shard", encoding="utf-8")
+    checkpoints = Checkpoints(attempts.checkpoints(folder), keep_last=2)
+    for step in (1, 2):
+        with checkpoints.saving(step, {"cursor": step}, metric=0.5 * step) as path:
+            (path / "weights.txt").write_text(f"step {step}", encoding="utf-8")
+    checkpoints.settle()
+    owner = replace(ourselves(), pid=GONE, pid_started=1)
+    write_json(lease_file(store.layout.leases, target.key), asdict(owner))
+    write_json(lease_file(store.layout.leases, "2" * 64), asdict(owner))
+    remember(store, spec, target)

@@ -1,0 +1,73 @@
+"""A quick selection of damaged inputs, and that the fuzzer sees what it is there to see. 10,000 of each: `python -m campaigns.fuzz`."""
+
+from __future__ import annotations
+
+import random
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from campaigns.fuzz.campaign import Result, Wrong, run
+from campaigns.fuzz.mutations import changed, damaged, written
+from rlhf_core.errors import ConfigError
+
+LIMIT_S = 10.0
+
+
+@pytest.mark.parametrize(("name", "count"), [("profiles", 300), ("rows", 200), ("scripts", 200), ("store", 30)])
+def test_damaged_inputs_lead_to_clear_errors_or_right_results(
+    name: str, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    target = import_module(f"campaigns.fuzz.{name}").Target
+    results = list(run(name, target, seed=0, first=0, count=count, limit_s=LIMIT_S))
+    assert [one.detail for one in results if one.where] == []
+    fates = {one.fate for one in results}
+    assert fates == {"clear error", "right"}  # not so damaged that all are refused, nor so little that none is
+
+
+class Made:
+    """Fails in a way of its own for each number that it draws."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def attempt(self, rng: random.Random) -> None:
+        match rng.randrange(5):
+            case 0:
+                raise ConfigError("name = 'x': no; mend it")
+            case 1:
+                raise KeyError("x")
+            case 2:
+                raise Wrong("a row is missing")
+            case 3:
+                while True:
+                    pass
+
+
+def test_the_fuzzer_tells_errors_from_tracebacks_wrong_results_and_hangs() -> None:
+    results = list(run("made", Made, seed=3, first=0, count=12, limit_s=0.1))
+    drawn = [random.Random(f"made/3/{number}").randrange(5) for number in range(12)]
+    fates = ("clear error", "traceback", "traceback", "hang", "right")
+    assert [one.fate for one in results] == [fates[one] for one in drawn]
+    assert set(drawn) == {0, 1, 2, 3, 4}
+    wheres = {one.where.partition(" at ")[0] for one in results}
+    assert wheres == {"", "KeyError", "Wrong", "_Late"}
+
+
+def test_one_input_can_be_had_again_by_its_number() -> None:
+    several = list(run("made", Made, seed=3, first=0, count=6, limit_s=0.1))
+    (again,) = run("made", Made, seed=3, first=4, count=1, limit_s=0.1)
+    assert (again.number, again.fate) == (several[4].number, several[4].fate)
+    assert isinstance(again, Result)
+
+
+def test_damage_is_the_same_for_the_same_seed_and_changes_what_it_is_given() -> None:
+    data, tree = b'{"prompt": "a", "label": [1, 2]}' * 20, {"prompt": "a", "label": [1, {"b": None}]}
+    first, again = ([damaged(data, random.Random(seed)) for seed in range(200)] for _ in range(2))
+    assert first == again
+    assert sum(one != data for one in first) > 180
+    assert sum(changed(tree, random.Random(seed)) != tree for seed in range(200)) > 180
+    assert tree == {"prompt": "a", "label": [1, {"b": None}]}
+    assert written('{"a": "@nan@"}') == '{"a": NaN}'
