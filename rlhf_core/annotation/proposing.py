@@ -1,18 +1,18 @@
-"""Choose which pairs of answers are worth a judgment."""
+"""Choose which pairs of answers are worth a judgment, and define the tables of comparisons and judgments."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from rlhf_core.data.chat import answer_message
-from rlhf_core.data.shards import MESSAGES, plain_messages, read_table, to_messages, write_table
+from rlhf_core.data.shards import MESSAGES, read_rows, write_rows
 from rlhf_core.data.tables import content_id
 from rlhf_core.errors import DataError, explain
 from rlhf_core.types import Message, Prompt, Rollout, derive_seed
@@ -71,46 +71,39 @@ class Judgment:
     seconds: float = 0.0
 
 
+TEXT = pa.string()
 COMPARISONS_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("prompt", MESSAGES),
-        *((name, pa.string()) for name in ("label", "source", "first", "second", "first_policy", "second_policy")),
-        ("repeats", pa.string()),
-        ("expected", pa.string()),
-    ]
+    {"id": TEXT, "prompt": MESSAGES}
+    | dict.fromkeys(
+        ("label", "source", "first", "second", "first_policy", "second_policy", "repeats", "expected"), TEXT
+    )
 )
 JUDGMENTS_SCHEMA = pa.schema(
-    [
-        *((name, pa.string()) for name in ("comparison", "annotator", "choice", "reason")),
-        ("seconds", pa.float64()),
-    ]
+    dict.fromkeys(("comparison", "annotator", "choice", "reason"), TEXT) | {"seconds": pa.float64()}
 )
 
 
 def write_comparisons(folder: Path, rows: Sequence[Comparison]) -> None:
     """Write `rows` to `folder/comparisons.parquet`."""
-    tables = [asdict(row) | {"prompt": plain_messages(row.prompt)} for row in rows]
-    write_table(folder / COMPARISONS_FILE, COMPARISONS_SCHEMA, tables)
+    write_rows(folder / COMPARISONS_FILE, COMPARISONS_SCHEMA, rows)
 
 
 def read_comparisons(folder: Path) -> list[Comparison]:
     """Return the rows of `folder/comparisons.parquet`, in order."""
-    rows = read_table(folder / COMPARISONS_FILE, COMPARISONS_SCHEMA)
-    return [Comparison(**row | {"prompt": to_messages(row["prompt"])}) for row in rows]
+    return read_rows(folder / COMPARISONS_FILE, COMPARISONS_SCHEMA, Comparison)
 
 
 def write_judgments(folder: Path, rows: Sequence[Judgment]) -> None:
     """Write `rows` to `folder/judgments.parquet`."""
-    write_table(folder / JUDGMENTS_FILE, JUDGMENTS_SCHEMA, [asdict(row) for row in rows])
+    write_rows(folder / JUDGMENTS_FILE, JUDGMENTS_SCHEMA, rows)
 
 
 def read_judgments(folder: Path) -> list[Judgment]:
     """Return the rows of `folder/judgments.parquet`, in order."""
-    return [Judgment(**row) for row in read_table(folder / JUDGMENTS_FILE, JUDGMENTS_SCHEMA)]
+    return read_rows(folder / JUDGMENTS_FILE, JUDGMENTS_SCHEMA, Judgment)
 
 
-# ---------------------------------------------------------------- Choose which pairs of answers are worth a judgment
+# ---------------------------------------------------------------- candidates
 
 
 @dataclass(frozen=True, slots=True)

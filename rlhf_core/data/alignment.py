@@ -16,15 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.chat import ChatTemplate, RewrittenTurns
+from rlhf_core.data.chat import UNLIMITED, ChatTemplate, RewrittenTurns
 from rlhf_core.types import Message, TokenSample
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-UNCUT = 2**31
-"""Maximum length of a teacher's conversation where the student's own answer has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,7 @@ def aligned_examples(
     chats = (student, *teachers)
     turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
     try:
-        whole = [chat.conversation(messages, max_length=UNCUT) for chat in chats]
+        whole = [chat.conversation(messages, max_length=UNLIMITED) for chat in chats]
         apart = any(sample is None or len(_runs(sample)) != len(turns) for sample in whole)
     except RewrittenTurns:
         apart = True
@@ -132,7 +129,7 @@ def aligned_answer(
     ((_, answer),) = _runs(own)
     text = _decode(student.tokenizer, answer[:-1] if answer[-1] in student.ends else answer)
     said = (Message("assistant", text),)
-    theirs = [chat.continuation(messages, said, max_length=UNCUT) for chat in teachers]
+    theirs = [chat.continuation(messages, said, max_length=UNLIMITED) for chat in teachers]
     found = [sample for sample in theirs if sample is not None]
     return aligned(student, teachers, own, found) if len(found) == len(teachers) else None
 

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------- tool rendering
 
 Rows = list[dict[str, Any]]
+UNLIMITED = 1 << 40
+"""Value of `max_length` that cuts nothing: no conversation has so many tokens."""
 
 _TOOLS = [
     {

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_core.config.data import Filters
-from rlhf_core.data.formats import Example, Turns
+from rlhf_core.data.formats import Example
 from rlhf_core.data.limits import DropReport, Origin
+from rlhf_core.data.turns import Turns
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.types import Message
 

@@ -15,11 +15,18 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from rlhf_core.config.data import Columns, RowFormat, Source
-from rlhf_core.data.comparisons import TRANSCRIPT_TURN, asked, is_ranking, is_rated, refuse_hidden_answers, responses
+from rlhf_core.data.comparisons import (
+    TRANSCRIPT_TURN,
+    Row,
+    asked,
+    is_ranking,
+    is_rated,
+    refuse_hidden_answers,
+    responses,
+)
 from rlhf_core.data.turns import (
     TRUTHS,
     WORTHS,
-    Row,
     Turns,
     begins_conversation,
     spelling,

@@ -1,4 +1,7 @@
-"""Detect the file type of a data source, its files, and files of another type. Planning uses it, so it imports no library."""
+"""Detect the file type of a data source, its files, and files of another type.
+
+Planning uses it, so it imports no library that reads them.
+"""
 
 from __future__ import annotations
 
@@ -62,13 +65,14 @@ def source_files(path: str) -> list[Path]:
 def file_type(source: Source) -> str:
     """Return the file type of the source; `auto` recognizes folders, then file suffixes, then Hub names.
 
-    Raises ConfigError for what is no file, for a name of unknown type, for a Hub name without the commit that pins it, and for a folder or a
-    pattern without files, with several types or with several splits.
+    Raises ConfigError for pipes and devices, for a name of unknown type, for a Hub name without the commit that pins it,
+    and for a folder or a pattern without files, with several types or with several splits.
     """
     kind: str = source.file_type
     path = Path(source.path).expanduser()
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise _error(source, "a pipe, a device or a socket, which is read for ever", "name a file or a folder of files")
+        rule = "a pipe, a device or a socket, which is read for ever"
+        raise ConfigError(at_path(source, rule, "name a file or a folder of files"))
     if kind == "auto":
         if path.is_dir() or (glob.has_magic(source.path) and not path.exists()):
             kind = _type_of_files(source)
@@ -78,16 +82,11 @@ def file_type(source: Source) -> str:
             kind = "hub"
         else:
             rule = f"neither a folder, a Hub name, nor a file ending in {sorted(_SUFFIXES)}"
-            raise _error(source, rule, "check the path, or set `file_type`")
+            raise ConfigError(at_path(source, rule, "check the path, or set `file_type`"))
     if kind == "hub" and not re.fullmatch(r"[0-9a-f]{40}", source.revision):
-        raise ConfigError(
-            explain(
-                f"data.sources[{source.name}].revision",
-                source.revision,
-                f"must be the full commit of the Hub data set {source.path!r}, since branches and tags move",
-                "copy the 40-digit hash from the page of the data set",
-            )
-        )
+        rule = f"must be the full commit of the Hub data set {source.path!r}, since branches and tags move"
+        remedy = "copy the 40-digit hash from the page of the data set"
+        raise ConfigError(explain(f"data.sources[{source.name}].revision", source.revision, rule, remedy))
     return kind
 
 
@@ -119,6 +118,11 @@ def refuse_other_type(begin: bytes, kind: str, source: Source, *, path: Path) ->
         raise DataError(explain(f"data.sources[{source.name}].path", str(path), f"is {found[0]}", found[1]))
 
 
+def at_path(source: Source, rule: str, remedy: str) -> str:
+    """Return the message of an error about the path of `source`."""
+    return explain(f"data.sources[{source.name}].path", source.path, rule, remedy)
+
+
 # ---------------------------------------------------------------- private
 
 
@@ -138,16 +142,16 @@ def _type_of_files(source: Source) -> str:
         return "saved_dataset"
     kinds = sorted({_SUFFIXES[suffix] if (suffix := _suffix(one)) else "other" for one in files})
     if not files:
-        raise _error(source, f"no file there ends in {sorted(_SUFFIXES)}", "check the path")
+        raise ConfigError(at_path(source, f"no file there ends in {sorted(_SUFFIXES)}", "check the path"))
     if len(kinds) > 1:
-        raise _error(
-            source, f"has files of several types, {kinds}", "name those of one with a pattern, such as '*.jsonl'"
-        )
+        remedy = "name those of one with a pattern, such as '*.jsonl'"
+        raise ConfigError(at_path(source, f"has files of several types, {kinds}", remedy))
     folder = os.path.commonpath([one.parent for one in files])
     splits = sorted({_split(one.relative_to(folder)) for one in files})
     if len(splits) > 1 and splits != ["", "train"]:
         shown = [split or "none in the name" for split in splits]
-        raise _error(source, f"has files of several splits, {shown}", "name those of one with a pattern, 'train-*'")
+        remedy = "name those of one with a pattern, 'train-*'"
+        raise ConfigError(at_path(source, f"has files of several splits, {shown}", remedy))
     return kinds[0]
 
 
@@ -155,7 +159,3 @@ def _split(path: Path) -> str:
     """Return the split that the name of a file, or else of a folder around it, is that of; empty for none."""
     found = (_SPLITS.search(part.lower()) for part in reversed(path.parts))
     return next((match[1] for match in found if match), "")
-
-
-def _error(source: Source, rule: str, remedy: str) -> ConfigError:
-    return ConfigError(explain(f"data.sources[{source.name}].path", source.path, rule, remedy))

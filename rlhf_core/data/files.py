@@ -28,9 +28,9 @@ from rlhf_core.data.columns import (
     refuse_verdict,
     unread_fields,
 )
-from rlhf_core.data.comparisons import NoPreference, asked, refuse_hidden_answers, verdict_coding
+from rlhf_core.data.comparisons import NoPreference, Row, asked, refuse_hidden_answers, verdict_coding
 from rlhf_core.data.exports import EXPORTS, preference_rows, read_record
-from rlhf_core.data.formats import Content, Example, Row, contents_of, convert_all
+from rlhf_core.data.formats import Example, convert_all, examples_of
 from rlhf_core.data.limits import Drop, DropReport, Origin
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of
 from rlhf_core.data.sources import read
@@ -92,17 +92,20 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
     while rows:
         origin, _, row = rows.popleft()
         try:
-            contents = _contents(row, format_name, source, coding, labels)
+            made = _examples(row, format_name, source, coding, labels)
         except _MALFORMED as error:
             malformed.append(_malformed(source, origin, error))
             continue
         except NoPreference as verdict:
             ties.append(Drop(source.name, origin, verdict.reason))
             continue
-        report.not_read[source.name].update(contents[0].unread)
-        if contents[0].tied:
-            report.tied_pairs[source.name] += contents[0].tied
-        made = [_example(content, source, origin) for content in contents]
+        report.not_read[source.name].update(made[0].unread)
+        if made[0].tied:
+            report.tied_pairs[source.name] += made[0].tied
+        made = [
+            replace(one, source=source.name, origin=origin, annotator=pseudonym(one.annotator, source.name))
+            for one in made
+        ]
         # Only the best answer of a ranking is worth imitating: the chosen answer of the first pair.
         examples += made if table_of(made[0], source.use) == "preferences" else made[:1]
     if source.repeated_prompts == "remove":
@@ -210,17 +213,17 @@ def _refuse_others(row: Row, format_name: str) -> None:
             raise DataError(f"mixed formats: {rule}; set `format`, or make it two sources")
 
 
-def _contents(
+def _examples(
     row: Row, format_name: str, source: Source, coding: PreferenceCoding, labels: LabelReading
-) -> list[Content]:
-    """Return the contents of a row. Raises DataError for a malformed one, and NoPreference if it prefers no answer."""
+) -> list[Example]:
+    """Return the examples of a row. Raises DataError for a malformed one, and NoPreference if it prefers no answer."""
     if format_name in EXPORTS:
         judged = read_record(row, format_name, source)
         rows, tied = preference_rows(judged, pairs=source.ranking_pairs, min_margin=source.min_margin)
-        contents = contents_of(rows, "preference", {}, tied=tied)
+        examples = examples_of(rows, "preference", {}, tied=tied)
         texts = (judged.prompt, *map(asked, judged.answers))
-        return [replace(contents[0], unread=tuple(unread_fields(row, texts))), *contents[1:]]
-    contents = convert_all(
+        return [replace(examples[0], unread=tuple(unread_fields(row, texts))), *examples[1:]]
+    examples = convert_all(
         row,
         format_name,
         coding=coding,
@@ -230,34 +233,16 @@ def _contents(
         labels=labels,
     )
     if source.format == "auto":
-        refuse_left_out(contents[0].unread)
-    if labels == "answer" and format_name in JUDGED_FORMATS and contents[0].chosen:
+        refuse_left_out(examples[0].unread)
+    if labels == "answer" and format_name in JUDGED_FORMATS and examples[0].chosen:
         refuse_verdict(row, source)
-    return contents
+    return examples
 
 
 def _malformed(source: Source, origin: Origin, error: DataError | RecursionError) -> Drop:
     said = "brackets too deep" if isinstance(error, RecursionError) else str(error)
     return Drop(
         source.name, origin, f"malformed: {said if len(said) <= _LONGEST_REASON else said[:_LONGEST_REASON] + ' ...'}"
-    )
-
-
-def _example(content: Content, source: Source, origin: Origin) -> Example:
-    return Example(
-        prompt=content.prompt,
-        chosen=content.chosen,
-        rejected=content.rejected,
-        label=content.label,
-        margin=content.margin,
-        source=source.name,
-        origin=origin,
-        steps=content.steps,
-        step_labels=content.step_labels,
-        judged=content.judged,
-        reward=content.reward,
-        annotator=pseudonym(content.annotator, source.name),
-        conversational=content.conversational,
     )
 
 

@@ -14,6 +14,7 @@ from rlhf_core.config.data import PreferenceCoding, RankingPairs
 from rlhf_core.data.columns import LabelReading, Reading, alpaca_turns, prompt_name, prompt_turns, verdict_of
 from rlhf_core.data.comparisons import (
     TRANSCRIPT_TURN,
+    Row,
     Tie,
     Unrated,
     compared,
@@ -24,6 +25,7 @@ from rlhf_core.data.comparisons import (
 )
 from rlhf_core.data.limits import Origin
 from rlhf_core.data.turns import (
+    Turns,
     annotator,
     calls_tools,
     finite,
@@ -44,10 +46,8 @@ from rlhf_core.data.turns import (
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
-Row = Mapping[str, Any]
 SYSTEM = ("system", "system_prompt", "system_message")
 """Names of the column with the system message."""
-Turns = tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,46 +55,34 @@ class Example:
     """One row of any format: a prompt and up to two answers. A missing answer is the empty tuple.
 
     A row with `chosen` alone is a demonstration, with both a pair, with neither a bare prompt, and with `rejected`
-    alone an answer labeled bad (KTO). `judged` is true if the only answer has a label, good or bad.
+    alone an answer labeled bad (KTO).
+
+    >>> Example((Message("user", "2+2?"),), chosen=(Message("assistant", "4"),)).rejected
+    ()
     """
-
-    prompt: Turns
-    chosen: Turns
-    rejected: Turns
-    label: str
-    margin: float
-    source: str
-    origin: Origin
-    steps: tuple[str, ...] = ()
-    """Steps of the only answer, if the row judges each; `step_labels` are the probabilities that they are right."""
-    step_labels: tuple[float, ...] = ()
-    judged: bool = False
-    reward: float | None = None
-    """Reward of the only answer, if the row has one; meaningful only in comparison with rewards of other answers."""
-    annotator: str = ""
-    conversational: bool = False
-    """Whether the row has the prompt as a list of turns."""
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The result of an adapter: an `Example` without its origin."""
 
     prompt: Turns
     chosen: Turns = ()
     rejected: Turns = ()
     label: str = ""
     margin: float = 0.0
+    source: str = ""
+    """Name of the source, and the row's place in it; adapters do not know them."""
+    origin: Origin = Origin("", 0)
     steps: tuple[str, ...] = ()
+    """Steps of the only answer, if the row judges each; `step_labels` are the probabilities that they are right."""
     step_labels: tuple[float, ...] = ()
     judged: bool = False
+    """Whether the only answer has a label, good or bad."""
     reward: float | None = None
+    """Reward of the only answer, if the row has one; meaningful only in comparison with rewards of other answers."""
     annotator: str = ""
-    tied: int = 0
-    """Number of pairs of equally good answers in the row, counted at the first content of the row."""
     conversational: bool = False
+    """Whether the row has the prompt as a list of turns."""
+    tied: int = 0
+    """Number of pairs of equally good answers in the row, counted at the first example of the row."""
     unread: tuple[str, ...] = ()
-    """Columns and keys of turns that were not read, at the first content of the row."""
+    """Columns and keys of turns that were not read, at the first example of the row."""
 
 
 def convert_all(
@@ -106,11 +94,12 @@ def convert_all(
     rating_weights: Mapping[str, float] | None = None,
     min_margin: float = 0.0,
     labels: LabelReading = "answer",
-) -> list[Content]:
-    """Return the contents of `row` in the format `format_name`: one, or one per pair for a ranking and for ratings.
+) -> list[Example]:
+    """Return the examples of `row` in the format `format_name`: one, or one per pair for a ranking and for ratings.
 
-    With `labels = "verdict"` the label of a row with one answer decides whether the answer is good. The column `system` becomes the system message. Raises DataError for an invalid row, and `comparisons.NoPreference`
-    if its answers are equally good or were not judged.
+    With `labels = "verdict"` the label of a row with one answer decides whether the answer is good. The column `system`
+    becomes the system message. Raises DataError for an invalid row, and `comparisons.NoPreference` if its answers are
+    equally good or were not judged.
     """
     row = row.again() if isinstance(row, Reading) else Reading(row)
     refuse_calls(row)
@@ -134,16 +123,16 @@ def convert_all(
             rows = [_with_margin(row, margin, min_margin)]
     except KeyError as error:
         raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error
-    contents = contents_of(rows, format_name, row, tied=tied)
+    examples = examples_of(rows, format_name, row, tied=tied)
     if labels == "verdict":
-        contents = [_judged(content, row) for content in contents]
+        examples = [_judged(example, row) for example in examples]
     unread = tuple(row.unread())
-    return [replace(contents[0], unread=unread), *contents[1:]] if unread else contents
+    return [replace(examples[0], unread=unread), *examples[1:]] if unread else examples
 
 
-def contents_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -> list[Content]:
-    """Return the contents of `rows`, which were made from one `row`, with its system message, annotator and ties."""
-    contents = [
+def examples_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -> list[Example]:
+    """Return the examples of `rows`, which were made from one `row`, with its system message, annotator and ties."""
+    examples = [
         replace(
             _with_tools(_with_system(convert(one, format_name), row), row),
             annotator=annotator(one) or annotator(row),
@@ -151,57 +140,57 @@ def contents_of(rows: Sequence[Row], format_name: str, row: Row, *, tied: int) -
         )
         for one in rows
     ]
-    return [replace(contents[0], tied=tied), *contents[1:]] if tied else contents
+    return [replace(examples[0], tied=tied), *examples[1:]] if tied else examples
 
 
-def convert(row: Row, format_name: str) -> Content:
-    """Return the content of `row` in a format with one content per row. Raises DataError for an invalid row."""
+def convert(row: Row, format_name: str) -> Example:
+    """Return the example of `row` in a format with one example a row. Raises DataError for an invalid row."""
     try:
-        content = ADAPTERS[format_name](row if isinstance(row, Reading) else Reading(row))
+        example = ADAPTERS[format_name](row if isinstance(row, Reading) else Reading(row))
     except KeyError as error:
         raise DataError(f"missing column: {error.args[0]!r}; the row has {sorted(row)}") from error
-    _check(content)
-    return content
+    _check_example(example)
+    return example
 
 
 # ---------------------------------------------------------------- adapters
 
 
-def _messages(row: Row) -> Content:
+def _messages(row: Row) -> Example:
     """Return a conversation as prompt and answer, or as a prompt alone if its last turn is not the assistant's."""
     turns = turns_of(row["messages"] if "messages" in row else row["conversations"], role="")
     if turns[-1].role == "assistant":
-        return Content(turns[:-1], turns[-1:], label=label(row))
-    return Content(turns, label=label(row))
+        return Example(turns[:-1], turns[-1:], label=label(row))
+    return Example(turns, label=label(row))
 
 
-def _text(row: Row) -> Content:
+def _text(row: Row) -> Example:
     """Return running text as one answer without a prompt."""
-    return Content((), turns_of(row["text"], role="assistant"))
+    return Example((), turns_of(row["text"], role="assistant"))
 
 
-def _prompt(row: Row) -> Content:
-    return Content(prompt_turns(row), label=label(row))
+def _prompt(row: Row) -> Example:
+    return Example(prompt_turns(row), label=label(row))
 
 
-def _prompt_completion(row: Row) -> Content:
+def _prompt_completion(row: Row) -> Example:
     prompt = prompt_turns(row)
-    return Content(prompt, _answer(row["completion"], prompt), label=label(row))
+    return Example(prompt, _answer(row["completion"], prompt), label=label(row))
 
 
-def _alpaca(row: Row) -> Content:
+def _alpaca(row: Row) -> Example:
     """Return the instruction with its input, the turns of `history` before it, and its output."""
     answer = turns_of(row["completion"] if "completion" in row else row["output"], role="assistant")
-    return Content(alpaca_turns(row), answer, label=label(row))
+    return Example(alpaca_turns(row), answer, label=label(row))
 
 
-def _preference(row: Row) -> Content:
+def _preference(row: Row) -> Example:
     prompt = prompt_turns(row, prompt_name(row) or "prompt")
     chosen, rejected = (_answer(row[name], prompt) for name in ("chosen", "rejected"))
     return _pair(prompt, chosen, rejected, row)
 
 
-def _implicit_preference(row: Row) -> Content:
+def _implicit_preference(row: Row) -> Example:
     """Return a pair whose prompt is the longest common beginning of both sides."""
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str) and not is_text_of_turns(chosen):
@@ -212,15 +201,15 @@ def _implicit_preference(row: Row) -> Content:
     return _split_pair(turns_of(chosen, role=""), turns_of(rejected, role=""), row)
 
 
-def _hh(row: Row) -> Content:
+def _hh(row: Row) -> Example:
     return _split_pair(transcript(row["chosen"]), transcript(row["rejected"]), row)
 
 
-def _unpaired_preference(row: Row) -> Content:
+def _unpaired_preference(row: Row) -> Example:
     return _judged(_prompt_completion(row), row)
 
 
-def _stepwise(row: Row) -> Content:
+def _stepwise(row: Row) -> Example:
     """Return the steps and their joined answer, which is good if every step is more likely right than wrong."""
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, (list, tuple)) or not isinstance(labels, (list, tuple)) or len(steps) != len(labels):
@@ -230,28 +219,28 @@ def _stepwise(row: Row) -> Content:
     prompt = turns_of(row["prompt"], role="user")
     judged = tuple(probability(label) for label in labels)
     if all(label > 0.5 for label in judged):
-        return Content(prompt, chosen=answer, steps=texts, step_labels=judged, judged=True)
-    return Content(prompt, rejected=answer, steps=texts, step_labels=judged, judged=True)
+        return Example(prompt, chosen=answer, steps=texts, step_labels=judged, judged=True)
+    return Example(prompt, rejected=answer, steps=texts, step_labels=judged, judged=True)
 
 
-def _scored(row: Row) -> Content:
+def _scored(row: Row) -> Example:
     """Return an answer with its reward. The other answers to the prompt decide whether it is good."""
     reward = finite(row["reward"], "reward")
     if "instruction" in row and "output" in row:
         return replace(_alpaca(row), label="", reward=reward)
     prompt, answer = ("input", "output") if "input" in row else ("prompt", "completion")
-    return Content(turns_of(row[prompt], role="user"), turns_of(row[answer], role="assistant"), reward=reward)
+    return Example(turns_of(row[prompt], role="user"), turns_of(row[answer], role="assistant"), reward=reward)
 
 
-def _question_answer(row: Row) -> Content:
+def _question_answer(row: Row) -> Example:
     """Return a question with its answer. The label is the text after `####` (GSM8K), or else the whole answer."""
     answer = string(row["answer"], "answer")
     _, mark, final = answer.rpartition("####")
     label = final.strip().replace(",", "") if mark else answer.strip()
-    return Content(turns_of(row["question"], role="user"), turns_of(answer, role="assistant"), label=label)
+    return Example(turns_of(row["question"], role="user"), turns_of(answer, role="assistant"), label=label)
 
 
-ADAPTERS: dict[str, Callable[[Row], Content]] = {
+ADAPTERS: dict[str, Callable[[Row], Example]] = {
     "messages": _messages,
     "text": _text,
     "prompt": _prompt,
@@ -270,40 +259,40 @@ ADAPTERS: dict[str, Callable[[Row], Content]] = {
 # ---------------------------------------------------------------- private: turns
 
 
-def _with_system(content: Content, row: Row) -> Content:
-    """Return `content` with the row's `system` as system message. Raises DataError if the turns have another one."""
+def _with_system(example: Example, row: Row) -> Example:
+    """Return `example` with the row's `system` as system message. Raises DataError if the turns have another one."""
     name = next((name for name in SYSTEM if row.get(name) is not None), "")
     if not name or not string(row[name], name).strip():
-        return content
+        return example
     said = Message("system", row[name])
-    first = content.prompt[:1]
+    first = example.prompt[:1]
     if not first or first[0].role != "system":
-        return replace(content, prompt=(said, *content.prompt))
+        return replace(example, prompt=(said, *example.prompt))
     if first[0].content.strip() != said.content.strip():
         raise DataError(f"two system messages: the column {name} and the first turn differ; keep one of them")
-    return content
+    return example
 
 
-def _with_tools(content: Content, row: Row) -> Content:
-    """Return `content` with the row's tools in its first turn, from where the template shows them to the policy."""
+def _with_tools(example: Example, row: Row) -> Example:
+    """Return `example` with the row's tools in its first turn, from where the template shows them to the policy."""
     tools = tools_of(row.get("tools")) or tools_of(row.get("functions"))
     if not tools:
-        return content
-    if content.prompt:
-        return replace(content, prompt=with_tools(content.prompt, tools))
-    return replace(content, chosen=with_tools(content.chosen, tools))
+        return example
+    if example.prompt:
+        return replace(example, prompt=with_tools(example.prompt, tools))
+    return replace(example, chosen=with_tools(example.chosen, tools))
 
 
-def _judged(content: Content, row: Row) -> Content:
-    """Return the content of a row with one answer as one that was judged good or bad, by its thumbs or its label."""
-    if content.judged or content.rejected or not content.chosen or content.reward is not None:
-        return content
+def _judged(example: Example, row: Row) -> Example:
+    """Return the example of a row with one answer as one that was judged good or bad, by its thumbs or its label."""
+    if example.judged or example.rejected or not example.chosen or example.reward is not None:
+        return example
     good = thumbs_up(row["thumbs"]) if "thumbs" in row else truth(verdict_of(row))
     if good:
-        return replace(content, label="", judged=True)
-    if not content.prompt:
+        return replace(example, label="", judged=True)
+    if not example.prompt:
         raise DataError("no prompt: a bad answer is compared with others to its prompt")
-    return replace(content, chosen=(), rejected=content.chosen, label="", judged=True)
+    return replace(example, chosen=(), rejected=example.chosen, label="", judged=True)
 
 
 def _prompt_cell(row: Row, format_name: str) -> Any:
@@ -313,8 +302,8 @@ def _prompt_cell(row: Row, format_name: str) -> Any:
     return row.get({"implicit_preference": "chosen", "alpaca": "instruction"}.get(format_name, "prompt"), "")
 
 
-def _split_pair(chosen: Turns, rejected: Turns, row: Row) -> Content:
-    """Return a content with the common turns as prompt and the rest as answers.
+def _split_pair(chosen: Turns, rejected: Turns, row: Row) -> Example:
+    """Return an example with the common turns as prompt and the rest as answers.
 
     Raises DataError if the row has its prompt in a column too, and another one there.
     """
@@ -327,10 +316,10 @@ def _split_pair(chosen: Turns, rejected: Turns, row: Row) -> Content:
     return _pair(chosen[:common], chosen[common:], rejected[common:], row)
 
 
-def _pair(prompt: Turns, chosen: Turns, rejected: Turns, row: Row) -> Content:
+def _pair(prompt: Turns, chosen: Turns, rejected: Turns, row: Row) -> Example:
     if not chosen or not rejected:
         raise DataError("no answer: chosen and rejected each need one after the prompt")
-    return Content(prompt, chosen, rejected, margin=margin(row))
+    return Example(prompt, chosen, rejected, margin=margin(row))
 
 
 def _answer(value: Any, prompt: Turns) -> Turns:
@@ -355,21 +344,21 @@ def _common_words(left: str, right: str) -> int:
 # ---------------------------------------------------------------- private: values and checks
 
 
-def _check(content: Content) -> None:
-    """Raise DataError for a content that cannot be rendered or compared. The reason begins with a fixed phrase."""
-    for answer in (content.chosen, content.rejected):
+def _check_example(example: Example) -> None:
+    """Raise DataError for an example that cannot be rendered or compared. The reason begins with a fixed phrase."""
+    for answer in (example.chosen, example.rejected):
         if answer and (answer[0].role != "assistant" or answer[-1].role != "assistant"):
             raise DataError("answer is not the assistant's: its turns must begin and end with the assistant")
-    paired = bool(content.chosen and content.rejected)
-    if paired and not content.prompt:
+    paired = bool(example.chosen and example.rejected)
+    if paired and not example.prompt:
         raise DataError("no common prompt: chosen and rejected differ from the first word")
-    if paired and content.chosen == content.rejected:
+    if paired and example.chosen == example.rejected:
         raise DataError("chosen equals rejected")
-    if not content.prompt and not content.chosen:
+    if not example.prompt and not example.chosen:
         raise DataError("empty row")
-    if content.prompt and content.prompt[-1].role == "assistant":
+    if example.prompt and example.prompt[-1].role == "assistant":
         raise DataError("prompt ends with the assistant: a prompt must end with another's turn")
-    for message in (*content.prompt, *content.chosen, *content.rejected):
+    for message in (*example.prompt, *example.chosen, *example.rejected):
         if not message.content.strip() and not calls_tools(message):
             raise DataError(f"empty turn: role {message.role}")
 

@@ -1,19 +1,19 @@
-"""Check rows with the policy's tokenizer: limits in tokens, and control tokens in the content."""
+"""Report dropped rows, and drop those that exceed a limit in tokens or spell control tokens of the policy's tokenizer."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
-from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.chat import UNLIMITED, ChatTemplate
 from rlhf_core.data.chat_templates import is_content, structure
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables
 from rlhf_core.errors import DataError, explain
 from rlhf_core.types import Message, Prompt
 
-# ---------------------------------------------------------------- Report dropped rows with file, line and reason, and counts per reason
+# ---------------------------------------------------------------- report of dropped rows: file, line and reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,31 +70,24 @@ class DropReport:
 
     def check_malformed(self, source: str, malformed: Iterable[Drop], *, max_bad_fraction: float) -> None:
         """Raise DataError, naming the first malformed row, if more than `max_bad_fraction` of a source is malformed."""
-        bad = list(malformed)
-        if len(bad) > max_bad_fraction * self.rows_read[source]:
-            first = bad[0]
-            raise DataError(
-                explain(
-                    f"data.sources[{source}]",
-                    f"{first.origin.file}:{first.origin.line}",
-                    f"{first.reason} ({len(bad)} of {self.rows_read[source]} rows are malformed, "
-                    f"at most {max_bad_fraction:.1%} may be)",
-                    "fix the rows, set `format` and `columns` for this source, or raise data.max_bad_fraction",
-                )
-            )
+        bad, read = list(malformed), self.rows_read[source]
+        if len(bad) > max_bad_fraction * read:
+            place = f"{bad[0].origin.file}:{bad[0].origin.line}"
+            rule = f"({len(bad)} of {read} rows are malformed, at most {max_bad_fraction:.1%} may be)"
+            remedy = "fix the rows, set `format` and `columns` for this source, or raise data.max_bad_fraction"
+            raise DataError(explain(f"data.sources[{source}]", place, f"{bad[0].reason} {rule}", remedy))
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of `validation.json`."""
+        some = {
+            "tied_pairs": dict(self.tied_pairs),
+            "not_read": {name: dict(one) for name, one in self.not_read.items() if one},
+            "masked": dict(self.masked),
+        }
         return {
             "rows_read": dict(self.rows_read),
             "unused": dict(self.unused),
-            **({"tied_pairs": dict(self.tied_pairs)} if self.tied_pairs else {}),
-            **(
-                {"not_read": not_read}
-                if (not_read := {name: dict(one) for name, one in self.not_read.items() if one})
-                else {}
-            ),
-            **({"masked": dict(self.masked)} if self.masked else {}),
+            **{name: counts for name, counts in some.items() if counts},
             "dropped": len(self.drops),
             "reasons": self.counts(),
             "drops": [{"source": drop.source, **asdict(drop.origin), "reason": drop.reason} for drop in self.drops],
@@ -103,9 +96,8 @@ class DropReport:
 
 # ---------------------------------------------------------------- limits
 
-Row = TypeVar("Row", Demonstration, Preference, Prompt, SteppedAnswer, Feedback)
+Row: TypeAlias = Demonstration | Preference | Prompt | SteppedAnswer | Feedback
 
-_UNLIMITED = 1 << 40
 _PROBE = (Message("user", "Hi"),)
 
 
@@ -127,35 +119,17 @@ def limit(
     """
     control = control_tokens(chat)
 
-    def kept(rows: Sequence[Row]) -> tuple[Row, ...]:
+    def kept(rows: Sequence[Row]) -> tuple[Any, ...]:
         good: list[Row] = []
         for row in rows:
-            reason = _broken(
-                row,
-                chat,
-                control,
-                max_prompt_tokens=max_prompt_tokens,
-                max_tokens=max_tokens,
-                min_answer_tokens=min_answer_tokens,
-            )
+            reason = _broken(row, chat, control, max_prompt_tokens, max_tokens, min_answer_tokens)
             if reason is None:
                 good.append(row)
             else:
                 report.add(row.source, origins[row.id], reason)
         return tuple(good)
 
-    return Tables(
-        demonstrations=kept(tables.demonstrations),
-        eval_demonstrations=kept(tables.eval_demonstrations),
-        preferences=kept(tables.preferences),
-        eval_preferences=kept(tables.eval_preferences),
-        prompts=kept(tables.prompts),
-        eval_prompts=kept(tables.eval_prompts),
-        steps=kept(tables.steps),
-        eval_steps=kept(tables.eval_steps),
-        feedback=kept(tables.feedback),
-        eval_feedback=kept(tables.eval_feedback),
-    )
+    return Tables(**{name: kept(rows) for name, rows in tables.named().items()})
 
 
 def control_tokens(chat: ChatTemplate) -> list[str]:
@@ -176,7 +150,7 @@ def control_tokens(chat: ChatTemplate) -> list[str]:
 
 
 def parts(
-    row: Demonstration | Preference | Prompt | SteppedAnswer | Feedback,
+    row: Row,
 ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
     """Return (prompt, answers) of a row.
 
@@ -194,10 +168,9 @@ def parts(
 
 
 def _broken(
-    row: Demonstration | Preference | Prompt | SteppedAnswer | Feedback,
+    row: Row,
     chat: ChatTemplate,
     control: Sequence[str],
-    *,
     max_prompt_tokens: int,
     max_tokens: int,
     min_answer_tokens: int,
@@ -209,10 +182,10 @@ def _broken(
             if token in message.content or token in message.tool_fields:
                 return f"content holds a control token: {token}"
     try:
-        samples = [chat.continuation(prompt, answer, max_length=_UNLIMITED) for answer in answers]
+        samples = [chat.continuation(prompt, answer, max_length=UNLIMITED) for answer in answers]
         length = 0 if answers else len(chat.prompt_ids(prompt))
         if isinstance(row, Demonstration) and any(message.role == "assistant" for message in prompt):
-            chat.examples(row.messages, max_length=_UNLIMITED)  # SFT trains earlier answers, too, so each needs a mask
+            chat.examples(row.messages, max_length=UNLIMITED)  # SFT trains earlier answers, too, so each needs a mask
     except DataError as error:
         return f"chat template: {error}"
     for sample in samples:

@@ -1,8 +1,7 @@
-"""Assign rows to tables and choose how many rows of each source a mixture takes.
+"""Assign rows to tables, mix sources, and order rows by epochs, each shuffled differently.
 
-Order the data by epochs, each shuffled differently, as a pure function of the seed and the step.
-
-The step alone determines the position in the data, so a resumed run needs no cursor.
+Order is a pure function of the seed and the step: the step alone determines the position in the data, so a resumed run
+needs no cursor.
 """
 
 from __future__ import annotations
@@ -12,15 +11,16 @@ import random
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from rlhf_core.config.data import Use
 from rlhf_core.data.cleaning import exact
-from rlhf_core.data.formats import Example, Turns
+from rlhf_core.data.formats import Example
+from rlhf_core.data.turns import Turns
 from rlhf_core.types import derive_seed
 
 Table = Literal["demonstrations", "preferences", "prompts", "eval_prompts", "steps"]
-TABLES: tuple[Table, ...] = ("demonstrations", "preferences", "prompts", "eval_prompts", "steps")
+TABLES: tuple[Table, ...] = get_args(Table)
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 def place(prompt: Turns, salt: str) -> float:
     """Return a number in [0, 1) that depends only on `salt` and the content, so equal prompts get equal numbers."""
     digest = hashlib.sha256(f"{salt}\0{exact(prompt).casefold()}".encode()).digest()
-    return int.from_bytes(digest[:7], "big") / (1 << 56)
+    return int.from_bytes(digest[:7], "big") / (1 << 56)  # 56 bits, more than a float's 53, fill [0, 1) evenly
 
 
 def table_of(example: Example, use: Use) -> Table | None:
@@ -36,7 +36,7 @@ def table_of(example: Example, use: Use) -> Table | None:
 
     A row without a prompt (running text) is assigned by its answer.
     """
-    position = place(example.prompt or example.chosen, "table")
+    position = place(example.prompt or example.chosen, "table")  # uniform in [0, 1)
     border = 0.0
     for table in TABLES:
         border += getattr(use, table)
@@ -52,21 +52,20 @@ def is_evaluation(example: Example, eval_fraction: float) -> bool:
 
 def misfit(example: Example, table: Table) -> str | None:
     """Return the reason why `example` cannot be used in `table`, or None if it can."""
-    if table != "demonstrations" and any(m.tool_fields for m in (*example.prompt, *example.chosen, *example.rejected)):
+    prompt, chosen, rejected, steps = example.prompt, example.chosen, example.rejected, example.steps
+    if table != "demonstrations" and any(message.tool_fields for message in (*prompt, *chosen, *rejected)):
         return "tool calls: only demonstrations can hold them"
-    if table in ("demonstrations", "preferences") and example.reward is not None and not example.chosen:
+    if table in ("demonstrations", "preferences") and example.reward is not None and not chosen:
         return "no better answer: its prompt has no two answers of different rewards"
-    if table == "demonstrations" and not example.chosen:
+    if table == "demonstrations" and not chosen:
         return "no good answer: demonstrations need one"
-    if table == "preferences" and not (example.chosen and example.rejected) and not example.judged:
+    if table == "preferences" and not (chosen and rejected) and not example.judged:
         return "no pair of answers: preferences need a good and a bad one, or one that is labelled good or bad"
-    if table in ("prompts", "eval_prompts") and not example.prompt:
+    if table in ("prompts", "eval_prompts") and not prompt:
         return "no prompt"
-    if table == "steps" and not (example.prompt and example.steps):
+    if table == "steps" and not (prompt and steps):
         return "no judged steps: a prompt, completions and their labels are needed"
-    if table == "steps" and not all(step.strip() for step in example.steps):
-        return "blank step"
-    return None
+    return "blank step" if table == "steps" and not all(map(str.strip, steps)) else None
 
 
 def mix(rows: Mapping[str, Sequence[T]], weights: Mapping[str, float], *, seed: int) -> list[T]:
@@ -118,9 +117,6 @@ def shuffled_indices(count: int, seed: int) -> Sequence[int]:
     order = array("q", range(count))
     random.Random(seed).shuffle(order)
     return order
-
-
-# ---------------------------------------------------------------- holdout
 
 
 def held_out(prompt_ids: Iterable[str], *, fraction: float, seed: int) -> set[str]:

@@ -1,10 +1,7 @@
-"""Read and write generations and rollouts as Parquet shards with an index.
+"""Read and write Parquet files: single tables, shards of generations and rollouts with an index, logs of PPO steps.
 
-Every write is atomic, so an existing shard is complete and a killed stage can continue after the last one.
-
-Read and write single Parquet files of the store.
-
-Every write is atomic and flushed to disk before the file gets its name, so an existing file is always complete.
+Every write is atomic and flushed to disk before the file gets its name. An existing file is therefore complete, and a
+killed stage can continue after its last shard.
 """
 
 from __future__ import annotations
@@ -12,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -24,8 +21,9 @@ from rlhf_core.errors import DataError, explain
 from rlhf_core.store.layout import fsync_path, remove_tree
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt, Rollout
 
-# ---------------------------------------------------------------- Read and write single Parquet files of the store
+# ---------------------------------------------------------------- single files
 
+R = TypeVar("R")
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 """The column type of a conversation."""
 
@@ -54,9 +52,36 @@ def to_messages(rows: list[dict[str, str]]) -> tuple[Message, ...]:
     return tuple(Message(**row) for row in rows)
 
 
-def with_conversational(schema: pa.Schema, prompts: Iterable[Prompt]) -> pa.Schema:
-    """Return `schema`, with the column `conversational` if it is true for one of `prompts`."""
-    return schema.append(CONVERSATIONAL) if any(prompt.conversational for prompt in prompts) else schema
+def write_rows(path: Path, schema: pa.Schema, rows: Sequence[Any], *, optional: pa.Field | None = None) -> None:
+    """Write dataclasses, whose fields are the columns of `schema`, to `path` atomically.
+
+    The column `optional` is written only if a row has a value there, so tables without any keep their bytes.
+    """
+    if optional is not None and any(getattr(row, optional.name) for row in rows):
+        schema = schema.append(optional)
+    write_table(path, schema, [{one.name: _cell(getattr(row, one.name), one.type) for one in schema} for row in rows])
+
+
+def _cell(value: Any, kind: pa.DataType) -> Any:
+    return plain_messages(value) if kind == MESSAGES else tool_messages(value) if kind == MESSAGES_WITH_TOOLS else value
+
+
+def read_rows(path: Path, schema: pa.Schema, kind: type[R], *, optional: pa.Field | None = None) -> list[R]:
+    """Return the rows that `write_rows` wrote, as dataclasses of the type `kind`. Errors are those of `read_table`."""
+    if optional is not None:
+        schema = schema.append(optional)
+    turns = {one.name for one in schema if one.type == MESSAGES}
+    rows = read_table(path, schema, since=[] if optional is None else [optional.name])
+    return [
+        kind(
+            **{
+                name: to_messages(value) if name in turns else tuple(value) if isinstance(value, list) else value
+                for name, value in row.items()
+                if value is not None or optional is None or name != optional.name
+            }
+        )
+        for row in rows
+    ]
 
 
 def write_table(path: Path, schema: pa.Schema, rows: list[dict[str, Any]]) -> None:
@@ -99,50 +124,37 @@ def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> l
     return [row | absent for row in rows] if absent else rows
 
 
-# ---------------------------------------------------------------- Read and write generations and rollouts as Parquet shards with an index
+# ---------------------------------------------------------------- shards
 
 INDEX_FILE = "index.json"
 
+_SPAN = pa.struct({"start": pa.int32(), "end": pa.int32(), "policy_version": pa.int64(), "reward": pa.float64()})
 GENERATIONS_SCHEMA = pa.schema(
-    [
-        ("prompt_id", pa.string()),
-        ("messages", MESSAGES),
-        ("label", pa.string()),
-        ("source", pa.string()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("token_ids", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float64())),
-        ("text", pa.string()),
-        ("finish_reason", pa.string()),
-        ("policy_version", pa.int64()),
-        ("seed", pa.int64()),
-        (
-            "spans",
-            pa.list_(
-                pa.struct(
-                    [
-                        ("start", pa.int32()),
-                        ("end", pa.int32()),
-                        ("policy_version", pa.int64()),
-                        ("reward", pa.float64()),
-                    ]
-                )
-            ),
-        ),
-        ("failure", pa.string()),
-        ("extras", pa.map_(pa.string(), pa.float64())),
-        ("episode_score", pa.float64()),
-    ]
+    {
+        "prompt_id": pa.string(),
+        "messages": MESSAGES,
+        "label": pa.string(),
+        "source": pa.string(),
+        "prompt_ids": pa.list_(pa.int32()),
+        "token_ids": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float64()),
+        "text": pa.string(),
+        "finish_reason": pa.string(),
+        "policy_version": pa.int64(),
+        "seed": pa.int64(),
+        "spans": pa.list_(_SPAN),
+        "failure": pa.string(),
+        "extras": pa.map_(pa.string(), pa.float64()),
+        "episode_score": pa.float64(),
+    }
 )
-ROLLOUTS_SCHEMA = pa.schema(
-    [
-        *GENERATIONS_SCHEMA,
-        ("reward", pa.float64()),
-        ("reward_components", pa.map_(pa.string(), pa.float64())),
-        ("invalid", pa.string()),
-        ("score", pa.float64()),
-    ]
-)
+_OF_ROLLOUTS = {
+    "reward": pa.float64(),
+    "reward_components": pa.map_(pa.string(), pa.float64()),
+    "invalid": pa.string(),
+    "score": pa.float64(),
+}
+ROLLOUTS_SCHEMA = pa.schema([*GENERATIONS_SCHEMA, *_OF_ROLLOUTS.items()])
 SINCE = ("episode_score", "score", CONVERSATIONAL.name)
 """Columns that the earliest shards lack, or all whose prompts were text."""
 
@@ -191,62 +203,46 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def write_generations(folder: Path, shard: int, rows: Sequence[Generation]) -> None:
     """Write one shard of unscored generations."""
-    schema = with_conversational(GENERATIONS_SCHEMA, (row.prompt for row in rows))
-    write_table(shard_path(folder, shard), schema, [_generation_row(row) for row in rows])
+    _write_shard(folder, shard, GENERATIONS_SCHEMA, [_generation_row(row) for row in rows])
 
 
 def read_generations(folder: Path) -> list[Generation]:
     """Return the generations of all shards of `folder`, in order. Raises DataError if there are no shards."""
-    return [
-        _generation(row)
-        for path in _some_shards(folder)
-        for row in read_table(path, GENERATIONS_SCHEMA.append(CONVERSATIONAL), since=SINCE)
-    ]
+    return [_generation(row) for row in _read_shards(folder, GENERATIONS_SCHEMA)]
 
 
 def write_rollouts(folder: Path, shard: int, rows: Sequence[Rollout]) -> None:
     """Write one shard of scored rollouts."""
-    write_table(
-        shard_path(folder, shard),
-        with_conversational(ROLLOUTS_SCHEMA, (row.prompt for row in rows)),
-        [
-            _generation_row(row)
-            | {
-                "reward": row.reward,
-                "reward_components": sorted(row.reward_components.items()),
-                "invalid": row.invalid,
-                "score": row.score,
-            }
-            for row in rows
-        ],
-    )
+    scored = [
+        _generation_row(row)
+        | {name: getattr(row, name) for name in _OF_ROLLOUTS}
+        | {"reward_components": sorted(row.reward_components.items())}
+        for row in rows
+    ]
+    _write_shard(folder, shard, ROLLOUTS_SCHEMA, scored)
 
 
 def read_rollouts(folder: Path) -> list[Rollout]:
     """Return the rollouts of all shards of `folder`, in order. Raises DataError if there are no shards."""
     found = []
-    for path in _some_shards(folder):
-        for row in read_table(path, ROLLOUTS_SCHEMA.append(CONVERSATIONAL), since=SINCE):
-            generation = _generation(row)
-            found.append(
-                Rollout(
-                    generation.prompt,
-                    generation.prompt_ids,
-                    generation.completion,
-                    row["reward"],
-                    dict(row["reward_components"]),
-                    row["invalid"],
-                    row["score"],
-                )
-            )
+    for row in _read_shards(folder, ROLLOUTS_SCHEMA):
+        sampled, components = _generation(row), dict(row["reward_components"])
+        scored = row["reward"], components, row["invalid"], row["score"]
+        found.append(Rollout(sampled.prompt, sampled.prompt_ids, sampled.completion, *scored))
     return found
 
 
-def _some_shards(folder: Path) -> list[Path]:
+def _write_shard(folder: Path, shard: int, schema: pa.Schema, rows: list[dict[str, Any]]) -> None:
+    conversational = any(row[CONVERSATIONAL.name] for row in rows)
+    write_table(shard_path(folder, shard), schema.append(CONVERSATIONAL) if conversational else schema, rows)
+
+
+def _read_shards(folder: Path, schema: pa.Schema) -> Iterator[dict[str, Any]]:
     found = shards(folder)
     if not found:
         raise DataError(explain("shards", str(folder), "has no shard-*.parquet", "generate or score again"))
-    return found
+    for path in found:
+        yield from read_table(path, schema.append(CONVERSATIONAL), since=SINCE)
 
 
 def _generation_row(row: Generation | Rollout) -> dict[str, Any]:

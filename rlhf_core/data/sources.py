@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +18,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from rlhf_core.config.data import Source
-from rlhf_core.data.file_types import PACKED, file_type, refuse_other_type, source_files
+from rlhf_core.data.file_types import PACKED, at_path, file_type, refuse_other_type, source_files
 from rlhf_core.data.limits import Origin
 from rlhf_core.data.turns import RepeatedKey, from_json
 from rlhf_core.errors import DataError, explain
@@ -54,16 +55,14 @@ def read(source: Source) -> Iterator[Record]:
 
 def _file_rows(path: Path, kind: str, source: Source) -> Iterator[Record]:
     if not path.exists():
-        raise DataError(explain(f"data.sources[{source.name}].path", source.path, "does not exist", "check the path"))
+        raise DataError(at_path(source, "does not exist", "check the path"))
     try:
         if kind != "saved_dataset":
             refuse_other_type(_beginning(path, kind, source), kind, source, path=path)
         yield from _READERS[kind](path, source)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error, pa.ArrowException) as error:
         remedy = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "check the file, or set `file_type`"
-        raise DataError(
-            explain(f"data.sources[{source.name}].path", source.path, f"cannot be read as {kind} ({error})", remedy)
-        ) from error
+        raise DataError(at_path(source, f"cannot be read as {kind} ({error})", remedy)) from error
 
 
 def _beginning(path: Path, kind: str, source: Source) -> bytes:
@@ -75,8 +74,7 @@ def _beginning(path: Path, kind: str, source: Source) -> bytes:
         return begin
     refuse_other_type(b"" if begin.startswith(magic) else begin, kind, source, path=path)
     if not begin.startswith(magic):
-        rule = f"is not packed, though its name ends in {path.suffix}"
-        raise DataError(explain(f"data.sources[{source.name}].path", source.path, rule, "rename it"))
+        raise DataError(at_path(source, f"is not packed, though its name ends in {path.suffix}", "rename it"))
     with _unpacked(path) as stream:
         return stream.read(_BEGINNING)
 
@@ -106,22 +104,13 @@ def _json(path: Path, source: Source) -> Iterator[Record]:
         except DataError as error:
             cause = error.__cause__
             line = cause.lineno if isinstance(cause, json.JSONDecodeError) else 1
-            remedy = "fix the file, or set file_type = 'jsonl' for one row a line"
-            raise DataError(
-                explain(f"data.sources[{source.name}]", f"{source.path}:{line}", str(error), remedy)
-            ) from error
+            place, remedy = f"{source.path}:{line}", "fix the file, or set file_type = 'jsonl' for one row a line"
+            raise DataError(explain(f"data.sources[{source.name}]", place, str(error), remedy)) from error
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         content = lists[0] if len(lists) == 1 else content
     if not isinstance(content, list):
-        raise DataError(
-            explain(
-                f"data.sources[{source.name}].path",
-                source.path,
-                "does not contain a list of rows",
-                "give a list of objects",
-            )
-        )
+        raise DataError(at_path(source, "does not contain a list of rows", "give a list of objects"))
     yield from _records(source.path, content)
 
 
@@ -142,10 +131,6 @@ def _csv(path: Path, source: Source, delimiter: str = ",") -> Iterator[Record]:
                     yield Record(origin, {name: _cell(value) for name, value in row.items()}, "")
                 except RepeatedKey as error:
                     yield Record(origin, {}, str(error))
-
-
-def _tsv(path: Path, source: Source) -> Iterator[Record]:
-    yield from _csv(path, source, delimiter="\t")
 
 
 def _csv_rows(reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, Any] | csv.Error]]:
@@ -190,21 +175,12 @@ def _saved_dataset(path: Path, source: Source) -> Iterator[Record]:
     try:
         found = load_from_disk(str(path))
     except Exception as error:  # damaged metadata of a dataset makes the library raise errors of any type
-        raise DataError(
-            explain(
-                f"data.sources[{source.name}].path",
-                source.path,
-                f"is a folder, but not one that `Dataset.save_to_disk` wrote ({type(error).__name__}: {error})",
-                "list its files as sources",
-            )
-        ) from error
+        rule = f"is a folder, but not one that `Dataset.save_to_disk` wrote ({type(error).__name__}: {error})"
+        raise DataError(at_path(source, rule, "list its files as sources")) from error
     if not isinstance(found, Dataset):
         if source.split not in found:
-            raise DataError(
-                explain(
-                    f"data.sources[{source.name}].split", source.split, f"choose from {sorted(found)}", "set `split`"
-                )
-            )
+            key, rule = f"data.sources[{source.name}].split", f"choose from {sorted(found)}"
+            raise DataError(explain(key, source.split, rule, "set `split`"))
         found = found[source.split]
     found.data.validate(full=True)
     yield from _records(source.path, _dataset_rows(found))
@@ -216,21 +192,15 @@ def _hub_rows(source: Source) -> Any:
     try:
         return load_dataset(source.path, source.subset or None, revision=source.revision, split=source.split)
     except Exception as error:  # errors come from the library, the network and Python
-        raise DataError(
-            explain(
-                f"data.sources[{source.name}].path",
-                source.path,
-                f"the Hub data set cannot be loaded ({error})",
-                "check name, subset, split, revision and network",
-            )
-        ) from error
+        remedy = "check name, subset, split, revision and network"
+        raise DataError(at_path(source, f"the Hub data set cannot be loaded ({error})", remedy)) from error
 
 
 _READERS: dict[str, Callable[[Path, Source], Iterator[Record]]] = {
     "jsonl": _jsonl,
     "json": _json,
     "csv": _csv,
-    "tsv": _tsv,
+    "tsv": partial(_csv, delimiter="\t"),
     "parquet": _parquet,
     "arrow": _arrow,
     "saved_dataset": _saved_dataset,
@@ -297,8 +267,7 @@ def _refuse_twins(names: Sequence[str], source: Source) -> None:
     """Raise DataError if two columns have the same name, because a row would keep only the last of them."""
     twins = [name for name, count in Counter(names).items() if count > 1]
     if twins:
-        rule = f"has more than one column {twins[0]!r}"
-        raise DataError(explain(f"data.sources[{source.name}].path", source.path, rule, "rename one of them"))
+        raise DataError(at_path(source, f"has more than one column {twins[0]!r}", "rename one of them"))
 
 
 def _cell(value: str) -> Any:

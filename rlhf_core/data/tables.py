@@ -14,18 +14,8 @@ from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from rlhf_core.data.chat import ChatTemplate, encode, token_text
-from rlhf_core.data.shards import (
-    CONVERSATIONAL,
-    MESSAGES,
-    MESSAGES_WITH_TOOLS,
-    plain_messages,
-    read_table,
-    to_messages,
-    tool_messages,
-    with_conversational,
-    write_table,
-)
+from rlhf_core.data.chat import UNLIMITED, ChatTemplate, encode, token_text
+from rlhf_core.data.shards import CONVERSATIONAL, MESSAGES, MESSAGES_WITH_TOOLS, read_rows, write_rows
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.types import Message, Prompt, TokenSample
 
@@ -150,140 +140,64 @@ def pseudonym(annotator: str, source: str) -> str:
     return f"annotator-{content_id(source, annotator)[:8]}" if annotator else ""
 
 
-DEMONSTRATIONS_SCHEMA = pa.schema([("id", pa.string()), ("messages", MESSAGES), ("source", pa.string())])
+# ---------------------------------------------------------------- files
+
+TEXT = pa.string()
+DEMONSTRATIONS_SCHEMA = pa.schema({"id": TEXT, "messages": MESSAGES, "source": TEXT})
 TOOL_DEMONSTRATIONS_SCHEMA = DEMONSTRATIONS_SCHEMA.set(1, pa.field("messages", MESSAGES_WITH_TOOLS))
 """Schema of demonstrations of which at least one calls tools; tables without calls keep their bytes."""
 PREFERENCES_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("prompt", MESSAGES),
-        ("chosen", MESSAGES),
-        ("rejected", MESSAGES),
-        ("margin", pa.float64()),
-        ("source", pa.string()),
-    ]
-)
-STEPS_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("prompt", MESSAGES),
-        ("steps", pa.list_(pa.string())),
-        ("labels", pa.list_(pa.float64())),
-        ("source", pa.string()),
-    ]
+    {
+        "id": TEXT,
+        "prompt": MESSAGES,
+        "chosen": MESSAGES,
+        "rejected": MESSAGES,
+        "margin": pa.float64(),
+        "source": TEXT,
+    }
 )
 FEEDBACK_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("prompt", MESSAGES),
-        ("answer", MESSAGES),
-        ("desirable", pa.bool_()),
-        ("source", pa.string()),
-    ]
+    {"id": TEXT, "prompt": MESSAGES, "answer": MESSAGES, "desirable": pa.bool_(), "source": TEXT}
 )
-ANNOTATOR = pa.field("annotator", pa.string())
+STEPS_SCHEMA = pa.schema(
+    {"id": TEXT, "prompt": MESSAGES, "steps": pa.list_(TEXT), "labels": pa.list_(pa.float64()), "source": TEXT}
+)
+PROMPTS_SCHEMA = pa.schema({"id": TEXT, "messages": MESSAGES, "label": TEXT, "source": TEXT})
+ANNOTATOR = pa.field("annotator", TEXT)
 """Column of pairs and feedback that is written only if a row has an annotator."""
-PROMPTS_SCHEMA = pa.schema(
-    [("id", pa.string()), ("messages", MESSAGES), ("label", pa.string()), ("source", pa.string())]
-)
-
-# ---------------------------------------------------------------- demonstrations, preferences, feedback, steps, prompts
 
 
 def write_demonstrations(path: Path, rows: Iterable[Demonstration]) -> None:
     """Write `rows` to the parquet file `path`."""
     found = list(rows)
     tools = any(message.tool_fields for row in found for message in row.messages)
-    schema, plain = (TOOL_DEMONSTRATIONS_SCHEMA, tool_messages) if tools else (DEMONSTRATIONS_SCHEMA, plain_messages)
-    write_table(path, schema, [{"id": row.id, "messages": plain(row.messages), "source": row.source} for row in found])
+    write_rows(path, TOOL_DEMONSTRATIONS_SCHEMA if tools else DEMONSTRATIONS_SCHEMA, found)
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
     """Return the rows of the parquet file `path` (`train.parquet` or `eval.parquet`), in order."""
-    return [
-        Demonstration(row["id"], to_messages(row["messages"]), row["source"])
-        for row in read_table(path, DEMONSTRATIONS_SCHEMA)
-    ]
+    return read_rows(path, DEMONSTRATIONS_SCHEMA, Demonstration)
 
 
 def write_preferences(path: Path, rows: Iterable[Preference]) -> None:
     """Write `rows` to the parquet file `path`."""
-    found = list(rows)
-    write_table(
-        path,
-        _with_annotators(PREFERENCES_SCHEMA, found),
-        [
-            {
-                "id": row.id,
-                "prompt": plain_messages(row.prompt),
-                "chosen": plain_messages(row.chosen),
-                "rejected": plain_messages(row.rejected),
-                "margin": row.margin,
-                "source": row.source,
-                "annotator": row.annotator,
-            }
-            for row in found
-        ],
-    )
+    write_rows(path, PREFERENCES_SCHEMA, list(rows), optional=ANNOTATOR)
 
 
 def read_preferences(path: Path) -> list[Preference]:
     """Return the rows of the parquet file `path` (`train.parquet` or `eval.parquet`), in order."""
-    return [
-        Preference(
-            row["id"],
-            to_messages(row["prompt"]),
-            to_messages(row["chosen"]),
-            to_messages(row["rejected"]),
-            row["margin"],
-            row["source"],
-            row["annotator"] or "",
-        )
-        for row in read_table(path, PREFERENCES_SCHEMA.append(ANNOTATOR), since=[ANNOTATOR.name])
-    ]
+    return read_rows(path, PREFERENCES_SCHEMA, Preference, optional=ANNOTATOR)
 
 
 def write_feedback(folder: Path, split: str, rows: Iterable[Feedback]) -> None:
     """Write `rows` to `folder`, in a file beside the pairs of `split` (`train` or `eval`)."""
-    found = list(rows)
-    write_table(
-        _feedback_file(folder, split),
-        _with_annotators(FEEDBACK_SCHEMA, found),
-        [
-            {
-                "id": row.id,
-                "prompt": plain_messages(row.prompt),
-                "answer": plain_messages(row.answer),
-                "desirable": row.desirable,
-                "source": row.source,
-                "annotator": row.annotator,
-            }
-            for row in found
-        ],
-    )
+    write_rows(_feedback_file(folder, split), FEEDBACK_SCHEMA, list(rows), optional=ANNOTATOR)
 
 
 def read_feedback(folder: Path, split: str) -> list[Feedback]:
     """Return the single judged answers beside the pairs of `split` in `folder`, in order; most datasets have none."""
     path = _feedback_file(folder, split)
-    if not path.exists():
-        return []
-    return [
-        Feedback(
-            row["id"],
-            to_messages(row["prompt"]),
-            to_messages(row["answer"]),
-            row["desirable"],
-            row["source"],
-            row["annotator"] or "",
-        )
-        for row in read_table(path, FEEDBACK_SCHEMA.append(ANNOTATOR), since=[ANNOTATOR.name])
-    ]
-
-
-def _with_annotators(schema: pa.Schema, rows: Sequence[Preference | Feedback]) -> pa.Schema:
-    """Return `schema`, with the column of annotators if a row has one: tables without them keep their bytes."""
-    return schema.append(ANNOTATOR) if any(row.annotator for row in rows) else schema
+    return read_rows(path, FEEDBACK_SCHEMA, Feedback, optional=ANNOTATOR) if path.exists() else []
 
 
 def _feedback_file(folder: Path, split: str) -> Path:
@@ -292,33 +206,22 @@ def _feedback_file(folder: Path, split: str) -> Path:
 
 def write_steps(path: Path, rows: Iterable[SteppedAnswer]) -> None:
     """Write `rows` to the parquet file `path`."""
-    write_table(path, STEPS_SCHEMA, [asdict(row) for row in rows])
+    write_rows(path, STEPS_SCHEMA, list(rows))
 
 
 def read_steps(path: Path) -> list[SteppedAnswer]:
     """Return the rows of the parquet file `path` (`train.parquet` or `eval.parquet`), in order."""
-    return [
-        SteppedAnswer(row["id"], to_messages(row["prompt"]), tuple(row["steps"]), tuple(row["labels"]), row["source"])
-        for row in read_table(path, STEPS_SCHEMA)
-    ]
+    return read_rows(path, STEPS_SCHEMA, SteppedAnswer)
 
 
 def write_prompts(folder: Path, rows: Iterable[Prompt]) -> None:
     """Write `rows` to `folder/prompts.parquet`."""
-    found = list(rows)
-    write_table(
-        folder / PROMPTS_FILE,
-        with_conversational(PROMPTS_SCHEMA, found),
-        [{**asdict(row), "messages": plain_messages(row.messages)} for row in found],
-    )
+    write_rows(folder / PROMPTS_FILE, PROMPTS_SCHEMA, list(rows), optional=CONVERSATIONAL)
 
 
 def read_prompts(folder: Path) -> list[Prompt]:
     """Return the rows of `folder/prompts.parquet`, in order."""
-    return [
-        Prompt(row["id"], to_messages(row["messages"]), row["label"], row["source"], bool(row["conversational"]))
-        for row in read_table(folder / PROMPTS_FILE, PROMPTS_SCHEMA.append(CONVERSATIONAL), since=[CONVERSATIONAL.name])
-    ]
+    return read_rows(folder / PROMPTS_FILE, PROMPTS_SCHEMA, Prompt, optional=CONVERSATIONAL)
 
 
 # ---------------------------------------------------------------- steps
@@ -384,50 +287,40 @@ class StepSplitter:
 
 # ---------------------------------------------------------------- preview
 
-_UNLIMITED = 1 << 40
-
 
 def preview(tables: Tables, chat: ChatTemplate, *, rows: int) -> str:
     """Return Markdown with the first `rows` rows of each table, with the trained tokens inside 【 】."""
-    demonstrations = [
-        sample for row in tables.demonstrations[:rows] for sample in chat.examples(row.messages, max_length=_UNLIMITED)
+
+    def answered(prompt: Sequence[Message], answer: Sequence[Message]) -> str:
+        sample = chat.continuation(prompt, answer, max_length=UNLIMITED)
+        return "" if sample is None else _block(chat.preview(sample))
+
+    def asked(prompts: Sequence[Prompt]) -> str:
+        found = [chat.prompt_ids(row.messages) for row in prompts[:rows]]
+        return "".join(_block(chat.preview(TokenSample(ids, (0,) * len(ids)))) for ids in found)
+
+    shown = [
+        sample for row in tables.demonstrations[:rows] for sample in chat.examples(row.messages, max_length=UNLIMITED)
     ]
-    chosen, rejected = (
-        [
-            chat.continuation(row.prompt, getattr(row, answer), max_length=_UNLIMITED)
-            for row in tables.preferences[:rows]
-        ]
-        for answer in ("chosen", "rejected")
-    )
-    judged = [
-        _shown([chat.continuation(row.prompt, row.answer("\n"), max_length=_UNLIMITED)], chat)
-        + _block(f"labels: {', '.join(f'{label:g}' for label in row.labels)}")
-        for row in tables.steps[:rows]
-    ]
+    pairs = [answered(row.prompt, side) for row in tables.preferences[:rows] for side in (row.chosen, row.rejected)]
     feedback = [
-        _shown([chat.continuation(row.prompt, row.answer, max_length=_UNLIMITED)], chat)
-        + _block(f"desirable: {str(row.desirable).lower()}")
+        answered(row.prompt, row.answer) + _block(f"desirable: {str(row.desirable).lower()}")
         for row in tables.feedback[:rows]
     ]
-    pairs = [sample for pair in zip(chosen, rejected, strict=True) for sample in pair]
+    judged = [
+        answered(row.prompt, row.answer("\n")) + _block(f"labels: {', '.join(f'{label:g}' for label in row.labels)}")
+        for row in tables.steps[:rows]
+    ]
     sections = [
-        ("Demonstrations", _shown(demonstrations, chat)),
-        ("Preferences (chosen, then rejected)", _shown(pairs, chat)),
+        ("Demonstrations", "".join(_block(chat.preview(sample)) for sample in shown)),
+        ("Preferences (chosen, then rejected)", "".join(pairs)),
         ("Feedback (answers judged on their own)", "".join(feedback)),
         ("Steps (one a line, then the label of each)", "".join(judged)),
-        ("Prompts", _decoded([chat.prompt_ids(row.messages) for row in tables.prompts[:rows]], chat)),
-        ("Evaluation prompts", _decoded([chat.prompt_ids(row.messages) for row in tables.eval_prompts[:rows]], chat)),
+        ("Prompts", asked(tables.prompts)),
+        ("Evaluation prompts", asked(tables.eval_prompts)),
     ]
     body = "\n".join(f"## {title}\n\n{text}" for title, text in sections if text)
     return f"# What the model sees\n\nTrained tokens are inside 【 】.\n\n{body}"
-
-
-def _shown(samples: Sequence[TokenSample | None], chat: ChatTemplate) -> str:
-    return "".join(_block(chat.preview(sample)) for sample in samples if sample is not None)
-
-
-def _decoded(prompts: Sequence[tuple[int, ...]], chat: ChatTemplate) -> str:
-    return "".join(_block(chat.preview(TokenSample(ids, (0,) * len(ids)))) for ids in prompts)
 
 
 def _block(text: str) -> str:

@@ -17,15 +17,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any, TypeAlias
+from typing import Any
 
-from rlhf_core.data.comparisons import TRANSCRIPT_TURN, Unrated
+from rlhf_core.data.comparisons import TRANSCRIPT_TURN, Row, Unrated
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
 # ---------------------------------------------------------------- values
-
-Row: TypeAlias = Mapping[str, Any]
 
 _THUMBS = {
     **dict.fromkeys(("up", "thumbs_up", "thumbsup", "👍", "like", "positive", "true", "1", "1.0", "+1"), True),

@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_core.config.data import Source, Suite
-from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.chat import UNLIMITED, ChatTemplate
 from rlhf_core.data.sources import read
 from rlhf_core.data.turns import Turns, turns_of
 from rlhf_core.errors import DataError, explain
@@ -349,7 +349,7 @@ def _answers(value: Any, name: str) -> tuple[str, ...]:
 
 def _rendered(prompt: Turns, answer: str, chat: ChatTemplate) -> tuple[int, ...]:
     """Return the tokens up to the end of the answer, where a sampled answer ends too."""
-    sample = chat.continuation(prompt, (Message("assistant", answer),), max_length=1 << 40)
+    sample = chat.continuation(prompt, (Message("assistant", answer),), max_length=UNLIMITED)
     if sample is None:
         raise DataError(f"no tokens: the chat template leaves nothing of the answer {answer[:80]!r}")
     return sample.token_ids[: max(place for place, trained in enumerate(sample.loss_mask) if trained) + 1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.data.cleaning import decontaminate, deduplicate, exact, normalize, without_repeated_prompts
-from rlhf_core.data.formats import Example, Turns
+from rlhf_core.data.formats import Example
 from rlhf_core.data.limits import DropReport, Origin
+from rlhf_core.data.turns import Turns
 from rlhf_core.types import Message
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core.data.columns import detect
 from rlhf_core.data.comparisons import Tie, compared, ranked, responses, verdict_coding
-from rlhf_core.data.formats import Content, convert_all
+from rlhf_core.data.formats import Example, convert_all
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
@@ -21,7 +21,7 @@ def row(preference: Any, names: tuple[str, str] = ("response1", "response2")) ->
     return {"prompt": "2+2?", names[0]: "5", names[1]: "4", "preference": preference}
 
 
-def read(one: dict[str, Any], others: list[dict[str, Any]], coding: Any = "auto") -> list[Content]:
+def read(one: dict[str, Any], others: list[dict[str, Any]], coding: Any = "auto") -> list[Example]:
     coding = verdict_coding("s", coding, [one, *others])
     return convert_all(one, detect(one), coding=coding, ranking_pairs="max_min")
 
@@ -40,7 +40,7 @@ def read(one: dict[str, Any], others: list[dict[str, Any]], coding: Any = "auto"
 )
 def test_a_verdict_in_words_names_the_better_answer(said: str, names: tuple[str, str]) -> None:
     assert responses(row(said, names)) == names
-    assert read(row(said, names), []) == [Content(ASK, GOOD, BAD)]
+    assert read(row(said, names), []) == [Example(ASK, GOOD, BAD)]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_verdict_in_words_names_the_better_answer(said: str, names: tuple[str,
 def test_a_verdict_in_numbers_is_read_as_the_source_or_the_profile_says(
     said: Any, names: tuple[str, str], others: list[Any], coding: str
 ) -> None:
-    assert read(row(said, names), [row(other, names) for other in others], coding) == [Content(ASK, GOOD, BAD)]
+    assert read(row(said, names), [row(other, names) for other in others], coding) == [Example(ASK, GOOD, BAD)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.data.columns import detect
-from rlhf_core.data.formats import Content, convert, convert_all
+from rlhf_core.data.formats import Example, convert, convert_all
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
@@ -26,75 +26,75 @@ H = "\n\nHuman: 2+2?\n\nAssistant: "
 HH = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: 2+2?\n\nAssistant: "
 HH_PROMPT = (Message("user", "Hi"), Message("assistant", "Hello."), Message("user", "2+2?"))
 SHARE = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
-PAIR = Content(ASK, GOOD, BAD)
+PAIR = Example(ASK, GOOD, BAD)
 
-ROWS: list[tuple[str, dict[str, Any], Content]] = [
-    ("messages", {"messages": [U, A]}, Content(ASK, GOOD)),
-    ("messages", {"messages": [U]}, Content(ASK)),
-    ("messages", {"conversations": SHARE}, Content(ASK, GOOD)),
-    ("messages", {"messages": [U, A], "label": 4}, Content(ASK, GOOD, label="4")),
-    ("text", {"text": "4"}, Content((), GOOD)),
-    ("prompt", {"prompt": "2+2?"}, Content(ASK)),
-    ("prompt", {"prompt": [U], "label": 4}, Content(ASK, label="4")),
-    ("prompt_completion", {"prompt": "2+2?", "completion": "4"}, Content(ASK, GOOD)),
-    ("prompt_completion", {"prompt": [U], "completion": [A]}, Content(ASK, GOOD)),
-    ("prompt_completion", {"prompt": "2+2?", "completion": "4", "label": "4"}, Content(ASK, GOOD, label="4")),
+ROWS: list[tuple[str, dict[str, Any], Example]] = [
+    ("messages", {"messages": [U, A]}, Example(ASK, GOOD)),
+    ("messages", {"messages": [U]}, Example(ASK)),
+    ("messages", {"conversations": SHARE}, Example(ASK, GOOD)),
+    ("messages", {"messages": [U, A], "label": 4}, Example(ASK, GOOD, label="4")),
+    ("text", {"text": "4"}, Example((), GOOD)),
+    ("prompt", {"prompt": "2+2?"}, Example(ASK)),
+    ("prompt", {"prompt": [U], "label": 4}, Example(ASK, label="4")),
+    ("prompt_completion", {"prompt": "2+2?", "completion": "4"}, Example(ASK, GOOD)),
+    ("prompt_completion", {"prompt": [U], "completion": [A]}, Example(ASK, GOOD)),
+    ("prompt_completion", {"prompt": "2+2?", "completion": "4", "label": "4"}, Example(ASK, GOOD, label="4")),
     ("preference", {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, PAIR),
-    ("preference", {"prompt": [U], "chosen": [A], "rejected": [B], "margin": 2}, Content(ASK, GOOD, BAD, margin=2.0)),
+    ("preference", {"prompt": [U], "chosen": [A], "rejected": [B], "margin": 2}, Example(ASK, GOOD, BAD, margin=2.0)),
     ("preference", {"prompt": "2+2?", "chosen": [U, A], "rejected": [U, B]}, PAIR),
     ("implicit_preference", {"chosen": [U, A], "rejected": [U, B]}, PAIR),
     ("preference", {"question": "2+2?", "chosen": "4", "rejected": "5"}, PAIR),
     ("preference", {"input": "2+2?", "chosen": [A], "rejected": [B]}, PAIR),
     ("preference", {"messages": [U], "chosen": A, "rejected": B}, PAIR),
-    ("preference", {"instruction": "Add.", "input": "2+2?", "chosen": "4", "rejected": "5"}, Content(ADD, GOOD, BAD)),
+    ("preference", {"instruction": "Add.", "input": "2+2?", "chosen": "4", "rejected": "5"}, Example(ADD, GOOD, BAD)),
     ("preference", {"prompt": "2+2?", "question": "?", "chosen": "4", "rejected": "5"}, PAIR),
     ("preference", {"prompt": "\n\nHuman: 2+2?\n\nAssistant:", "chosen": "4", "rejected": "5"}, PAIR),
     ("preference", {"prompt": "2+2?", "chosen": H + "4", "rejected": H + "5"}, PAIR),
     ("implicit_preference", {"question": "2+2?", "chosen": [U, A], "rejected": [U, B]}, PAIR),
-    ("alpaca", {"instruction": "2+2?", "output": "4", "input": "", "history": []}, Content(ASK, GOOD)),
-    ("alpaca", {"instruction": "Add.", "output": "4", "input": "2+2?"}, Content(ADD, GOOD)),
-    ("alpaca", {"instruction": "Add.", "output": "4", "input": "2+2?", "prompt": "Add.\n2+2?\n4"}, Content(ADD, GOOD)),
+    ("alpaca", {"instruction": "2+2?", "output": "4", "input": "", "history": []}, Example(ASK, GOOD)),
+    ("alpaca", {"instruction": "Add.", "output": "4", "input": "2+2?"}, Example(ADD, GOOD)),
+    ("alpaca", {"instruction": "Add.", "output": "4", "input": "2+2?", "prompt": "Add.\n2+2?\n4"}, Example(ADD, GOOD)),
     (
         "alpaca",
         {"instruction": "2+2?", "output": "4", "input": None, "history": [["Hi", "Hello."]]},
-        Content(HH_PROMPT, GOOD),
+        Example(HH_PROMPT, GOOD),
     ),
-    ("scored", {"instruction": "Add.", "input": "2+2?", "output": "4", "reward": 1}, Content(ADD, GOOD, reward=1.0)),
-    ("prompt", {"prompt": [U], "reward_model": {"ground_truth": "4", "style": "rule"}}, Content(ASK, label="4")),
-    ("prompt", {"prompt": json.dumps([U]), "label": 4}, Content(ASK, label="4")),
-    ("messages", {"messages": json.dumps([U, A])}, Content(ASK, GOOD)),
-    ("hh", {"chosen": HH + "4", "rejected": HH + "5"}, Content(HH_PROMPT, GOOD, BAD)),
-    ("unpaired_preference", {"prompt": "2+2?", "completion": "4", "thumbs": "up"}, Content(ASK, GOOD, judged=True)),
+    ("scored", {"instruction": "Add.", "input": "2+2?", "output": "4", "reward": 1}, Example(ADD, GOOD, reward=1.0)),
+    ("prompt", {"prompt": [U], "reward_model": {"ground_truth": "4", "style": "rule"}}, Example(ASK, label="4")),
+    ("prompt", {"prompt": json.dumps([U]), "label": 4}, Example(ASK, label="4")),
+    ("messages", {"messages": json.dumps([U, A])}, Example(ASK, GOOD)),
+    ("hh", {"chosen": HH + "4", "rejected": HH + "5"}, Example(HH_PROMPT, GOOD, BAD)),
+    ("unpaired_preference", {"prompt": "2+2?", "completion": "4", "thumbs": "up"}, Example(ASK, GOOD, judged=True)),
     (
         "stepwise",
         {"prompt": "2+2?", "completions": ["4"], "labels": [True]},
-        Content(ASK, GOOD, steps=("4",), step_labels=(1.0,), judged=True),
+        Example(ASK, GOOD, steps=("4",), step_labels=(1.0,), judged=True),
     ),
     (
         "stepwise",
         {"prompt": "2+2?", "completions": ["4", "so 5"], "labels": [True, False]},
-        Content(
+        Example(
             ASK, rejected=(Message("assistant", "4\nso 5"),), steps=("4", "so 5"), step_labels=(1.0, 0.0), judged=True
         ),
     ),
     (
         "stepwise",
         {"prompt": "2+2?", "completions": ["4", "so 5"], "labels": [1, "0.75"]},
-        Content(ASK, (Message("assistant", "4\nso 5"),), steps=("4", "so 5"), step_labels=(1.0, 0.75), judged=True),
+        Example(ASK, (Message("assistant", "4\nso 5"),), steps=("4", "so 5"), step_labels=(1.0, 0.75), judged=True),
     ),
     (
         "question_answer",
         {"question": "2+2?", "answer": "it is\n#### 1,234"},
-        Content(ASK, (Message("assistant", "it is\n#### 1,234"),), label="1234"),
+        Example(ASK, (Message("assistant", "it is\n#### 1,234"),), label="1234"),
     ),
-    ("question_answer", {"question": "2+2?", "answer": "4"}, Content(ASK, GOOD, label="4")),
-    ("scored", {"input": "2+2?", "output": "4", "reward": 1}, Content(ASK, GOOD, reward=1.0)),
-    ("scored", {"prompt": "2+2?", "completion": "4", "reward": "-0.5"}, Content(ASK, GOOD, reward=-0.5)),
+    ("question_answer", {"question": "2+2?", "answer": "4"}, Example(ASK, GOOD, label="4")),
+    ("scored", {"input": "2+2?", "output": "4", "reward": 1}, Example(ASK, GOOD, reward=1.0)),
+    ("scored", {"prompt": "2+2?", "completion": "4", "reward": "-0.5"}, Example(ASK, GOOD, reward=-0.5)),
 ]
 
 
 @pytest.mark.parametrize(("name", "row", "content"), ROWS)
-def test_each_format_is_detected_and_read(name: str, row: dict[str, Any], content: Content) -> None:
+def test_each_format_is_detected_and_read(name: str, row: dict[str, Any], content: Example) -> None:
     assert detect(row) == name
     assert convert(row, name) == content
 
@@ -179,7 +179,7 @@ def test_a_label_keeps_its_json(label: Any, text: str) -> None:
     assert convert({"messages": [U, A], "label": label}, "messages").label == text
 
 
-def read_as(row: dict[str, Any], name: str) -> list[Content]:
+def read_as(row: dict[str, Any], name: str) -> list[Example]:
     return convert_all(row, name, coding="auto", ranking_pairs="max_min")
 
 
@@ -217,7 +217,7 @@ def test_tool_calls_beside_the_turns_are_refused_and_empty_ones_are_none() -> No
     for name in ("tools", "tool_calls", "function_call"):
         for empty in (None, "", "[]", " null ", [], {}):
             assert read_as({"prompt": "2+2?", "completion": "4", name: empty}, "prompt_completion") == [
-                Content(ASK, GOOD)
+                Example(ASK, GOOD)
             ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from rlhf_core.config.data import RankingPairs
 from rlhf_core.data.columns import detect
 from rlhf_core.data.comparisons import Tie, Unrated
-from rlhf_core.data.formats import Content, convert_all
+from rlhf_core.data.formats import Example, convert_all
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
@@ -37,11 +37,11 @@ def ultrafeedback(*answers: tuple[str, Any, Any]) -> dict[str, Any]:
 FOUR = ultrafeedback(("four", 8.5, 4), ("4", 9, 5), ("five", 2, 1), ("4!", 9.0, 5))
 
 
-def pairs_of(row: dict[str, Any], mode: RankingPairs = "max_min", **options: Any) -> list[Content]:
+def pairs_of(row: dict[str, Any], mode: RankingPairs = "max_min", **options: Any) -> list[Example]:
     return convert_all(row, detect(row), coding="auto", ranking_pairs=mode, **options)
 
 
-def answers(contents: list[Content]) -> list[tuple[str, str, float]]:
+def answers(contents: list[Example]) -> list[tuple[str, str, float]]:
     return [(one.chosen[0].content, one.rejected[0].content, one.margin) for one in contents]
 
 
