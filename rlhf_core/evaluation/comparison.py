@@ -17,7 +17,7 @@ from rlhf_core.evaluation.intervals import SHARE, bounds_of, difference_bounds, 
 from rlhf_core.evaluation.metrics import correlation, distinct_n, entropy_estimate, repetition
 from rlhf_core.types import CHAMPION, Completion, Generation
 
-REPEATED_N = 3
+REPEATED_N = 3  # trigrams: shorter ones repeat in any text
 T = TypeVar("T")
 
 
@@ -44,9 +44,8 @@ class Answers:
 
     def __post_init__(self) -> None:
         if not self.generations:
-            raise DataError(
-                explain(f"evaluate.generations.{self.name}", 0, "contains no answers", "generate answers first")
-            )
+            key = f"evaluate.generations.{self.name}"
+            raise DataError(explain(key, 0, "contains no answers", "generate answers first"))
         for measure in (self.gold, self.scores, self.log_ratios):
             if measure and len(measure) != len(self.generations):
                 raise ValueError(f"{self.name}: {len(measure)} values for {len(self.generations)} answers")
@@ -111,9 +110,8 @@ def best_of(answers: Answers, n: int, *, kl_bound: float) -> Answers:
     """
     key = f"evaluate.best_of.{answers.name}"
     if not answers.scores:
-        raise ConfigError(
-            explain(key, n, "needs a reward model to choose the best answer", "train one, or remove best_of")
-        )
+        rule = "needs a reward model to choose the best answer"
+        raise ConfigError(explain(key, n, rule, "train one, or remove best_of"))
     places = answers.by_prompt(range(len(answers.generations)))
     least = min(len(group) for group in places.values())
     if least < n:
@@ -170,14 +168,8 @@ def _paired(
     mine, other = ours.by_prompt(ours.rewards), theirs.by_prompt(theirs.rewards)
     shared = [prompt for prompt in mine if prompt in other]
     if not shared:
-        raise DataError(
-            explain(
-                "evaluate.generations",
-                f"{ours.name}, {theirs.name}",
-                "they have no prompts in common",
-                "generate both from the same evaluation prompts",
-            )
-        )
+        names, remedy = f"{ours.name}, {theirs.name}", "generate both from the same evaluation prompts"
+        raise DataError(explain("evaluate.generations", names, "they have no prompts in common", remedy))
     interval = mean_interval([compare(mine[prompt], other[prompt]) for prompt in shared], bounds=bounds, level=level)
     return interval.plain() | {"against": theirs.name}
 

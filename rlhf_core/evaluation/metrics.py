@@ -1,8 +1,7 @@
-"""Compute statistics of texts, tokens and scores, from plain numbers to plain numbers.
+"""Compute statistics of texts, tokens and scores, the distance of answers to a reference, and calibration.
 
-Calibrate a reward model: fit a temperature on the pairs of one half of the prompts, and judge it on those of the other.
-
-In a Bradley-Terry model P(chosen is better) = sigmoid(margin / T). T = 1 is the model as it was trained; a model that is too
+A reward model is calibrated by a temperature, fitted on the pairs of one half of the prompts and judged on those of the
+other. In a Bradley-Terry model P(chosen is better) = sigmoid(margin / T). T = 1 is the model as it was trained; a model that is too
 sure of itself has T > 1 (temperature scaling, Guo et al., arXiv 1706.04599).
 """
 
@@ -67,7 +66,7 @@ def best_of_n_kl(n: int) -> float:
     return math.log(n) - (n - 1) / n
 
 
-def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
+def correlation(xs: Sequence[float] | np.ndarray, ys: Sequence[float] | np.ndarray) -> float:
     """Return Pearson's correlation, or 0.0 if one side does not vary."""
     x, y = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
     if x.size < 2 or x.std() == 0 or y.std() == 0:
@@ -88,13 +87,11 @@ def reliability(probabilities: Sequence[float], outcomes: Sequence[float], *, bi
     p = np.asarray(probabilities, dtype=np.float64)
     y = np.asarray(outcomes, dtype=np.float64)
     index = np.minimum((p * bins).astype(int), bins - 1)
-    rows = []
-    for i in range(bins):
-        inside = index == i
-        if inside.any():
-            row = (i / bins, (i + 1) / bins, int(inside.sum()), float(p[inside].mean()), float(y[inside].mean()))
-            rows.append(ReliabilityBin(*row))
-    return rows
+    return [
+        ReliabilityBin(i / bins, (i + 1) / bins, int(inside.sum()), float(p[inside].mean()), float(y[inside].mean()))
+        for i, inside in ((i, index == i) for i in range(bins))
+        if inside.any()
+    ]
 
 
 def calibration_error(rows: Sequence[ReliabilityBin]) -> float:
@@ -103,18 +100,9 @@ def calibration_error(rows: Sequence[ReliabilityBin]) -> float:
     return sum(row.pairs * abs(row.accuracy - row.confidence) for row in rows) / total if total else 0.0
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
-            end += 1
-        for position in range(start, end + 1):
-            ranks[order[position]] = (start + end) / 2
-        start = end + 1
-    return ranks
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    _, place, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts + 1) / 2)[place]  # the mean of the places, from 0, that equal values share
 
 
 # ---------------------------------------------------------------- distance
@@ -149,9 +137,8 @@ def log_ratios(
                 piece = items[start : start + KL_BATCH]
                 logprobs = trainer.logprobs([_as_sample(item) for item in piece], temperature=temperature)
                 values += [_log_ratio(item, row) for item, row in zip(piece, logprobs, strict=True)]
-                context.progress(
-                    done + len(values), total, f"log-probabilities of the answers of {name} under the reference"
-                )
+                text = f"log-probabilities of the answers of {name} under the reference"
+                context.progress(done + len(values), total, text)
             ratios[name] = tuple(values)
             done += len(items)
     return ratios
@@ -172,7 +159,7 @@ def _log_ratio(generation: Generation, ref_logprobs: Sequence[float]) -> float:
 
 # ---------------------------------------------------------------- calibration
 
-RESAMPLES = 1000
+RESAMPLES = 1000  # bootstrap draws: 25 beyond either end of a 95 % interval
 BINS = 20
 """Number of bins over [0, 1]; the probability of the higher-scored answer is in the upper half of them."""
 FEWEST = 10
@@ -198,17 +185,16 @@ def calibration_report(margins: Sequence[float], *, prompts: Sequence[Hashable],
     values = np.asarray(margins, dtype=np.float64)
     fitted, others = values[index < half], values[index >= half]
     temperature = fit_temperature(fitted.tolist())
-    before, after = _ece(others, 1.0), _ece(others, temperature)
-    counts_RC = np.random.default_rng(seed).multinomial(
-        len(order) - half, [1 / (len(order) - half)] * (len(order) - half), size=RESAMPLES
-    )
+    before, after = (calibration_error(confidence_bins(others / t)) for t in (1.0, temperature))
+    count = len(order) - half
+    counts_RC = np.random.default_rng(seed).multinomial(count, [1 / count] * count, size=RESAMPLES)
     drawn = [_resampled_ece(others / t, index[index >= half] - half, counts_RC) for t in (1.0, temperature)]
     return {
         "temperature": temperature,
         "at_bound": not SHARPEST * 1.01 < temperature < FLATTEST / 1.01,
         "fitted_pairs": int(fitted.size),
         "pairs": int(others.size),
-        "prompts": len(order) - half,
+        "prompts": count,
         "ece_before": _interval(before, drawn[0]),
         "ece_after": _interval(after, drawn[1]),
         "ece_change": _interval(after - before, drawn[1] - drawn[0]),
@@ -237,7 +223,7 @@ def fit_temperature(margins: Sequence[float]) -> float:
     return float(np.exp(found.x))
 
 
-def confidence_bins(margins: Any) -> list[ReliabilityBin]:
+def confidence_bins(margins: Sequence[float] | np.ndarray) -> list[ReliabilityBin]:
     """Return bins over [0.5, 1] of sigmoid(|margin|) = P(the higher-scored answer is the chosen one). Ties count half."""
     return reliability(*_confidence(margins), bins=BINS)
 
@@ -245,17 +231,13 @@ def confidence_bins(margins: Any) -> list[ReliabilityBin]:
 # ---------------------------------------------------------------- private
 
 
-def _ece(margins: Any, temperature: float) -> float:
-    return calibration_error(confidence_bins(margins / temperature))
-
-
-def _confidence(margins: Any) -> tuple[Any, Any]:
+def _confidence(margins: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the probability that the higher-scored answer is the chosen one, and whether it is (ties half)."""
     values = np.asarray(margins, dtype=np.float64)
     return 1 / (1 + np.exp(-np.minimum(np.abs(values), 700.0))), (np.sign(values) + 1) / 2
 
 
-def _resampled_ece(margins: Any, prompt: Any, counts_RC: Any) -> Any:
+def _resampled_ece(margins: np.ndarray, prompt: np.ndarray, counts_RC: np.ndarray) -> np.ndarray:
     """Return the calibration error of R resamples, of which each takes the pairs of C prompts so many times.
 
     A bin adds |sum of outcomes - sum of confidences|, divided by the number of all pairs: the definition of
@@ -267,6 +249,6 @@ def _resampled_ece(margins: Any, prompt: Any, counts_RC: Any) -> Any:
     return np.abs(counts_RC @ gap_CB).sum(axis=1) / (counts_RC @ np.bincount(prompt, minlength=counts_RC.shape[1]))
 
 
-def _interval(value: float, drawn: Any) -> dict[str, float]:
+def _interval(value: float, drawn: np.ndarray) -> dict[str, float]:
     low, high = (float(np.quantile(drawn, side)) for side in ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
     return {"value": float(value), "low": low, "high": high}

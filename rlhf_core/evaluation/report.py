@@ -28,12 +28,7 @@ class Column:
 
 JUDGED = (
     Column("gold", "gold reward", ".3f", "The reward that nothing was trained on, mean over prompts"),
-    Column(
-        "improvement",
-        "difference",
-        "+.3f",
-        "Mean paired difference of the reward to the policy that the win rate is against",
-    ),
+    Column("improvement", "difference", "+.3f", "Mean paired difference to the policy that the win rate is against"),
     Column("win_rate", "win rate", ".1%", "Share of prompts with the better answer, ties half"),
     Column("reward_model", "reward model", ".3f", "Score of the trained reward model, mean over prompts"),
     Column("kl", "KL", ".2f", "Nats per answer to the reference"),
@@ -93,34 +88,24 @@ def best_policy(report: Mapping[str, Any]) -> str:
 
 def _lead(report: Mapping[str, Any]) -> str:
     row = report["policies"][report["order"][0]]
-    by = {"gold": "the gold reward", "reward_model": "the reward model", "": "their answers alone"}[
-        report["compared_by"]
-    ]
+    by = {"gold": "the gold reward", "reward_model": "the reward model", "": "their answers alone"}
+    by = by[report["compared_by"]]
     return f"{len(report['order'])} policies answer the same {row['prompts']} held-out prompts and are judged by {by}."
 
 
 def _cards(report: Mapping[str, Any], best: str) -> list[dict[str, str]]:
     row = report["policies"][best]
     measure = report["compared_by"]
-    cards = [{"label": "best policy", "value": best, "note": f"{row['samples']} answers"}]
+    cards = [("best policy", best, f"{row['samples']} answers")]
     if measure:
         name = "gold reward" if measure == "gold" else "reward model"
-        cards.append(
-            {"label": name, "value": _number(row[measure]["mean"], ".3f"), "note": _range(row[measure], ".3f")}
-        )
+        cards.append((name, _number(row[measure]["mean"], ".3f"), _range(row[measure], ".3f")))
     if "win_rate" in row:
         wins = row["win_rate"]
-        label = f"win rate against {wins['against']}"
-        cards.append({"label": label, "value": f"{wins['mean']:.1%}", "note": _range(wins, ".1%")})
+        cards.append((f"win rate against {wins['against']}", f"{wins['mean']:.1%}", _range(wins, ".1%")))
     if "kl" in row:
-        cards.append(
-            {
-                "label": f"KL to {report['reference']}",
-                "value": _number(row["kl"]["mean"], ".2f"),
-                "note": "nats per answer",
-            }
-        )
-    return cards
+        cards.append((f"KL to {report['reference']}", _number(row["kl"]["mean"], ".2f"), "nats per answer"))
+    return [dict(zip(("label", "value", "note"), card, strict=True)) for card in cards]
 
 
 def _table(
@@ -136,11 +121,9 @@ def _table(
 
 
 def _cell(row: Mapping[str, Any], column: Column, policies: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    if column.path not in row:
-        return {"text": "–", "range": "", "bar": None, "tone": ""}
-    value = row[column.path]
+    value = row[column.path] if column.path in row else None
     if not isinstance(value, Mapping):
-        return {"text": _number(value, column.form), "range": "", "bar": None, "tone": ""}
+        return {"text": "–" if value is None else _number(value, column.form), "range": "", "bar": None, "tone": ""}
     text, note, bar = _number(value["mean"], column.form), _range(value, column.form), None
     if "kind" in value and value["kind"] == "bound":
         text, note = f"≤ {text}", "bound"
@@ -190,10 +173,8 @@ def _number(value: float, form: str) -> str:
 
 
 def _footnote(report: Mapping[str, Any]) -> str:
-    settings = report["settings"]
-    text = (
-        f"Ranges are {settings['level']:.0%} intervals over prompts; one prompt, or few that are alike, may have none."
-    )
+    level = report["settings"]["level"]
+    text = f"Ranges are {level:.0%} intervals over prompts; one prompt, or few that are alike, may have none."
     if any("kl" in row for row in report["policies"].values()):
         text += (
             f" KL is the mean over answers of the summed log-probability ratio to {report['reference']}, in nats;"

@@ -1,14 +1,10 @@
-"""Evaluate a reward model: accuracy with intervals, calibration, dependence on length, margins.
+"""Evaluate reward models: accuracy with intervals, calibration, dependence on length, probes, suites, judged steps.
 
-Probe a reward model: edit answers by rule, and measure how much each edit changes the reward.
+A probe edits answers by rule and measures how much the edit changes the reward. An edit that adds nothing (filler, lists,
+praise, white space) should not raise the reward, and one that takes the answer away (a refusal, a cut) should lower it.
 
-An edit that adds nothing (filler, lists, praise, white space) should not raise the reward, and one that takes the answer away
-(a refusal, a cut) should lower it. Effects are in units of the standard deviation of the rewards.
-
-Score suites of chosen and rejected answers, such as RewardBench (arXiv 2403.13787), by subset.
-
-A row has a `prompt`, a `chosen` answer, one `rejected` answer or a list of them, and a `subset`. It is right if the chosen
-answer has a higher reward than every rejected one; a tie with the best of them counts half.
+A suite, such as RewardBench (arXiv 2403.13787), has rows of a `prompt`, a `chosen` answer, one `rejected` answer or a list
+of them, and a `subset`. A row is right if the chosen answer has a higher reward than every rejected one.
 """
 
 from __future__ import annotations
@@ -51,10 +47,10 @@ def reward_model_report(
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the report (JSON-compatible) and its figures (name -> PNG). Arguments have one entry per held-out pair.
 
-    `accuracy` counts ties half; its interval counts the pairs of one prompt, which are alike, as one. `ece` is the calibration error of sigmoid(|score difference|) as the probability that
-    the answer with the higher score is the chosen one. `slices` divides the pairs by source, and by which answer is
-    longer: a model that prefers length is right only where the chosen answer is longer. `calibration` is that of
-    `calibration_report`, None for few pairs.
+    `accuracy` counts ties half; its interval counts the pairs of one prompt, which are alike, as one. `ece` is the
+    calibration error of sigmoid(|score difference|) as the probability that the answer with the higher score is the chosen
+    one. `slices` divides the pairs by source, and by which answer is longer: a model that prefers length is right only
+    where the chosen answer is longer. `calibration` is that of `calibration_report`, None for few pairs.
     """
     margins = [a - b for a, b in zip(chosen_scores, rejected_scores, strict=True)]
     gaps = [a - b for a, b in zip(chosen_lengths, rejected_lengths, strict=True)]
@@ -73,9 +69,9 @@ def reward_model_report(
         "length_correlation": correlation(lengths, scores),
         "length_rank_correlation": rank_correlation(lengths, scores),
         "margin_length_correlation": correlation(gaps, margins),
-        "margin_mean": math.fsum(margins) / len(margins),
+        "margin_mean": fmean(margins),
         "margin_std": _std(margins),
-        "score_mean": math.fsum(scores) / len(scores),
+        "score_mean": fmean(scores),
         "score_std": _std(scores),
         "reliability": [row._asdict() for row in rows],
         "calibration": calibration_report(margins, prompts=prompts, seed=seed),
@@ -85,16 +81,12 @@ def reward_model_report(
             if places
         },
     }
+    title = f"{overall['accuracy']:.1%} of {len(margins)} pairs ordered right"
+    by_side = {"chosen": (chosen_lengths, chosen_scores), "rejected": (rejected_lengths, rejected_scores)}
     figures = {
         "reliability": plots.reliability_diagram(rows, ece=ece),
-        "margins": plots.margin_histogram(
-            margins, title=f"{overall['accuracy']:.1%} of {len(margins)} pairs ordered right"
-        ),
-        "length": plots.length_scatter(
-            {"chosen": (chosen_lengths, chosen_scores), "rejected": (rejected_lengths, rejected_scores)},
-            x_label="tokens",
-            y_label="score",
-        ),
+        "margins": plots.margin_histogram(margins, title=title),
+        "length": plots.length_scatter(by_side, x_label="tokens", y_label="score"),
     }
     return report, figures
 
@@ -128,8 +120,8 @@ def _accuracy(hits: Sequence[float], prompts: Sequence[Hashable]) -> dict[str, f
 
 
 def _std(values: Sequence[float]) -> float:
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    mean = fmean(values)
+    return math.sqrt(fmean((value - mean) ** 2 for value in values))
 
 
 # ---------------------------------------------------------------- reward probes
@@ -211,9 +203,8 @@ EDITS: Mapping[str, Callable[[str], str]] = {
 }
 """Probe -> the edit of an answer. An answer that an edit does not change is left out of its probe."""
 
-NOT_APPLICABLE = {
-    "position": "the model scores each answer alone and never sees two side by side, so it cannot prefer a position"
-}
+_WHY = "the model scores each answer alone and never sees two side by side, so it cannot prefer a position"
+NOT_APPLICABLE = {"position": _WHY}
 
 
 def probe_report(
@@ -222,8 +213,8 @@ def probe_report(
     """Return for each probe the mean change of the reward with its interval over prompts, in units of `spread`.
 
     `rewards` are those of the answers as they are; `changes` has one list per probe, of the prompts and the edited answers'
-    rewards less those of the same answers as they are. `raised` is the share of answers whose reward an edit raises, and `moved` the
-    mean of the changes without their signs, which should be small for `invariance`.
+    rewards less those of the same answers as they are. `raised` is the share of answers whose reward an edit raises, and
+    `moved` the mean of the changes without their signs, which should be small for `invariance`.
     """
     unit = spread or 1.0
     report: dict[str, Any] = {"answers": len(rewards), "spread": spread}
@@ -300,17 +291,15 @@ def suite_report(
         cut += any(len(ids) > max_length for ids in rendered)
         asked += [ids[:max_length] for ids in rendered]
     scores = iter(score(asked))
-    hits = [_hit([next(scores) for _ in (row.chosen, *row.rejected)]) for row in rows]
+    chosen, best = zip(*((next(scores), max(next(scores) for _ in row.rejected)) for row in rows), strict=True)
+    hits = hits_of(chosen, best)
     by_subset: dict[str, list[tuple[float, Turns]]] = {}
     for row, hit in zip(rows, hits, strict=True):
         by_subset.setdefault(row.subset, []).append((hit, row.prompt))
     subsets = {name: _suite_accuracy(found) for name, found in sorted(by_subset.items())}
     macro = fmean(figures["accuracy"] for figures in subsets.values())
-    return _suite_accuracy([one for found in by_subset.values() for one in found]) | {
-        "macro_accuracy": macro,
-        "cut": cut,
-        "subsets": subsets,
-    }
+    whole = _suite_accuracy([one for found in by_subset.values() for one in found])
+    return whole | {"macro_accuracy": macro, "cut": cut, "subsets": subsets}
 
 
 def suite_metrics(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -335,9 +324,8 @@ def _row(row: Mapping[str, Any], suite: Suite) -> SuiteRow:
     if len(chosen) != 1:
         raise DataError(f"not one chosen answer: {len(chosen)}")
     subset = row.get(suite.subset)
-    return SuiteRow(
-        turns_of(row[suite.prompt], role="user"), chosen[0], rejected, ONE_SUBSET if subset is None else str(subset)
-    )
+    prompt = turns_of(row[suite.prompt], role="user")
+    return SuiteRow(prompt, chosen[0], rejected, ONE_SUBSET if subset is None else str(subset))
 
 
 def _answers(value: Any, name: str) -> tuple[str, ...]:
@@ -353,11 +341,6 @@ def _rendered(prompt: Turns, answer: str, chat: ChatTemplate) -> tuple[int, ...]
     if sample is None:
         raise DataError(f"no tokens: the chat template leaves nothing of the answer {answer[:80]!r}")
     return sample.token_ids[: max(place for place, trained in enumerate(sample.loss_mask) if trained) + 1]
-
-
-def _hit(scores: Sequence[float]) -> float:
-    chosen, best = scores[0], max(scores[1:])
-    return 1.0 if chosen > best else 0.5 if chosen == best else 0.0
 
 
 def _suite_accuracy(found: Sequence[tuple[float, Turns]]) -> dict[str, Any]:
@@ -377,23 +360,18 @@ def step_report(
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the report (JSON-compatible) and its figures (name -> PNG). Arguments have one entry per held-out answer.
 
-    `prompts` names the prompt of each answer, the unit of the intervals. `accuracy` is over steps. `first_error_accuracy` is over answers: the first step judged wrong is the first wrong
-    step, or there is neither. `f1` is the harmonic mean of that accuracy over answers with an error and over those
-    without (ProcessBench, arXiv 2412.06559). `ece` is the calibration error of the steps' probabilities.
+    `prompts` names the prompt of each answer, the unit of the intervals. `accuracy` is over steps. `first_error_accuracy`
+    is over answers: the first step judged wrong is the first wrong step, or there is neither. `f1` is the harmonic mean of
+    that accuracy over answers with an error and over those without (ProcessBench, arXiv 2412.06559). `ece` is the
+    calibration error of the steps' probabilities.
     """
     probabilities = [[_sigmoid(logit) for logit in row] for row in logits]
-    pairs = [
-        (probability, label)
-        for row, judged in zip(probabilities, labels, strict=True)
-        for probability, label in zip(row, judged, strict=True)
-    ]
+    answered = list(zip(probabilities, labels, strict=True))
+    pairs = [pair for row, judged in answered for pair in zip(row, judged, strict=True)]
     hits = [float(_wrong(probability) == _wrong(label)) for probability, label in pairs]
-    found = [
-        (first_error(judged), float(first_error(row) == first_error(judged)))
-        for row, judged in zip(probabilities, labels, strict=True)
-    ]
-    with_error = [hit for error, hit in found if error is not None]
-    without = [hit for error, hit in found if error is None]
+    found = [(first_error(judged), float(first_error(row) == first_error(judged))) for row, judged in answered]
+    with_error = _mean([hit for error, hit in found if error is not None])
+    without = _mean([hit for error, hit in found if error is None])
     rows = reliability([probability for probability, _ in pairs], [label for _, label in pairs], bins=BINS)
     of_steps = [prompt for prompt, row in zip(prompts, logits, strict=True) for _ in row]
     steps = mean_interval(hits, prompts=of_steps, bounds=SHARE)
@@ -410,9 +388,9 @@ def step_report(
         "first_error_accuracy": answers.mean,
         "first_error_accuracy_low": answers.low,
         "first_error_accuracy_high": answers.high,
-        "first_error_accuracy_with_error": _mean(with_error),
-        "first_error_accuracy_without_error": _mean(without),
-        "f1": _harmonic(_mean(with_error), _mean(without)),
+        "first_error_accuracy_with_error": with_error,
+        "first_error_accuracy_without_error": without,
+        "f1": _harmonic(with_error, without),
         "ece": ece,
         "reliability": [row._asdict() for row in rows],
     }
@@ -437,7 +415,7 @@ def _sigmoid(logit: float) -> float:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+    return fmean(values) if values else None
 
 
 def _harmonic(left: float | None, right: float | None) -> float | None:

@@ -8,9 +8,8 @@ import random
 import pytest
 
 from rlhf_core.config.data import InstructionsWorld
-from rlhf_core.data.worlds.instruction_answers import ANSWERS, BEFORE_CLOSER, WITH_KEYWORD
 from rlhf_core.data.worlds.instruction_phrases import CLOSERS, COUNTS, KEYWORDS, TOPICS
-from rlhf_core.data.worlds.instruction_writer import write_answer
+from rlhf_core.data.worlds.instruction_writer import ANSWERS, BEFORE_CLOSER, WITH_KEYWORD, write_answer
 from rlhf_core.data.worlds.instructions import make_tables
 from rlhf_core.rewards.library.instructions import instructions_followed, on_topic, words
 
