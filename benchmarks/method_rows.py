@@ -25,11 +25,13 @@ from pipelines.flows.sections import (
     OfflineDPOConfig,
     PolicyOptimizationConfig,
 )
+from rlhf_core.algorithms import advantage, policy, preference
 from rlhf_core.config.engines import InitModel
 from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
 from rlhf_core.data.tables import read_preferences, write_preferences
 from rlhf_core.data.worlds.support import Facts, gold_components, sum_of
 from rlhf_core.data.worlds.support_phrases import PROBLEMS
+from rlhf_core.schema.base import CustomFunction
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
@@ -44,53 +46,35 @@ from rlhf_core.types import (
 )
 from stages.config.distill import DivergenceConfig
 
-PREFERENCE: Mapping[str, dict[str, Any]] = {
-    "dpo": {"loss": {"type": "dpo"}},
-    "cdpo": {"loss": {"type": "cdpo"}},
-    "robust": {"loss": {"type": "robust"}},
+PASSED: Mapping[str, Any] = {"terms": {"passed": {"type": "function", "function": "benchmarks.method_rows:passed"}}}
+"""A verifiable reward, for estimators that need 0 or 1."""
+
+
+def types(family: Any) -> list[str]:
+    """Return the values of `type` in a folder of methods; a user's own function is none of them."""
+    return [kind.model_fields["type"].default for kind in family.METHODS if not issubclass(kind, CustomFunction)]
+
+
+# Every method of the package, and below it those that need other options than their defaults.
+PREFERENCE: Mapping[str, dict[str, Any]] = {name: {"loss": {"type": name}} for name in types(preference)} | {
     "ipo": {"loss": {"type": "ipo", "beta": 0.5}},  # aims at h = 1 nat; at 0.1 it aims at 5 and overshoots
-    "hinge": {"loss": {"type": "hinge"}},
-    "apo_zero": {"loss": {"type": "apo_zero"}},
-    "apo_down": {"loss": {"type": "apo_down"}},
-    "sppo": {"loss": {"type": "sppo"}},
-    "nca": {"loss": {"type": "nca"}},
-    "exo": {"loss": {"type": "exo"}},
-    "aot": {"loss": {"type": "aot"}},
     "aot unpaired": {"loss": {"type": "aot", "paired": False}},
-    "discopop": {"loss": {"type": "discopop"}},
-    "kto": {"loss": {"type": "kto"}},
-    "bco": {"loss": {"type": "bco"}},
-    "dpo_norm": {"loss": {"type": "dpo_norm"}},
-    "f_dpo": {"loss": {"type": "f_dpo"}},
-    "simpo": {"loss": {"type": "simpo"}},
     "orpo": {"loss": {"type": "orpo", "odds_weight": 1.0}},
     "rpo": {"loss": {"type": "dpo"}, "nll_coef": 1.0},
     "ld-dpo": {"loss": {"type": "dpo"}, "length_alpha": 0.5},
 }
-POLICY: dict[str, dict[str, Any]] = {
-    "gae": {"advantage": {"type": "gae"}},
-    "gae, ptx": {"advantage": {"type": "gae"}, "ptx": {"coef": 0.1, "max_length": 192}},
-    "reinforce++": {"advantage": {"type": "reinforce++"}},
-    "grpo": {"advantage": {"type": "grpo"}, "kl_in": "loss"},
-    "reinforce++-baseline": {"advantage": {"type": "reinforce++-baseline"}},
-    "rloo": {"advantage": {"type": "rloo"}},
-    "dr_grpo": {"advantage": {"type": "dr_grpo"}, "loss": {"type": "clip", "aggregation": "constant"}},
-    "opo": {"advantage": {"type": "opo"}},
-    "grpo of the batch": {"advantage": {"type": "grpo", "std": "batch"}, "kl_in": "loss"},
-    "remax": {"advantage": {"type": "remax"}},
-    "rloo, sapo": {"advantage": {"type": "rloo"}, "loss": {"type": "sapo"}},
-    "rloo, gmpo": {"advantage": {"type": "rloo"}, "loss": {"type": "gmpo"}},
-    "rloo, dppo": {"advantage": {"type": "rloo"}, "loss": {"type": "dppo"}},
-    "rloo, clip_cov": {"advantage": {"type": "rloo"}, "loss": {"type": "clip_cov"}},
-    "rloo, gspo": {"advantage": {"type": "rloo"}, "loss": {"type": "gspo"}},
-    "rloo, cispo": {"advantage": {"type": "rloo"}, "loss": {"type": "cispo"}},
-}
-PASSED: Mapping[str, Any] = {"terms": {"passed": {"type": "function", "function": "benchmarks.method_rows:passed"}}}
-"""A verifiable reward, for estimators that need 0 or 1."""
-POLICY |= {
-    "maxrl": {"advantage": {"type": "maxrl"}, "kl_in": "loss", "rewards": PASSED},
-    "pass@k": {"advantage": {"type": "pass@k", "k": 2}, "kl_in": "loss", "rewards": PASSED},
-}
+POLICY: Mapping[str, dict[str, Any]] = (
+    {name: {"advantage": {"type": name}} for name in types(advantage)}
+    | {f"rloo, {name}": {"advantage": {"type": "rloo"}, "loss": {"type": name}} for name in types(policy)[1:]}
+    | {
+        "gae, ptx": {"advantage": {"type": "gae"}, "ptx": {"coef": 0.1, "max_length": 192}},
+        "grpo": {"advantage": {"type": "grpo"}, "kl_in": "loss"},
+        "grpo of the batch": {"advantage": {"type": "grpo", "std": "batch"}, "kl_in": "loss"},
+        "dr_grpo": {"advantage": {"type": "dr_grpo"}, "loss": {"type": "clip", "aggregation": "constant"}},
+        "maxrl": {"advantage": {"type": "maxrl"}, "kl_in": "loss", "rewards": PASSED},
+        "pass@k": {"advantage": {"type": "pass@k", "k": 2}, "kl_in": "loss", "rewards": PASSED},
+    }
+)
 GROUP = 4
 """Samples per prompt of the estimators that compare them; the others get as many more prompts."""
 

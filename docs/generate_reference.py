@@ -1,14 +1,16 @@
-"""Write the pages that say what the code says: the reference of all settings, and the map of the code.
+"""Write the pages that repeat the code: the reference of all settings, the map of the code, the tables of methods.
 
     python -m docs.generate_reference
 
 The reference has one page per section of a profile, from the configuration classes. It goes to `docs/reference/`, which git
-ignores: `make docs` writes it anew, so it cannot be out of date. `docs/code_map.md` is kept, for readers of the repository.
+ignores: `make docs` writes it anew, so it cannot be out of date. `docs/code_map.md` and the tables in `docs/algorithms.md` are
+kept, for readers of the repository.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import sys
@@ -19,12 +21,16 @@ from typing import Any
 
 from pipelines.flows import run_rules
 from pipelines.flows.profile import PipelineConfig
+from rlhf_core.algorithms import advantage, policy, preference
 from rlhf_core.schema.base import Config, Operational
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 SHARED = "shared_tables"
 CODE_MAP = ROOT / "docs" / "code_map.md"
+ALGORITHMS = ROOT / "docs" / "algorithms.md"
+FAMILIES = {"[dpo.loss] type": preference, "[ppo.loss] type": policy, "[ppo.advantage] type": advantage}
+"""The end of a heading in algorithms.md -> the methods of the table below it."""
 Schema = Mapping[str, Any]
 
 INTRODUCTION = """# Every setting
@@ -282,8 +288,27 @@ def sentence_of(file: Path) -> str:
     return re.split(r"(?<=[.:])\s+(?=[A-Z`])", paragraph)[0].removesuffix(":")
 
 
+def algorithms(page: str) -> str:
+    """Return the page of algorithms with its tables of methods written anew, a row for each from its docstring."""
+    for heading, family in FAMILIES.items():
+        rows = "".join(f"{method_row(kind)}\n" for kind in family.METHODS)
+        table = rf"(`{re.escape(heading)}`\n\n(?:\|.*\n){{2}})(?:\|.*\n)*"
+        page, count = re.subn(table, lambda found, rows=rows: found[1] + rows, page)  # type: ignore[misc]
+        assert count == 1, heading
+    return page
+
+
+def method_row(kind: type[Config]) -> str:
+    """Return the row of a method; its docstring is one sentence, `Formula: ...` and `Reference: ...`."""
+    found = re.match(r"(.+)\n\nFormula: (.+)\nReference: (.+)(\n\n|$)", inspect.getdoc(kind) or "")
+    assert found is not None, f"{kind.__name__} needs a docstring of one sentence, `Formula: ...` and `Reference: ...`"
+    title, formula, reference = (part.rstrip(".").replace("|", "\\|") for part in found.groups()[:3])
+    return f"| `{kind.model_fields['type'].default}` | {title} | `{formula}` | {reference} |"
+
+
 def main() -> int:
     CODE_MAP.write_text(code_map(), encoding="utf-8")
+    ALGORITHMS.write_text(algorithms(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")
     REFERENCE.mkdir(exist_ok=True)
     for old in REFERENCE.glob("*.md"):
         old.unlink()
