@@ -1,14 +1,7 @@
-"""Primitives of all losses: sums and counts of masked tokens, and log-ratios that cannot overflow.
+"""Formulas of several losses: masked sums, the KL divergence to a reference, the correction for the sampler, and the
+losses of values, demonstrations, reward models and steps.
 
-Estimators of the KL divergence to a reference, and the controllers of its coefficient.
-
-With d = log pi - log pi_ref on tokens sampled from pi (Schulman, "Approximating KL Divergence", 2020). k1 in the
-*reward* gives the right reverse-KL gradient; as a *loss* use the gradient of k2 (that of k1 is zero in expectation, that
-of k3 is biased) whatever the value shown is; k3 is a monitor (arXiv 2510.01555, 2512.21852).
-
-The correction for a sampler whose probabilities differ from the trainer's (other kernels, older weights).
-
-mu = the sampler's log-probs, pi_old = the trainer's for the same tokens before the update, q = pi_old / mu.
+Legend: B rows of a batch (or pairs), L positions, N masked tokens, M models of an ensemble, S steps.
 """
 
 from __future__ import annotations
@@ -28,11 +21,8 @@ if TYPE_CHECKING:
 else:
     Tensor = Any
 
-# Shape legend: B rows of a batch, L positions.
-
-
-LOG_RATIO_LIMIT = 20.0
-"""exp(20) is 4.9e8: far outside every clip range, and its square still fits fp32."""
+LOG_RATIO_LIMIT = 20.0  # exp(20) is 4.9e8: far outside every clip range, and its square still fits fp32
+WHITEN_EPS = 1e-8  # variance added before the root: equal values are whitened to 0, not to NaN
 
 
 @cache
@@ -86,10 +76,26 @@ def schulman_k3(log_ratio: Tensor) -> Tensor:
     Schulman, "Approximating KL Divergence" (2020). Uses expm1: at d near 0 the plain form cancels to noise.
     """
     d = bounded(log_ratio)
-    return (-d).expm1() + d
+    return (-d).expm1() + d  # exp(-d) - 1 + d
 
 
-# ---------------------------------------------------------------- kl
+def whiten(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return `values` with mean 0 and variance 1 over the masked tokens, 0 outside.
+
+    Population variance, as in lm-human-preferences (arXiv 1909.08593). Pass the whole batch of the step at once. An
+    empty mask gives zeros.
+    """
+    count = masked_count(loss_mask)
+    mean = masked_sum(values, loss_mask) / count
+    centred_BL = masked(values - mean, loss_mask)
+    return centred_BL * (centred_BL.square().sum() / count + WHITEN_EPS).rsqrt()  # (x - mean) / sqrt(var + eps)
+
+
+# ---------------------------------------------------------------- KL divergence to a reference
+
+# With d = log pi - log pi_ref on tokens sampled from pi (Schulman, "Approximating KL Divergence", 2020): k1 in the *reward*
+# gives the right reverse-KL gradient; as a *loss* use the gradient of k2 (that of k1 is zero in expectation, that of k3
+# is biased) whatever the value shown is; k3 is a monitor (arXiv 2510.01555, 2512.21852).
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -99,7 +105,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return d^2 / 2, elementwise: biased as a value, right as a loss."""
-    return bounded(logprobs - ref_logprobs).square() / 2
+    return bounded(logprobs - ref_logprobs).square() / 2  # d^2 / 2
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -126,7 +132,7 @@ def kl_in_loss(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLInLoss) -
         case "k1" | "k3":
             value = (k1 if estimator == "k1" else k3)(logprobs, ref_logprobs).detach()
             follows = k2(logprobs, ref_logprobs)
-            return value + (follows - follows.detach())
+            return value + (follows - follows.detach())  # stopgrad(k) + k2 - stopgrad(k2)
         case _:
             assert_never(estimator)
 
@@ -160,34 +166,26 @@ class AdaptiveKL:
     target: float
     horizon: float
 
-    def __post_init__(self) -> None:
-        for name, value in (("target", self.target), ("horizon", self.horizon)):
-            if value <= 0:
-                raise ConfigError(explain(f"kl.{name}", value, "must be > 0", "use a fixed coefficient to disable it"))
-
     def updated(self, kl: float, samples: int) -> Self:
         """Return the controller after observing a mean `kl` over `samples` sequences."""
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        return replace(self, coef=self.coef * (1 + error * samples / self.horizon))
+        error = min(max(kl / self.target - 1, -0.2), 0.2)  # clip(KL / target - 1, -0.2, 0.2)
+        return replace(self, coef=self.coef * (1 + error * samples / self.horizon))  # arXiv 1909.08593 section 2.2
 
 
 KLController: TypeAlias = FixedKL | AdaptiveKL
 
-# ---------------------------------------------------------------- correction
+# ---------------------------------------------------------------- correction for the sampler
 
-# Shape legend: B rows of a batch, L positions, N masked tokens.
-
-
-Level: TypeAlias = Literal["off", "token", "sequence", "geometric"]
-Mode: TypeAlias = Literal["truncate", "mask"]
+# mu = the sampler's log-probs, pi_old = the trainer's for the same tokens before the update, q = pi_old / mu. They differ
+# because of other kernels or older weights.
 
 
 class CorrectionConfig(Config):
     """Correction for a sampler whose probabilities mu differ from the trainer's; q = pi_old / mu."""
 
-    level: Level = "token"
+    level: Literal["off", "token", "sequence", "geometric"] = "token"
     """Unit of q: a token, the product over its sequence, or the geometric mean."""
-    mode: Mode = "truncate"
+    mode: Literal["truncate", "mask"] = "truncate"
     """`truncate` bounds q by `cap`; `mask` drops tokens whose q is outside [low, cap] (IcePop: 0.5 to 5)."""
     cap: float = Field(2.0, gt=0)
     low: float = Field(0.5, ge=0)
@@ -211,67 +209,32 @@ class CorrectionConfig(Config):
             )
         return self
 
+    def weights(
+        self, old_logprobs_BL: Tensor, rollout_logprobs_BL: Tensor, loss_mask_BL: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return detached weights [B, L] for the policy loss, and whether `mode` changed each: both 0 outside the mask.
 
-def importance_weights(
-    old_logprobs_BL: Tensor,
-    rollout_logprobs_BL: Tensor,
-    loss_mask_BL: Tensor,
-    *,
-    level: Level,
-    mode: Mode,
-    cap: float,
-    low: float,
-    token_cap: float = 0.0,
-) -> Tensor:
-    """Return detached weights [B, L] for the policy loss; 0 outside the loss mask, 1 on it when `level` is `off`.
-
-    `truncate` is truncated importance sampling, min(q, cap) (Ionides 2008; for RL with a separate sampler: Yao et al.,
-    "Your efficient RL framework secretly brings you off-policy RL training", 2025), `low` unused. `mask` keeps q inside
-    [low, cap] and drops the rest (IcePop, window 0.5-5.0). `level` is what q is taken over: one token, the product over
-    the sequence, or its geometric mean (GSPO's ratio, arXiv 2507.18071 eq. 7). `token_cap` > 0 gives the tokens of the
-    sequences that a mask keeps the weight min(q_t, token_cap) of their own.
-    """
-    if level == "off":
-        return masked(old_logprobs_BL.new_ones(old_logprobs_BL.shape), loss_mask_BL)
-    ratio_BL = _ratio(old_logprobs_BL, rollout_logprobs_BL, loss_mask_BL, level=level)
-    match mode:
-        case "truncate":
-            weights_BL = ratio_BL.clamp(max=cap)
-        case "mask":
-            kept_BL = (ratio_BL >= low) & (ratio_BL <= cap)
-            if token_cap:
-                ratio_BL = _ratio(old_logprobs_BL, rollout_logprobs_BL, loss_mask_BL, level="token").clamp(
-                    max=token_cap
-                )
-            weights_BL = ratio_BL.masked_fill(~kept_BL, 0.0)
-        case _:
-            assert_never(mode)
-    return masked(weights_BL, loss_mask_BL)
-
-
-def fraction_corrected(
-    old_logprobs_BL: Tensor,
-    rollout_logprobs_BL: Tensor,
-    loss_mask_BL: Tensor,
-    *,
-    level: Level,
-    mode: Mode,
-    cap: float,
-    low: float,
-    token_cap: float = 0.0,
-) -> float:
-    """Return the fraction of masked tokens whose ratio q was truncated (or, with mode `mask`, dropped).
-
-    A weight that `token_cap` bounds is not counted.
-    """
-    _require_tokens(loss_mask_BL)
-    if level == "off":
-        return 0.0
-    ratio_BL = _ratio(old_logprobs_BL, rollout_logprobs_BL, loss_mask_BL, level=level)
-    outside_BL = ratio_BL > cap
-    if mode == "mask":
-        outside_BL = outside_BL | (ratio_BL < low)
-    return float(outside_BL[loss_mask_BL != 0].double().mean())
+        `truncate` is truncated importance sampling, min(q, cap) (Ionides 2008; for RL with a separate sampler: Yao et
+        al., "Your efficient RL framework secretly brings you off-policy RL training", 2025). `mask` keeps q inside
+        [low, cap] and drops the rest (IcePop, window 0.5-5.0). `geometric` is GSPO's ratio (arXiv 2507.18071 eq. 7).
+        """
+        selected_BL = loss_mask_BL != 0
+        if self.level == "off":
+            return masked(old_logprobs_BL.new_ones(old_logprobs_BL.shape), loss_mask_BL), selected_BL & False
+        log_q_BL = masked(old_logprobs_BL.detach() - rollout_logprobs_BL.detach(), loss_mask_BL)
+        ratio_BL = _ratio(log_q_BL, selected_BL, level=self.level)
+        match self.mode:
+            case "truncate":
+                kept_BL = ratio_BL <= self.cap
+                weights_BL = ratio_BL.clamp(max=self.cap)  # min(q, cap)
+            case "mask":
+                kept_BL = (ratio_BL >= self.low) & (ratio_BL <= self.cap)
+                if self.token_cap:
+                    ratio_BL = bounded(log_q_BL).exp().clamp(max=self.token_cap)  # min(q_t, token_cap)
+                weights_BL = ratio_BL.masked_fill(~kept_BL, 0.0)
+            case _:
+                assert_never(self.mode)
+        return masked(weights_BL, loss_mask_BL), selected_BL & ~kept_BL
 
 
 def mismatch_metrics(old_logprobs_BL: Tensor, rollout_logprobs_BL: Tensor, loss_mask_BL: Tensor) -> dict[str, float]:
@@ -281,8 +244,10 @@ def mismatch_metrics(old_logprobs_BL: Tensor, rollout_logprobs_BL: Tensor, loss_
     `ess`: (sum q)^2 / (N sum q^2), in (0, 1]; `correlation`: Pearson's, of the two probabilities (1.0 when they are
     equal, 0.0 when one is constant). Raises DataError on an empty mask.
     """
-    _require_tokens(loss_mask_BL)
     selected_BL = loss_mask_BL != 0
+    if not bool(selected_BL.any()):
+        rule = f"loss_mask of shape {tuple(loss_mask_BL.shape)} selects no token"
+        raise DataError(f"{rule}; drop empty completions first")
     old_N, rollout_N = old_logprobs_BL[selected_BL].double(), rollout_logprobs_BL[selected_BL].double()
     log_q_N = bounded(old_N - rollout_N)
     q_N = log_q_N.exp()
@@ -296,26 +261,14 @@ def mismatch_metrics(old_logprobs_BL: Tensor, rollout_logprobs_BL: Tensor, loss_
     }
 
 
-def _ratio(
-    old_logprobs_BL: Tensor,
-    rollout_logprobs_BL: Tensor,
-    loss_mask_BL: Tensor,
-    *,
-    level: Literal["token", "sequence", "geometric"],
-) -> Tensor:
-    log_q_BL = masked(old_logprobs_BL.detach() - rollout_logprobs_BL.detach(), loss_mask_BL)
-    match level:
-        case "token":
-            pass
-        case "sequence":
-            log_q_BL = log_q_BL.sum(dim=-1, keepdim=True).expand_as(log_q_BL)
-        case "geometric":
-            length_B1 = (loss_mask_BL != 0).sum(dim=-1, keepdim=True).clamp(min=1)
-            log_q_BL = (log_q_BL.sum(dim=-1, keepdim=True) / length_B1).expand_as(log_q_BL)
-        case _:
-            assert_never(level)
-    # Bounded after the sum: a clamp per token would bend the sequence ratio.
-    return bounded(log_q_BL).exp()
+def _ratio(log_q_BL: Tensor, selected_BL: Tensor, *, level: Literal["token", "sequence", "geometric"]) -> Tensor:
+    """Return q [B, L] of each token's unit, given log q, which is 0 where no token is selected."""
+    if level != "token":
+        unit_B1 = log_q_BL.sum(dim=-1, keepdim=True)  # log of the product over the sequence
+        if level == "geometric":
+            unit_B1 = unit_B1 / selected_BL.sum(dim=-1, keepdim=True).clamp(min=1)  # of its geometric mean
+        log_q_BL = unit_B1.expand_as(log_q_BL)
+    return bounded(log_q_BL).exp()  # bounded after the sum: a clamp per token would bend the sequence ratio
 
 
 def _correlation(x_N: Tensor, y_N: Tensor) -> float:
@@ -326,14 +279,7 @@ def _correlation(x_N: Tensor, y_N: Tensor) -> float:
     return 0.0 if scale == 0 else ((x_N * y_N).sum() / scale).item()
 
 
-def _require_tokens(loss_mask_BL: Tensor) -> None:
-    if not bool((loss_mask_BL != 0).any()):
-        raise DataError(
-            f"loss_mask of shape {tuple(loss_mask_BL.shape)} selects no token; drop empty completions first"
-        )
-
-
-# ---------------------------------------------------------------- What every loss returns
+# ---------------------------------------------------------------- the result of a loss
 
 
 @dataclass(frozen=True)
@@ -366,9 +312,7 @@ def check_terms(returned: object, logprobs: Tensor, what: str) -> None:
         raise ConfigError(explain("loss.function returned", "a tensor", rule, "compute it from the policy's log-probs"))
 
 
-# ---------------------------------------------------------------- The value (critic) loss of PPO, and how well the values explain the returns
-
-# Shape legend: B rows of a batch, L positions, N masked tokens.
+# ---------------------------------------------------------------- values
 
 
 def clipped_value_loss(
@@ -395,7 +339,7 @@ def clipped_value_loss(
         clipped_error_BL = (clipped_BL - returns).square()
         worse_BL = error_BL.maximum(clipped_error_BL)
     tokens = masked_count(loss_mask) if num_tokens is None else num_tokens
-    loss = 0.5 * masked_sum(worse_BL, loss_mask) / tokens
+    loss = 0.5 * masked_sum(worse_BL, loss_mask) / tokens  # 0.5 max((V_clip - R)^2, (V - R)^2)
     metrics = {
         "value_loss": loss,
         "value_clip_fraction": masked_sum(worse_BL > error_BL, loss_mask) / tokens,
@@ -418,9 +362,7 @@ def explained_variance(values_BL: Tensor, returns_BL: Tensor, loss_mask_BL: Tens
     return 0.0 if variance == 0 else 1 - residual_N.var(correction=0).item() / variance
 
 
-# ---------------------------------------------------------------- Supervised fine-tuning: imitate the masked tokens
-
-# Shape legend: B rows of a batch, L positions.
+# ---------------------------------------------------------------- supervised fine-tuning
 
 
 def sft_loss(
@@ -439,10 +381,7 @@ def sft_loss(
     return LossOutput(loss, {"nll": nll.detach()})
 
 
-# ---------------------------------------------------------------- reward
-
-# Shape legend: B pairs or rows of a batch, M models of an ensemble. Tensors are [B] unless noted.
-
+# ---------------------------------------------------------------- reward models
 
 EnsembleReduction: TypeAlias = Literal["mean", "min", "mean_minus_std"]
 
@@ -465,8 +404,8 @@ def bradley_terry_loss(
     chosen_B, rejected_B = at_least_fp32(chosen_scores), at_least_fp32(rejected_scores)
     count = float(len(chosen_B)) if pairs is None else pairs
     difference_B = chosen_B - rejected_B
-    ranking_B = -log_sigmoid(difference_B - margin)
-    centering_B = (chosen_B + rejected_B).square()
+    ranking_B = -log_sigmoid(difference_B - margin)  # arXiv 2203.02155 eq. 1, arXiv 2307.09288 eq. 2
+    centering_B = (chosen_B + rejected_B).square()  # arXiv 2312.09244: c (r_c + r_r)^2
     loss = (ranking_B + center_coef * centering_B).sum() / count
     metrics = {
         "loss": loss,
@@ -495,10 +434,7 @@ def ensemble_score(scores_MB: Tensor, *, reduce: EnsembleReduction, k: float = 1
             assert_never(reduce)
 
 
-# ---------------------------------------------------------------- process reward
-
-# Shape legend: S steps of a batch, or of one answer.
-
+# ---------------------------------------------------------------- process reward models
 
 StepReduction: TypeAlias = Literal["min", "mean", "last", "product"]
 

@@ -18,8 +18,7 @@ from rlhf_core.algorithms import advantage, policy, preference
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, TokenAdvantage
 from rlhf_core.algorithms.advantage.token import GAEAdvantage
 from rlhf_core.algorithms.methods import one_of
-from rlhf_core.algorithms.policy.base import PolicyMethod
-from rlhf_core.algorithms.policy.clip import ClipLoss
+from rlhf_core.algorithms.policy.clip import ClipLoss, PolicyMethod
 from rlhf_core.algorithms.preference.base import PreferenceMethod, ReferenceFreeMethod
 from rlhf_core.algorithms.token_math import CorrectionConfig, KLInLoss
 from rlhf_core.config.agents import AgentConfig

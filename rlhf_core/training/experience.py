@@ -16,12 +16,11 @@ from rlhf_core.algorithms.advantage.base import (
     GroupAdvantage,
     GroupRewards,
     TokenRewards,
-    whiten,
     zero_variance_groups,
 )
 from rlhf_core.algorithms.advantage.token import discounted_returns
-from rlhf_core.algorithms.policy.base import PolicyMethod
-from rlhf_core.algorithms.token_math import explained_variance, k1, k3, masked_count, mismatch_metrics
+from rlhf_core.algorithms.policy.clip import PolicyMethod
+from rlhf_core.algorithms.token_math import explained_variance, k1, k3, masked_count, mismatch_metrics, whiten
 from rlhf_core.config.policy import Advantage, KLCredit
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import Metrics

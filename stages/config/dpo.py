@@ -5,8 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from rlhf_core.algorithms.preference.base import AnswerMethod
-from rlhf_core.algorithms.preference.dpo import DPOLoss
-from rlhf_core.algorithms.preference.reference_free import ORPOLoss
+from rlhf_core.algorithms.preference.dpo import DPOLoss, ORPOLoss
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.policy import LoopConfig, PreferenceLoss
 from rlhf_core.schema.base import Config

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, GroupRewards, TokenAdvantage, TokenRewards
-from rlhf_core.algorithms.policy.base import PolicyBatch, PolicyMethod
+from rlhf_core.algorithms.policy.clip import PolicyBatch, PolicyMethod
 from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss
 from rlhf_core.algorithms.preference.base import PairBatch, PreferenceMethod
 from rlhf_core.algorithms.token_math import LossOutput, masked_count

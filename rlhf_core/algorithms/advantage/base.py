@@ -13,11 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rlhf_core.algorithms.token_math import Tensor, masked, masked_count, masked_sum
+from rlhf_core.algorithms.token_math import Tensor
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.schema.base import Config
-
-WHITEN_EPS = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +86,6 @@ def group_centered(rewards_PG: Tensor) -> Tensor:
     group_size(rewards_PG, "group_centered")
     offset_PG = rewards_PG - rewards_PG[:, :1]
     return offset_PG - offset_PG.mean(dim=1, keepdim=True)
-
-
-def whiten(values: Tensor, loss_mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """Return `values` with variance 1 over the masked tokens, 0 outside; the mean goes too, unless not `shift_mean`.
-
-    Population variance, as in lm-human-preferences (arXiv 1909.08593). Pass the whole batch of the step at once. An
-    empty mask gives zeros.
-    """
-    count = masked_count(loss_mask)
-    mean = masked_sum(values, loss_mask) / count
-    centred_BL = masked(values - mean, loss_mask)
-    scaled_BL = centred_BL * (centred_BL.square().sum() / count + WHITEN_EPS).rsqrt()
-    return scaled_BL if shift_mean else masked(scaled_BL + mean, loss_mask)
 
 
 def zero_variance_groups(rewards_PG: Tensor) -> int:

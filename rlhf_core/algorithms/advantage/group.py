@@ -12,7 +12,7 @@ from pydantic import Field
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, GroupRewards, group_centered, group_size
 from rlhf_core.algorithms.token_math import Tensor
 from rlhf_core.errors import ConfigError, DataError, explain
-from rlhf_core.schema.base import added_option
+from rlhf_core.schema.base import CustomFunction, added_option
 
 
 class GRPOAdvantage(GroupAdvantage):
@@ -163,6 +163,34 @@ class PassAtKAdvantage(GroupAdvantage):
         table = groups.rewards.new_tensor([_scores(group, group - passed, self.k) for passed in range(group + 1)])
         of_passed_P1, of_failed_P1 = table[passed_PG.sum(dim=1)].split(1, dim=1)
         return of_passed_P1.where(passed_PG, of_failed_P1)
+
+
+class CustomAdvantage(CustomFunction, GroupAdvantage):
+    """A user's own estimator.
+
+    Formula: what the function of the user returns for the completions of each prompt.
+    Reference: docs/custom.md.
+    """
+
+    type: Literal["custom"] = "custom"
+
+    def compare(self, groups: GroupRewards) -> Tensor:
+        """Call the function with copies of rewards and lengths [P, G] and the `arguments`.
+
+        ConfigError unless it returns finite numbers of their shape.
+        """
+        assert groups.function is not None
+        rewards_PG = groups.rewards
+        advantages_PG = groups.function(rewards_PG.clone(), groups.lengths.clone(), **self.arguments)
+        is_tensor = isinstance(advantages_PG, type(rewards_PG))
+        if not is_tensor or advantages_PG.shape != rewards_PG.shape:
+            found = tuple(advantages_PG.shape) if is_tensor else type(advantages_PG).__name__
+            rule = f"must be a tensor of shape {tuple(rewards_PG.shape)}"
+            raise ConfigError(explain("advantage.function returned", found, rule, "return one number for each answer"))
+        if not bool(advantages_PG.isfinite().all()):
+            rule = "contains numbers that are not finite"
+            raise ConfigError(explain("advantage.function returned", "a tensor", rule, "check for divisions by 0"))
+        return advantages_PG.to(rewards_PG.dtype)
 
 
 def _scores(group: int, failures: int, k: int) -> tuple[float, float]:

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rlhf_core.algorithms.advantage.base import TokenAdvantage, TokenRewards, whiten
-from rlhf_core.algorithms.token_math import Tensor, masked
+from rlhf_core.algorithms.advantage.base import TokenAdvantage, TokenRewards
+from rlhf_core.algorithms.token_math import Tensor, masked, whiten
 from rlhf_core.errors import ConfigError, explain
 
 

@@ -6,7 +6,7 @@ rho = pi / pi_old of a token, A its advantage, w its importance weight.
 from __future__ import annotations
 
 from rlhf_core.algorithms.methods import methods_in
-from rlhf_core.algorithms.policy.base import PolicyMethod
+from rlhf_core.algorithms.policy.clip import PolicyMethod
 
 METHODS = methods_in(
     __name__, __path__, PolicyMethod, first=("clip", "gspo", "cispo", "sapo", "gmpo", "dppo", "clip_cov", "custom")

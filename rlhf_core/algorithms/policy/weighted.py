@@ -1,4 +1,4 @@
-"""Policy losses that bound or fade the weight of a token by other means than PPO's clip."""
+"""Policy losses that bound or fade the weight of a token by other means than PPO's clip, and a user's own."""
 
 # Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
@@ -8,8 +8,9 @@ from typing import Literal, TypeAlias, assert_never
 
 from pydantic import Field
 
-from rlhf_core.algorithms.policy.base import Aggregation, PolicyBatch, PolicyMethod, policy_output
-from rlhf_core.algorithms.token_math import LossOutput, Tensor, at_least_fp32, masked
+from rlhf_core.algorithms.policy.clip import Aggregation, PolicyBatch, PolicyMethod, policy_output
+from rlhf_core.algorithms.token_math import LossOutput, Tensor, at_least_fp32, check_terms, masked
+from rlhf_core.schema.base import CustomFunction
 
 
 class CISPOLoss(PolicyMethod):
@@ -102,6 +103,31 @@ class DPPOLoss(PolicyMethod):
         objective_BL = ratio_BL.detach().clamp(max=self.ratio_cap) * follows_BL * advantages_BL
         objective_BL = objective_BL.masked_fill(dropped_BL, 0.0)
         return policy_output(objective_BL, log_ratio_BL, ratio_BL, dropped_BL, batch, aggregation=self.aggregation)
+
+
+class CustomPolicyLoss(CustomFunction, PolicyMethod):
+    """A user's own policy loss.
+
+    Formula: w times what the function of the user returns for each token.
+    Reference: docs/custom.md.
+
+    What it returns outside the mask does not count. `clip_fraction` is 0.
+    """
+
+    type: Literal["custom"] = "custom"
+    aggregation: Aggregation = "token_mean"
+
+    def loss(self, batch: PolicyBatch) -> LossOutput:
+        """Call the function with `logprobs, old_logprobs, advantages, loss_mask` [B, L] and the `arguments`."""
+        assert batch.function is not None
+        terms_BL = batch.function(
+            batch.logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, **self.arguments
+        )
+        check_terms(terms_BL, batch.logprobs, "one loss for each token")
+        log_ratio_BL, ratio_BL, _ = batch.masked()
+        never_BL = ratio_BL.new_zeros(ratio_BL.shape)
+        objective_BL = -masked(terms_BL, batch.loss_mask)
+        return policy_output(objective_BL, log_ratio_BL, ratio_BL, never_BL, batch, aggregation=self.aggregation)
 
 
 def binary_divergence(logprobs_BL: Tensor, old_logprobs_BL: Tensor, *, divergence: Divergence) -> Tensor:

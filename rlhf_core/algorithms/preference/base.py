@@ -84,6 +84,14 @@ class ReferencedMethod(PreferenceMethod):
         chosen_B, rejected_B = pairs.log_ratios
         return self.beta * chosen_B, self.beta * rejected_B
 
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
+        """Return the loss of each pair, given the `rewards` of its answers."""
+        raise NotImplementedError
+
+    def loss(self, pairs: PairBatch) -> LossOutput:
+        chosen_B, rejected_B = self.rewards(pairs)
+        return pair_output(self.term(chosen_B, rejected_B), chosen_B, rejected_B, pairs)
+
 
 class AnswerMethod(ReferencedMethod):
     """A loss on single answers, each labeled desirable or not, that compares them with a number of the whole step."""

@@ -1,16 +1,28 @@
-"""DPO and other losses on the margin between the implicit rewards of the chosen and the rejected answer."""
+"""Losses on pairs of answers: DPO and its relatives, losses of each answer on its own, and those without a reference."""
 
 # Shape legend: B pairs of a batch. Tensors are [B]; log-probs are sums over the answer.
 
 from __future__ import annotations
 
 import math
-from typing import Literal, Self, TypeAlias, assert_never
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal, Self, TypeAlias, assert_never
 
 from pydantic import Field, model_validator
 
-from rlhf_core.algorithms.preference.base import PairBatch, ReferencedMethod, pair_output
-from rlhf_core.algorithms.token_math import LOG_RATIO_LIMIT, LossOutput, Tensor, bounded, log_sigmoid
+from rlhf_core.algorithms.preference.base import (
+    PairBatch,
+    PreferenceMethod,
+    ReferencedMethod,
+    ReferenceFreeMethod,
+    pair_output,
+)
+from rlhf_core.algorithms.token_math import LOG_RATIO_LIMIT, LossOutput, Tensor, bounded, check_terms, log_sigmoid
+from rlhf_core.schema.base import CustomFunction
+from rlhf_core.types import PreferenceSample
+
+CERTAIN = -1e-6  # mean log-prob above which an answer's odds are taken as constant: at 0 they are infinite
 
 
 class DPOLoss(ReferencedMethod):
@@ -22,9 +34,8 @@ class DPOLoss(ReferencedMethod):
 
     type: Literal["dpo"] = "dpo"
 
-    def loss(self, pairs: PairBatch) -> LossOutput:
-        chosen_B, rejected_B = self.rewards(pairs)
-        return pair_output(-log_sigmoid(chosen_B - rejected_B), chosen_B, rejected_B, pairs)
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
+        return -log_sigmoid(chosen_B - rejected_B)
 
 
 class CDPOLoss(ReferencedMethod):
@@ -38,10 +49,8 @@ class CDPOLoss(ReferencedMethod):
     label_smoothing: float = Field(0.1, gt=0, lt=0.5)
     """Assumed share of wrong labels."""
 
-    def loss(self, pairs: PairBatch) -> LossOutput:
-        chosen_B, rejected_B = self.rewards(pairs)
-        loss_B = smoothed_logistic(chosen_B - rejected_B, label_smoothing=self.label_smoothing)
-        return pair_output(loss_B, chosen_B, rejected_B, pairs)
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
+        return smoothed_logistic(chosen_B - rejected_B, label_smoothing=self.label_smoothing)
 
 
 class RobustDPOLoss(ReferencedMethod):
@@ -55,11 +64,9 @@ class RobustDPOLoss(ReferencedMethod):
     label_smoothing: float = Field(0.1, gt=0, lt=0.5)
     """Assumed share of wrong labels."""
 
-    def loss(self, pairs: PairBatch) -> LossOutput:
-        chosen_B, rejected_B = self.rewards(pairs)
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
         logit_B, e = chosen_B - rejected_B, self.label_smoothing
-        loss_B = (-(1 - e) * log_sigmoid(logit_B) + e * log_sigmoid(-logit_B)) / (1 - 2 * e)
-        return pair_output(loss_B, chosen_B, rejected_B, pairs)
+        return (-(1 - e) * log_sigmoid(logit_B) + e * log_sigmoid(-logit_B)) / (1 - 2 * e)
 
 
 class IPOLoss(ReferencedMethod):
@@ -95,9 +102,8 @@ class HingeLoss(ReferencedMethod):
 
     type: Literal["hinge"] = "hinge"
 
-    def loss(self, pairs: PairBatch) -> LossOutput:
-        chosen_B, rejected_B = self.rewards(pairs)
-        return pair_output((1 - (chosen_B - rejected_B)).relu(), chosen_B, rejected_B, pairs)
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
+        return (1 - (chosen_B - rejected_B)).relu()
 
 
 class EXOLoss(ReferencedMethod):
@@ -111,12 +117,11 @@ class EXOLoss(ReferencedMethod):
     label_smoothing: float = Field(0.001, gt=0, lt=0.5)
     """The labels' doubt; the loss is infinite without."""
 
-    def loss(self, pairs: PairBatch) -> LossOutput:
-        chosen_B, rejected_B = self.rewards(pairs)
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
         logit_B = chosen_B - rejected_B
         won_B = logit_B.sigmoid() * (log_sigmoid(logit_B) - math.log1p(-self.label_smoothing))
         lost_B = (-logit_B).sigmoid() * (log_sigmoid(-logit_B) - math.log(self.label_smoothing))
-        return pair_output(won_B + lost_B, chosen_B, rejected_B, pairs)
+        return won_B + lost_B
 
 
 class DiscoPOPLoss(ReferencedMethod):
@@ -134,12 +139,10 @@ class DiscoPOPLoss(ReferencedMethod):
     tau: float = Field(0.05, gt=0)
     """Temperature of the modulation."""
 
-    def loss(self, pairs: PairBatch) -> LossOutput:
-        chosen_B, rejected_B = self.rewards(pairs)
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
         logit_B = chosen_B - rejected_B
         exponential_B = (logit_B / self.tau).sigmoid() * bounded(-logit_B).exp()  # at the bound of +-20, m is 0
-        loss_B = exponential_B - (-logit_B / self.tau).sigmoid() * log_sigmoid(logit_B)
-        return pair_output(loss_B, chosen_B, rejected_B, pairs)
+        return exponential_B - (-logit_B / self.tau).sigmoid() * log_sigmoid(logit_B)
 
 
 class DPONormLoss(ReferencedMethod):
@@ -158,11 +161,13 @@ class DPONormLoss(ReferencedMethod):
         """Return False: the loss is on mean log-ratios."""
         return False
 
-    def loss(self, pairs: PairBatch) -> LossOutput:
-        chosen_B, rejected_B = self.rewards(pairs)
-        chosen_B = chosen_B / pairs.chosen_lengths.clamp(min=1)  # without tokens a log-ratio is 0, and so its mean
-        rejected_B = rejected_B / pairs.rejected_lengths.clamp(min=1)
-        return pair_output(-log_sigmoid(chosen_B - rejected_B), chosen_B, rejected_B, pairs)
+    def rewards(self, pairs: PairBatch) -> tuple[Tensor, Tensor]:
+        """Return the mean rewards of the tokens; without tokens a log-ratio is 0, and so its mean."""
+        chosen_B, rejected_B = super().rewards(pairs)
+        return chosen_B / pairs.chosen_lengths.clamp(min=1), rejected_B / pairs.rejected_lengths.clamp(min=1)
+
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
+        return -log_sigmoid(chosen_B - rejected_B)
 
 
 Divergence: TypeAlias = Literal["reverse_kl", "forward_kl", "js", "alpha"]
@@ -187,9 +192,13 @@ class FDPOLoss(ReferencedMethod):
             raise ValueError(f'alpha = {self.alpha}: applies only to divergence = "alpha"; remove it, or set that')
         return self
 
-    def loss(self, pairs: PairBatch) -> LossOutput:
-        chosen_B, rejected_B = (self.beta * self.derivative(log_u_B) for log_u_B in pairs.log_ratios)
-        return pair_output(-log_sigmoid(chosen_B - rejected_B), chosen_B, rejected_B, pairs)
+    def rewards(self, pairs: PairBatch) -> tuple[Tensor, Tensor]:
+        """Return beta f'(exp a) and beta f'(exp b)."""
+        chosen_B, rejected_B = pairs.log_ratios
+        return self.beta * self.derivative(chosen_B), self.beta * self.derivative(rejected_B)
+
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
+        return -log_sigmoid(chosen_B - rejected_B)
 
     def derivative(self, log_u_B: Tensor) -> Tensor:
         """Return f'(u) of the divergence, up to a constant, from log u = log pi - log pi_ref of an answer.
@@ -210,6 +219,214 @@ class FDPOLoss(ReferencedMethod):
                 assert_never(self.divergence)
 
 
+# ---------------------------------------------------------------- each answer on its own
+
+
+class APOZeroLoss(ReferencedMethod):
+    """APO-zero: anchored preference optimization for chosen answers better than the policy's own.
+
+    Formula: 1 - sigmoid(beta a) + sigmoid(beta b).
+    Reference: arXiv 2408.06266 eq. 7.
+
+    Raises chosen answers and lowers rejected ones.
+    """
+
+    type: Literal["apo_zero"] = "apo_zero"
+
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
+        return (-chosen_B).sigmoid() + rejected_B.sigmoid()  # sigmoid(-x) for 1 - sigmoid(x), which cancels for large x
+
+
+class APODownLoss(ReferencedMethod):
+    """APO-down: anchored preference optimization for chosen answers worse than the policy's own.
+
+    Formula: sigmoid(beta a) + 1 - sigmoid(beta h).
+    Reference: arXiv 2408.06266 eq. 8.
+
+    Lowers both answers, the rejected one more.
+    """
+
+    type: Literal["apo_down"] = "apo_down"
+
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
+        return chosen_B.sigmoid() + (rejected_B - chosen_B).sigmoid()
+
+
+class SPPOLoss(ReferencedMethod):
+    """Self-play preference optimization with hard labels.
+
+    Formula: (a - 1/(2 beta))^2 + (b + 1/(2 beta))^2.
+    Reference: arXiv 2405.00675 eq. 4.7, hard form (their eta is 1 / beta).
+
+    The win probability of the paper is 1 for the chosen answer and 0 for the rejected one.
+    """
+
+    type: Literal["sppo"] = "sppo"
+
+    def loss(self, pairs: PairBatch) -> LossOutput:
+        chosen_B, rejected_B = pairs.log_ratios
+        target = 1 / (2 * self.beta)
+        loss_B = (chosen_B - target).square() + (rejected_B + target).square()
+        return pair_output(loss_B, self.beta * chosen_B, self.beta * rejected_B, pairs)
+
+
+class NCALoss(ReferencedMethod):
+    """Noise contrastive alignment on pairs.
+
+    Formula: -log sig(beta a) - log sig(-beta a) / 2 - log sig(-beta b) / 2.
+    Reference: arXiv 2402.05369.
+
+    Unlike DPO it keeps the chosen answer's likelihood from falling.
+    """
+
+    type: Literal["nca"] = "nca"
+
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
+        return -log_sigmoid(chosen_B) - (log_sigmoid(-chosen_B) + log_sigmoid(-rejected_B)) / 2
+
+
+# ---------------------------------------------------------------- the step as a whole
+
+
+class AOTLoss(ReferencedMethod):
+    """Alignment by optimal transport: the DPO loss between sorted columns of the whole optimizer step.
+
+    Formula: -(1-e) log sigmoid(beta d) - e log sigmoid(-beta d), d the difference of equal ranks of two columns.
+    Reference: arXiv 2406.05882.
+    """
+
+    type: Literal["aot"] = "aot"
+    paired: bool = True
+    """Compare the distribution of h with the reference's; False: that of chosen with that of rejected rewards."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+
+    looks_ahead: ClassVar[bool] = True
+
+    @property
+    def sums_logprobs(self) -> bool:
+        """Return False: the pairs of the loss are not those of the data."""
+        return False
+
+    def term(self, chosen_B: Tensor, rejected_B: Tensor) -> Tensor:  # of pairs that `rearranged` made of the whole step
+        return smoothed_logistic(chosen_B - rejected_B, label_smoothing=self.label_smoothing)
+
+    def rearranged(
+        self, samples: Sequence[PreferenceSample], chosen: Sequence[float], rejected: Sequence[float]
+    ) -> list[PreferenceSample]:
+        """Return pairs on which DPO's loss is AOT's: equal ranks of two sorted columns stand together.
+
+        `chosen` and `rejected` are the policy's summed log-probs now. `paired` gives every sample the reference's margin
+        of the same rank as its own margin; otherwise the rejected answer whose log-ratio has the rank of the chosen one's.
+        """
+        if self.paired:
+            margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
+            reference = sorted(sample.ref_chosen_logprob - sample.ref_rejected_logprob for sample in samples)
+            rank = {index: position for position, index in enumerate(_order(margins))}
+            return [
+                replace(sample, ref_chosen_logprob=reference[rank[index]] + sample.ref_rejected_logprob)
+                for index, sample in enumerate(samples)
+            ]
+        up = _order([c - sample.ref_chosen_logprob for c, sample in zip(chosen, samples, strict=True)])
+        down = _order([r - sample.ref_rejected_logprob for r, sample in zip(rejected, samples, strict=True)])
+        return [
+            replace(samples[i], rejected=samples[j].rejected, ref_rejected_logprob=samples[j].ref_rejected_logprob)
+            for i, j in zip(up, down, strict=True)
+        ]
+
+
+# ---------------------------------------------------------------- without a reference
+
+
+class SimPOLoss(ReferenceFreeMethod):
+    """SimPO: mean log-probs with a target margin, without a reference.
+
+    Formula: -log sigmoid(beta (logp_c / len_c - logp_r / len_r) - gamma).
+    Reference: arXiv 2405.14734 eq. 6.
+    """
+
+    type: Literal["simpo"] = "simpo"
+    beta: float = Field(2.0, gt=0)
+    gamma: float = Field(1.0, ge=0)
+    """Target margin, in units of the scaled reward."""
+
+    def loss(self, pairs: PairBatch) -> LossOutput:
+        chosen_B = self.beta * pairs.chosen_logprobs / pairs.chosen_lengths
+        rejected_B = self.beta * pairs.rejected_logprobs / pairs.rejected_lengths
+        return pair_output(-log_sigmoid(chosen_B - rejected_B - self.gamma), chosen_B, rejected_B, pairs)
+
+
+class ORPOLoss(ReferenceFreeMethod):
+    """ORPO: likelihood of the chosen answer and its odds against the rejected one, without a reference.
+
+    Formula: NLL(chosen) + lambda * mean of -log sigmoid(log odds_c - log odds_r), odds = p / (1 - p).
+    Reference: arXiv 2403.07691 eq. 6 and 7.
+
+    log p is the mean log-prob of an answer. The first term is a mean over the tokens of the step's chosen answers, the
+    second one over its pairs. Metrics of `pair_output` (rewards are lambda log p), and `nll`, `odds_ratio_loss` (before
+    lambda), `log_odds_ratio`.
+    """
+
+    type: Literal["orpo"] = "orpo"
+    odds_weight: float = Field(0.1, gt=0)
+    """lambda of the paper."""
+
+    def loss(self, pairs: PairBatch) -> LossOutput:
+        chosen_B = pairs.chosen_logprobs / pairs.chosen_lengths
+        rejected_B = pairs.rejected_logprobs / pairs.rejected_lengths
+        log_odds_ratio_B = _log_odds(chosen_B) - _log_odds(rejected_B)
+        rewards = (self.odds_weight * chosen_B, self.odds_weight * rejected_B)
+        ratio = pair_output(-log_sigmoid(log_odds_ratio_B), *rewards, pairs)  # eq. 7
+        nll = -pairs.chosen_logprobs.sum() / pairs.tokens
+        loss = nll + self.odds_weight * ratio.loss  # eq. 6
+        metrics = ratio.metrics | {
+            "loss": loss,
+            "nll": nll,
+            "odds_ratio_loss": ratio.loss,
+            "log_odds_ratio": log_odds_ratio_B.sum() / pairs.pairs,
+        }
+        return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
+
+
+# ---------------------------------------------------------------- a user's own
+
+
+class CustomPreferenceLoss(CustomFunction, PreferenceMethod):
+    """A user's own loss on pairs.
+
+    Formula: what the function of the user returns for each pair.
+    Reference: docs/custom.md.
+
+    The rewards in the metrics are the log-ratios to the reference.
+    """
+
+    type: Literal["custom"] = "custom"
+    reference: bool = True
+    """Whether it compares with a reference. False spares the reference's pass; the function is given zeros for it."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the user's function compares with a reference."""
+        return self.reference
+
+    def loss(self, pairs: PairBatch) -> LossOutput:
+        """Call the function with the four log-probs [B], the lengths by keyword (tokens, [B]) and the `arguments`."""
+        assert pairs.function is not None
+        loss_B = pairs.function(
+            pairs.chosen_logprobs,
+            pairs.rejected_logprobs,
+            pairs.ref_chosen_logprobs,
+            pairs.ref_rejected_logprobs,
+            chosen_lengths=pairs.chosen_lengths,
+            rejected_lengths=pairs.rejected_lengths,
+            **self.arguments,
+        )
+        check_terms(loss_B, pairs.chosen_logprobs, "one loss for each pair")
+        return pair_output(loss_B, *pairs.log_ratios, pairs)
+
+
+# ---------------------------------------------------------------- terms
+
+
 def smoothed_logistic(logit_B: Tensor, *, label_smoothing: float) -> Tensor:
     """Return -(1-e) log sigmoid(x) - e log sigmoid(-x), elementwise."""
     return -(1 - label_smoothing) * log_sigmoid(logit_B) - label_smoothing * log_sigmoid(-logit_B)
@@ -218,3 +435,14 @@ def smoothed_logistic(logit_B: Tensor, *, label_smoothing: float) -> Tensor:
 def _tangent_expm1(x_B: Tensor) -> Tensor:
     """Return exp(x) - 1, beyond the bound its tangent there: the gradient is exp(bound), neither 0 nor infinite."""
     return x_B.clamp(max=LOG_RATIO_LIMIT).expm1() + math.exp(LOG_RATIO_LIMIT) * (x_B - LOG_RATIO_LIMIT).clamp(min=0)
+
+
+def _log_odds(mean_logprob_B: Tensor) -> Tensor:
+    # expm1 keeps 1 - p exact to the last digits where p is near 1.
+    certain_B = mean_logprob_B.clamp(max=CERTAIN)
+    return certain_B - (-certain_B.expm1()).log()
+
+
+def _order(values: Sequence[float]) -> list[int]:
+    """Return the indices of `values` from the smallest to the largest; equal ones keep their order."""
+    return sorted(range(len(values)), key=lambda index: values[index])

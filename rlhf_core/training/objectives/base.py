@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.algorithms.policy.base import PolicyBatch, PolicyMethod
+from rlhf_core.algorithms.policy.clip import PolicyBatch, PolicyMethod
 from rlhf_core.algorithms.token_math import (
     CorrectionConfig,
     KLInLoss,
@@ -23,8 +23,6 @@ from rlhf_core.algorithms.token_math import (
     bounded,
     bradley_terry_loss,
     clipped_value_loss,
-    fraction_corrected,
-    importance_weights,
     k3,
     kl_in_loss,
     masked_sum,
@@ -192,11 +190,11 @@ class PolicyObjective:
         )
         assert entropy_BL is not None
         old_BL, mask_BL, tokens = batch.fields["old_logprobs"], batch.loss_mask_BL, denominators["tokens"]
-        weights_BL = importance_weights(old_BL, batch.fields["rollout_logprobs"], mask_BL, **self._correction())
+        weights_BL, corrected_BL = self.correction.weights(old_BL, batch.fields["rollout_logprobs"], mask_BL)
         policy = self._policy_loss(logprobs_BL, weights_BL, batch, denominators)
         entropy = masked_sum(entropy_BL, mask_BL) / tokens
         metrics = policy.metrics | {"entropy": entropy}
-        metrics["correction_fraction"] = self._fraction_corrected(batch) / tokens
+        metrics["correction_fraction"] = corrected_BL.sum() / tokens
         if "ref_logprobs" in batch.fields:
             metrics["ref_kl"] = masked_sum(k3(logprobs_BL, batch.fields["ref_logprobs"]), mask_BL) / tokens
         elif self.kl_coef != 0:
@@ -237,18 +235,6 @@ class PolicyObjective:
         corrected_BL = (weights_BL * ratio_BL).clamp(max=self.correction.cap)
         terms_BL = kl_in_loss(logprobs_BL, batch.fields["ref_logprobs"], estimator=self.kl_estimator)
         return masked_sum(corrected_BL * terms_BL, batch.loss_mask_BL)
-
-    def _fraction_corrected(self, batch: TokenBatch) -> Tensor:
-        """Return the number of tokens of this micro-batch that the correction truncated or dropped."""
-        count = (batch.loss_mask_BL != 0).sum()
-        if self.correction.level == "off" or count == 0:
-            return torch.zeros((), device=count.device)
-        old_BL, rollout_BL = batch.fields["old_logprobs"], batch.fields["rollout_logprobs"]
-        return fraction_corrected(old_BL, rollout_BL, batch.loss_mask_BL, **self._correction()) * count
-
-    def _correction(self) -> Any:
-        of = self.correction
-        return {"level": of.level, "mode": of.mode, "cap": of.cap, "low": of.low, "token_cap": of.token_cap}
 
 
 @dataclass(frozen=True)

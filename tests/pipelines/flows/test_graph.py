@@ -9,7 +9,7 @@ import pytest
 from pipelines.execution.plan import plan
 from pipelines.flows.graph import Stages, agent_digests, inputs_of, reward_functions
 from pipelines.flows.profile import load_profile
-from rlhf_core.algorithms.preference.reference_free import ORPOLoss, SimPOLoss
+from rlhf_core.algorithms.preference.dpo import ORPOLoss, SimPOLoss
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError

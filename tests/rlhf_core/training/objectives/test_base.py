@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rlhf_core.algorithms.policy.clip import ClipLoss, GSPOLoss
 from rlhf_core.algorithms.policy.weighted import CISPOLoss
-from rlhf_core.algorithms.preference.anchored import APODownLoss, APOZeroLoss, NCALoss, SPPOLoss
+from rlhf_core.algorithms.preference.dpo import APODownLoss, APOZeroLoss, NCALoss, SPPOLoss
 from rlhf_core.algorithms.preference.dpo import (
     CDPOLoss,
     DiscoPOPLoss,
@@ -22,7 +22,7 @@ from rlhf_core.algorithms.preference.dpo import (
     IPOLoss,
     RobustDPOLoss,
 )
-from rlhf_core.algorithms.preference.reference_free import ORPOLoss, SimPOLoss
+from rlhf_core.algorithms.preference.dpo import ORPOLoss, SimPOLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig, LossOutput
 from rlhf_core.errors import DataError
 from rlhf_core.interfaces import ModelSpec

@@ -1,15 +1,25 @@
-"""Advantage estimators against slow float64 loops and hand-computed numbers."""
+"""Advantage estimators against slow float64 loops, the truncated likelihood and all choices of k answers."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from rlhf_core.algorithms.advantage.base import TokenRewards, group_centered, whiten, zero_variance_groups
-from rlhf_core.algorithms.advantage.group import GRPOAdvantage, OPOAdvantage, RLOOAdvantage
-from rlhf_core.algorithms.advantage.token import GAEAdvantage, ReMaxAdvantage, discounted_returns
+from rlhf_core.algorithms.advantage.base import TokenRewards, group_centered, zero_variance_groups
+from rlhf_core.algorithms.advantage.group import (
+    GRPOAdvantage,
+    MaxRLAdvantage,
+    OPOAdvantage,
+    PassAtKAdvantage,
+    RLOOAdvantage,
+)
+from rlhf_core.algorithms.advantage.token import GAEAdvantage, ReinforcePPAdvantage, ReMaxAdvantage, discounted_returns
+from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError, DataError
 from tests.support.losses import compared, estimated
 
@@ -71,17 +81,6 @@ def test_gae_matches_the_definition_over_ragged_and_split_spans(gamma: float, la
         assert returns_BL[row].tolist() == pytest.approx(returns, abs=1e-12)
 
 
-def test_undiscounted_gae_returns_are_the_rewards_to_come() -> None:
-    _, returns_BL = gae(
-        torch.tensor([[0.0, -0.1, -0.2, 1.0]]),
-        torch.randn(1, 4),
-        torch.tensor([[0, 1, 1, 1]]),
-        gamma=1.0,
-        gae_lambda=1.0,
-    )
-    assert returns_BL[0].tolist() == pytest.approx([0.0, 0.7, 0.8, 1.0], abs=1e-6)
-
-
 def test_gae_ignores_what_stands_outside_the_mask() -> None:
     mask_BL = torch.tensor([[0, 1, 1, 0]])
     clean = gae(torch.tensor([[0.0, 1.0, 2.0, 0.0]]), torch.zeros(1, 4), mask_BL, gamma=1.0, gae_lambda=0.9)
@@ -92,17 +91,11 @@ def test_gae_ignores_what_stands_outside_the_mask() -> None:
     assert torch.equal(clean[0], dirty[0]) and torch.equal(clean[1], dirty[1])
 
 
-def test_discounted_returns_are_summed_from_the_end() -> None:
-    # gamma 0.5: row 0 [0 + 0.5*2, 2] = [1, 2]; row 1 [3]
-    rewards_BL, mask_BL = torch.tensor([[0.0, 2.0], [3.0, 7.0]]), torch.tensor([[1, 1], [1, 0]])
-    assert discounted_returns(rewards_BL, mask_BL, gamma=0.5).tolist() == [[1.0, 2.0], [3.0, 0.0]]
-
-
 def test_reinforce_pp_is_the_whitened_discounted_return() -> None:
-    # returns [1, 2] and [3] as above; mean 2, population variance 2/3
+    # returns [0 + 0.5 * 2, 2] and [3]; mean 2, population variance 2/3
     rewards_BL, mask_BL = torch.tensor([[0.0, 2.0], [3.0, 7.0]]), torch.tensor([[1, 1], [1, 0]])
     scale = (2 / 3) ** -0.5
-    advantages_BL = whiten(discounted_returns(rewards_BL, mask_BL, gamma=0.5), mask_BL)
+    advantages_BL, _ = estimated(ReinforcePPAdvantage(gamma=0.5), rewards_BL, mask_BL)
     assert advantages_BL.flatten().tolist() == pytest.approx([-scale, 0.0, scale, 0.0], abs=1e-5)
 
 
@@ -118,39 +111,6 @@ def test_discounted_returns_are_gae_without_values_and_match_the_definition(gamm
         slow, _ = slow_gae(rewards_BL[row].tolist(), [0.0] * 8, mask_BL[row].tolist(), gamma, 1.0)
         assert returns_BL[row].tolist() == pytest.approx(slow, abs=1e-12)
     assert torch.allclose(returns_BL, by_gae_BL, rtol=0, atol=1e-12)
-
-
-def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:
-    # 1 - (2+6)/2 = -3; 2 - (1+6)/2 = -1.5; 6 - (1+2)/2 = 4.5
-    assert leave_one_out(torch.tensor([[1.0, 2.0, 6.0]])).tolist() == [[-3.0, -1.5, 4.5]]
-
-
-def test_normalised_groups_are_divided_by_the_sample_standard_deviation() -> None:
-    # mean 1/2, sample variance ((1/2)^2 * 4) / 3 = 1/3
-    std = (1 / 3) ** 0.5
-    expected = [0.5 / (std + 0.01), -0.5 / (std + 0.01), -0.5 / (std + 0.01), 0.5 / (std + 0.01)]
-    advantages_PG = compared(GRPOAdvantage(eps=0.01), torch.tensor([[1.0, 0.0, 0.0, 1.0]]))
-    assert advantages_PG[0].tolist() == pytest.approx(expected, rel=1e-6)
-
-
-def test_centered_groups_only_lose_their_mean() -> None:
-    assert group_centered(torch.tensor([[1.0, 3.0], [10.0, 4.0]])).tolist() == [[-1.0, 1.0], [3.0, -3.0]]
-
-
-def test_opo_weighs_the_baseline_by_length() -> None:
-    # (1*10 + 0*30) / 40 = 0.25, where the plain mean is 0.5
-    advantages_PG = opo(torch.tensor([[1.0, 0.0]]), torch.tensor([[10, 30]]))
-    assert advantages_PG.tolist() == [[0.75, -0.25]]
-
-
-def test_opo_with_equal_lengths_is_the_centered_group() -> None:
-    rewards_PG = torch.tensor([[1.0, 2.0, 6.0], [0.5, 0.25, 0.0]])
-    assert torch.allclose(opo(rewards_PG, torch.full((2, 3), 7)), group_centered(rewards_PG), rtol=1e-6, atol=1e-7)
-
-
-def test_opo_refuses_a_group_without_tokens() -> None:
-    with pytest.raises(DataError, match="lengths = 0"):
-        opo(torch.tensor([[1.0, 0.0]]), torch.tensor([[0, 0]]))
 
 
 def slow_group(rewards: list[float], lengths: list[int]) -> dict[str, list[float]]:
@@ -199,28 +159,6 @@ def test_a_group_without_variance_gets_zero_advantage_not_nan_or_noise(estimator
     assert estimator(torch.full((1, 3), 0.7)).tolist() == [[0.0, 0.0, 0.0]]
 
 
-def test_whitening_can_keep_the_mean_and_looks_only_at_the_mask() -> None:
-    x_BL, mask_BL = torch.tensor([[1.0, 3.0, 100.0]]), torch.tensor([[1, 1, 0]])  # mean 2, population std 1
-    assert whiten(x_BL, mask_BL, shift_mean=True)[0].tolist() == pytest.approx([-1.0, 1.0, 0.0], abs=1e-6)
-    assert whiten(x_BL, mask_BL, shift_mean=False)[0].tolist() == pytest.approx([1.0, 3.0, 0.0], abs=1e-6)
-
-
-def test_whitened_values_have_mean_zero_and_population_variance_one_and_ignore_the_rest() -> None:
-    generator = torch.Generator().manual_seed(3)
-    values_BL = 3 * torch.randn(4, 6, generator=generator) + 2
-    mask_BL = torch.rand(4, 6, generator=generator) > 0.4
-    white_BL = whiten(torch.where(mask_BL, values_BL, float("nan")), mask_BL)
-    at = [values_BL[b, t].item() for b, t in mask_BL.nonzero().tolist()]
-    mean = sum(at) / len(at)
-    std = (sum((x - mean) ** 2 for x in at) / len(at)) ** 0.5
-    assert white_BL[mask_BL].tolist() == pytest.approx([(x - mean) / std for x in at], rel=1e-5, abs=1e-6)
-    assert bool((white_BL[~mask_BL] == 0).all())
-
-
-def test_an_empty_mask_whitens_to_zeros() -> None:
-    assert whiten(torch.ones(2, 2), torch.zeros(2, 2)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
-
-
 def test_groups_that_cannot_teach_are_counted() -> None:
     assert zero_variance_groups(torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])) == 2
 
@@ -259,3 +197,72 @@ def test_remax_measures_returns_from_the_greedy_answers_reward() -> None:
     assert advantages_BL.tolist() == [[0.0, 0.25, 0.5]] and returns_BL.tolist() == [[0.0, 0.75, 1.0]]
     with pytest.raises(ConfigError, match=r"advantage\.type = 'remax': needs the reward of a greedy answer"):
         ReMaxAdvantage().estimate(replace(tokens, greedy=None))
+
+
+# ---------------------------------------------------------------- MaxRL and pass@k
+
+
+def test_a_reward_is_measured_in_means_of_its_group() -> None:
+    # mean 1/4: a success is worth (1 - 1/4) / (1/4) = 3, a failure -1; mean 3/4: 1/3 and -1
+    rewards_PG = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    expected = torch.tensor([[3.0, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0, 0, 0, 0], [0, 0, 0, 0]])
+    assert torch.allclose(compared(MaxRLAdvantage(), rewards_PG), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("p", "group"), [(0.3, 3), (0.05, 4), (0.8, 2)])
+def test_the_expected_gradient_is_that_of_the_first_terms_of_the_log_likelihood(p: float, group: int) -> None:
+    """One decision with P(success) = p = sigmoid(theta): grad log pi is 1 - p on a success and -p on a failure.
+
+    The target is d/d theta of -sum over k = 1..G - 1 of (1 - p)^k / k = (1 - p) (1 - (1 - p)^(G - 1)).
+    """
+    expected = 0.0
+    for outcome in itertools.product([1.0, 0.0], repeat=group):
+        probability = math.prod(p if won else 1 - p for won in outcome)
+        advantages = compared(MaxRLAdvantage(), torch.tensor([outcome], dtype=torch.float64))[0].tolist()
+        scores = [1 - p if won else -p for won in outcome]
+        expected += probability * sum(a * s for a, s in zip(advantages, scores, strict=True)) / group
+    assert expected == pytest.approx((1 - p) * (1 - (1 - p) ** (group - 1)), rel=1e-9)
+
+
+def test_groups_without_a_baseline_are_refused() -> None:
+    with pytest.raises(DataError, match=r"reward = -1\.0: maxrl divides by the mean reward"):
+        compared(MaxRLAdvantage(), torch.tensor([[1.0, -1.0]]))
+    with pytest.raises(DataError, match="lengths = 0"):
+        opo(torch.tensor([[1.0, 0.0]]), torch.tensor([[0, 0]]))
+
+
+def by_choices(rewards: list[float], k: int) -> list[float]:
+    """Score every choice of k by whether one passed, standardize the scores, and average those that hold an answer."""
+    choices = list(itertools.combinations(range(len(rewards)), k))
+    scores = [max(rewards[i] for i in choice) for choice in choices]
+    mean = sum(scores) / len(scores)
+    spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
+    if spread == 0:
+        return [0.0] * len(rewards)
+    return [
+        sum((score - mean) / spread for choice, score in zip(choices, scores, strict=True) if i in choice)
+        / sum(i in choice for choice in choices)
+        for i in range(len(rewards))
+    ]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_the_average_over_all_choices(k: int) -> None:
+    for passed in range(6):
+        rewards = [1.0] * passed + [0.0] * (5 - passed)
+        (ours,) = compared(PassAtKAdvantage(k=k), torch.tensor([rewards], dtype=torch.float64)).tolist()
+        assert ours == pytest.approx(by_choices(rewards, k), abs=1e-12)
+
+
+def test_one_success_in_four_by_hand_and_an_easy_prompt_that_is_worth_nothing() -> None:
+    # k = 2: R = 1 - C(3,2)/C(4,2) = 1/2, s = 1/2; passed: 1; failed: (1/2 - C(2,1)/C(3,1)) / (1/2) = -1/3
+    advantages_PG = compared(PassAtKAdvantage(k=2), torch.tensor([[0.0, 7.0, 0.1, 0.0]]))
+    assert advantages_PG[0].tolist() == pytest.approx([-1 / 3, 1.0, -1 / 3, -1 / 3], rel=1e-6)
+    assert compared(PassAtKAdvantage(k=2), torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.0] * 4])).tolist() == [[0.0] * 4] * 2
+
+
+def test_a_group_smaller_than_k_is_refused_when_the_profile_is_read() -> None:
+    with pytest.raises(ValidationError, match=r"samples_per_prompt = 3: pass@k .* at least 4"):
+        PPOConfig(advantage=PassAtKAdvantage(k=4), samples_per_prompt=3, kl_in="loss")
+    with pytest.raises(ConfigError, match=r"advantage\.k = 4: draws k answers of a group of 3"):
+        compared(PassAtKAdvantage(k=4), torch.zeros(1, 3))
