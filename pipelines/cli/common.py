@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -26,6 +28,16 @@ def store_folder(options: argparse.Namespace) -> Path:
     from pipelines.execution.opening import store_of_profile  # 0.9 s, and `rlhf runs` takes 0.3 s without
 
     return store_of_profile(options.profile).root
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print one line as it is, however long."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print what `--json` prints, which is all that a command writes to standard output (docs/command_line.md)."""
+    sys.stdout.write(f"{json.dumps(value, indent=1, default=str)}\n")
 
 
 # ---------------------------------------------------------------- Choose the most informative metric of a stage, for one column of a table

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from pipelines.cli.common import key_metric
+from pipelines.execution.plan import Outlook, PlannedStage, duration
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.stopping import RunHalted
 
@@ -35,6 +36,10 @@ class Row:
 
     decision: str
     reason: str
+    engines: frozenset[str] = frozenset()
+    """Engines that the stage needs, which may have to start."""
+    expected: float | None = None
+    """Seconds that the stage took last time."""
     state: str = "waiting"
     done: int = 0
     total: int = 0
@@ -42,6 +47,18 @@ class Row:
     metrics: dict[str, float] = field(default_factory=dict)
     began: float = 0.0
     seconds: float = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began if self.state == "running" else self.seconds
+
+    def left(self) -> float | None:
+        """Return the seconds until the stage ends, by its own pace or else as last time; None if neither is known."""
+        if self.decision == "HIT" or self.state not in ("waiting", "running"):
+            return 0.0
+        if self.state == "running" and 0 < self.done <= self.total:
+            return self.elapsed * (self.total - self.done) / self.done
+        return None if self.expected is None else max(0.0, self.expected - self.elapsed)
 
 
 class PlainDisplay:
@@ -56,6 +73,10 @@ class PlainDisplay:
 
     def __exit__(self, *exc: object) -> None:
         return None
+
+    def expect(self, stages: Sequence[PlannedStage], found: Outlook) -> None:
+        """Print how much is to be done."""
+        self._console.print(str(found), markup=False, highlight=False, soft_wrap=True)
 
     def planned(self, label: str, decision: Decision) -> None:
         return None
@@ -88,11 +109,17 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A table that is updated as stages progress, for terminals."""
+    """A table that is updated as stages progress, for terminals. What is decided comes first and is never cut."""
 
     def __init__(self, console: Console) -> None:
+        self._console = console
         self._lock = threading.RLock()
         self._rows: dict[str, Row] = {}
+        self._expected: Mapping[str, float | None] = {}
+        self._engines: dict[str, frozenset[str]] = {}
+        self._up: set[str] = set()
+        """Engines that have worked already, so that no stage waits for them."""
+        self._ended = False
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
 
     def __enter__(self) -> LiveDisplay:
@@ -100,20 +127,34 @@ class LiveDisplay:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._ended = True
         self._live.stop()
+
+    def expect(self, stages: Sequence[PlannedStage], found: Outlook) -> None:
+        """Print how much is to be done; keep the engines and the last times of the stages for their rows."""
+        self._engines = {stage.label: frozenset(stage.spec.engines) & ENGINES for stage in stages}
+        self._expected = found.seconds
+        self._console.print(str(found), markup=False, highlight=False)
 
     def planned(self, label: str, decision: Decision) -> None:
         with self._lock:
-            self._rows[label] = Row(decision.action, decision.reason)
+            self._rows[label] = Row(
+                decision.action, decision.reason, self._engines.get(label, frozenset()), self._expected.get(label)
+            )
 
     def started(self, label: str, decision: Decision) -> None:
         with self._lock:
-            self._rows[label] = Row(decision.action, decision.reason, state="running", began=time.monotonic())
+            if label not in self._rows:
+                self.planned(label, decision)
+            row = self._rows[label]
+            row.decision, row.reason = decision.action, decision.reason
+            row.state, row.began = "running", time.monotonic()
 
     def progress(self, label: str, done: int, total: int, message: str) -> None:
         with self._lock:
             row = self._rows[label]
             row.done, row.total, row.message = done, total, message
+            self._up |= row.engines
 
     def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
         with self._lock:
@@ -129,25 +170,85 @@ class LiveDisplay:
     def failed(self, label: str, error: BaseException) -> None:
         with self._lock:
             row = self._rows[label]
+            row.seconds = row.elapsed if row.began else 0.0
             row.state, row.decision = (
                 ("failed", "FAILED") if isinstance(error, Exception) else (_end(error), row.decision)
             )
-            row.seconds = time.monotonic() - row.began if row.began else 0.0
 
     def warn(self, text: str) -> None:
-        self._live.console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
+        self._console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
 
     def _render(self) -> RenderableType:
         with self._lock:
-            table = Table(box=None, pad_edge=False, expand=False)
-            table.add_column("stage", no_wrap=True)
-            table.add_column("decision", no_wrap=True)
-            table.add_column("progress", width=24)
-            table.add_column("time", justify="right", no_wrap=True)
-            table.add_column("", overflow="ellipsis", no_wrap=True, max_width=52)
-            for label, row in self._rows.items():
-                table.add_row(*_cells(label, row))
-            return table
+            if not self._rows:
+                return ""
+            width, height = self._console.size
+            bar = WIDE_BAR if width >= WIDE else NARROW_BAR
+            fixed = DECISION_WIDTH + bar + TIME_WIDTH + 4  # a space after each of the four columns before the remark
+            label = min(max((len(label) for label in self._rows), default=0), width - fixed - LEAST_REMARK)
+            table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), width=width)
+            for name, size in (("decision", DECISION_WIDTH), ("stage", label), ("progress", bar), ("time", TIME_WIDTH)):
+                justify: Literal["left", "right"] = "right" if name == "time" else "left"
+                table.add_column(name, width=size, no_wrap=True, overflow="ellipsis", justify=justify)
+            table.add_column("", width=width - fixed - label - 1, no_wrap=True, overflow="ellipsis")
+            first, last = (0, len(self._rows)) if self._ended else _window(list(self._rows.values()), height - FRAME)
+            for name, row in list(self._rows.items())[first:last]:
+                # The end of a long label tells it from the others.
+                table.add_row(*self._cells(name if len(name) <= label else f"\u2026{name[1 - label :]}", row, bar))
+            hidden = f"{first} stages above, {len(self._rows) - last} below; " if last - first < len(self._rows) else ""
+            return table if self._ended else Group(table, Text(hidden + self._left(), style="dim"))
+
+    def _left(self) -> str:
+        """Return the time that is left, as far as it is known."""
+        left = [row.left() for row in self._rows.values()]
+        known, unknown = [seconds for seconds in left if seconds], sum(seconds is None for seconds in left)
+        if not known:
+            return f"{unknown} stages left, whose time is not known" if unknown else ""
+        return f"about {duration(sum(known))} left" + (f", without {unknown} stages of unknown time" if unknown else "")
+
+    def _cells(self, label: str, row: Row, bar: int) -> tuple[RenderableType, ...]:
+        decision = Text(row.decision, style=STYLES[row.decision] if row.state != "waiting" else "dim")
+        if row.state == "waiting":
+            return decision, Text(label, style="dim"), "", "", Text(row.reason, style="dim")
+        if row.state == "done":
+            remark = key_metric(row.metrics) if row.decision != "HIT" else row.reason
+            shown = "" if row.decision == "HIT" else f"{row.seconds:.1f} s"
+            return decision, Text(label), Text("done", style="green"), shown, Text(remark)
+        progress = self._phase(row)
+        said = "" if progress == SAVING else row.message or row.reason
+        remark = " ".join(part for part in (key_metric(row.metrics), said) if part)
+        shown_progress = Text(progress) if progress else ProgressBar(total=row.total, completed=row.done, width=bar)
+        return decision, Text(label, style="bold"), shown_progress, f"{row.elapsed:.0f} s", Text(remark)
+
+    def _phase(self, row: Row) -> str:
+        """Return the name of what a stage does that no bar shows; "" while it counts steps."""
+        if row.state != "running":
+            return row.state
+        if row.total:
+            return SAVING if row.done >= row.total else ""
+        if row.decision in ("HIT", "ATTACH"):
+            return "waiting" if row.decision == "ATTACH" else ""
+        return "starting engines" if row.engines - self._up else "preparing"
+
+
+ENGINES = frozenset({"trainer", "sampler"})
+SAVING = "saving"
+"""What a stage does after its last step: write its files, hash them, and log them."""
+DECISION_WIDTH, TIME_WIDTH = 8, 7
+NARROW_BAR, WIDE_BAR, WIDE = 16, 24, 100
+"""Columns of a bar, which has to hold `starting engines`, and from which width of the terminal it is the wide one."""
+LEAST_REMARK = 12
+FRAME = 3
+"""Lines of the terminal beside the rows: heading, last line, and the cursor."""
+
+
+def _window(rows: Sequence[Row], count: int) -> tuple[int, int]:
+    """Return the first row to show and the one after the last: those around the first that has not ended."""
+    if len(rows) <= count:
+        return 0, len(rows)
+    active = next((place for place, row in enumerate(rows) if row.state != "done"), len(rows))
+    first = min(max(0, active - count // 3), len(rows) - count)
+    return first, first + count
 
 
 ENDS = {"Waiting": "waiting for people", "Blocked": "blocked by a gate", "OverBudget": "over budget"}
@@ -158,34 +259,31 @@ def _end(error: BaseException) -> str:
     return ENDS[error.state] if isinstance(error, RunHalted) else "stopped"
 
 
-def _cells(label: str, row: Row) -> tuple[RenderableType, ...]:
-    decision = Text(row.decision, style=STYLES[row.decision] if row.state != "waiting" else "dim")
-    if row.state == "waiting":
-        return Text(label, style="dim"), decision, "", "", Text(row.reason, style="dim")
-    if row.state == "done":
-        remark = key_metric(row.metrics) if row.decision != "HIT" else row.reason
-        shown = "" if row.decision == "HIT" else f"{row.seconds:.1f} s"
-        return Text(label), decision, Text("done", style="green"), shown, Text(remark)
-    seconds = time.monotonic() - row.began if row.state == "running" else row.seconds
-    bar = ProgressBar(total=row.total, completed=row.done, width=24) if row.total else Text(row.state)
-    remark = " ".join(part for part in (key_metric(row.metrics), row.message or row.reason) if part)
-    return Text(label, style="bold"), decision, bar, f"{seconds:.0f} s", Text(remark)
-
-
 def open_display(console: Console) -> PlainDisplay | LiveDisplay:
     """Return the display for the console: live on a terminal, plain otherwise."""
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
-def decisions_table(rows: list[tuple[str, Decision]], *, wide: bool) -> Table:
-    """Return the plan of a pipeline as a table."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("stage", "decision", "why", "key"):
-        table.add_column(name, no_wrap=name != "why" or wide)
+def print_decisions(rows: Sequence[tuple[str, Decision]], console: Console) -> None:
+    """Print the plan of a pipeline: a table whose reasons wrap on a terminal, one line for each stage in a pipe."""
+    if console.is_terminal:
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        for name in ("decision", "stage", "key"):
+            table.add_column(name, no_wrap=name != "stage", overflow="fold", max_width=max(16, console.width // 3))
+        table.add_column("why", overflow="fold")
+        for label, decision in rows:
+            action = Text(decision.action, style=STYLES[decision.action])
+            table.add_row(action, Text(label), decision.key[:DIGITS], Text(decision.reason))
+        console.print(table)
+        return
+    wide = max((len(label) for label, _ in rows), default=0)
     for label, decision in rows:
-        action = Text(decision.action, style=STYLES[decision.action])
-        table.add_row(Text(label), action, Text(decision.reason), decision.key[:12])
-    return table
+        line = f"{decision.action:<8} {label:<{wide}} {decision.key[:DIGITS] or '-':<{DIGITS}} {decision.reason}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+DIGITS = 12
+"""Digits of a key or digest that are shown, which other commands take for the whole."""
 
 
 COLUMNS = {

@@ -130,15 +130,17 @@ def _parser() -> argparse.ArgumentParser:
     up = command("up", "Start Prefect, MLflow and the deployments on 127.0.0.1.")
     up.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
     command("down", "Stop the services that `rlhf up` started.")
-    command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
+    status = command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
 
     run = command("run", "Run a pipeline on this machine; finished stages are reused.")
     _profile_options(run)
     run.add_argument("--wait", action="store_true", help="wait for annotations and approvals, then continue")
     _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
-    _profile_options(command("plan", "Show which stages a run would execute or reuse, and why, without running them."))
-    explain = command("explain", "Explain why a stage will run or is reused.")
+    plan = command("plan", "Show which stages a run would execute or reuse, and why, without running them.")
+    _profile_options(plan)
+    explain = command("explain", "Explain why a stage will run or is reused, and what to do next.")
     explain.add_argument("stage", help="label of the stage, as in `rlhf plan`")
+    explain.add_argument("--all", action="store_true", help="print the whole key and the record, too")
     _profile_options(explain, positional=False)
     _diff_verb(command("diff", "Compare two runs, artifacts or profiles."))
     _reproduce_verb(command("reproduce", "Rebuild an artifact in an empty store and compare it byte for byte."))
@@ -174,7 +176,13 @@ def _parser() -> argparse.ArgumentParser:
     translator.add_argument("--lenient", action="store_true", help="list unknown flags instead of failing on them")
 
     _store_verbs(command("store", "List, verify, pin, clean up or share the artifact store."))
+    for verb in (plan, explain, status):
+        _json_option(verb)
     return parser
+
+
+def _json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else (docs/command_line.md)")
 
 
 def _gate_verb(parser: argparse.ArgumentParser) -> None:

@@ -1,64 +1,135 @@
-"""Print the decisions of a run and their reasons (`rlhf plan`, `rlhf explain`), or rebuild an artifact (`rlhf reproduce`)."""
+"""Print the decisions of a run and their reasons (`rlhf plan`, `rlhf explain`)."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from pipelines.cli.common import console
-from pipelines.cli.display import decisions_table
+from pipelines.cli.common import console, key_metric, print_json, print_line
+from pipelines.cli.display import DIGITS, print_decisions
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import plan_run, store_of
-from pipelines.execution.plan import PENDING, PlannedStage, check_labels, version_lines
+from pipelines.execution.plan import PENDING, PlannedStage, check_labels, outlook, version_lines
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from rlhf_core.config.agents import EpisodeLimits
-from rlhf_core.stage.decision import target_of
+from rlhf_core.stage.decision import last_record, target_of
 from rlhf_core.stage.key import Strictness
+from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.records import KeyRecord
+from rlhf_core.types import PolicyRef
 from rlhf_core.user_code.dependencies import unseen_by_programs, unseen_reads
 from rlhf_core.user_code.sources import DECLARATION
 
+MOST_NOTES = 3
+"""Lines of versions and of notes that `rlhf explain` prints without `--all`, so that 15 lines hold everything."""
+
 
 def plan(options: argparse.Namespace) -> None:
-    """Print the decision for every stage."""
-    planned = _plan(options)
-    console.print(decisions_table([(stage.label, stage.decision) for stage in planned], wide=console.is_terminal))
-    store = store_of(load_profile(options.profile, options.overrides), Home.here())
-    stages: dict[str, list[str]] = {}
+    """Print the decision for every stage, how many stages run, and how long they took last time."""
+    store, planned = _plan(options)
+    found = outlook(planned, store)
+    notes: dict[str, list[str]] = {}
     for stage in planned:
         for line in _unseen(store, stage) + _rounded(stage):
-            stages.setdefault(line, []).append(stage.label)
-    for line, labels in stages.items():
-        console.print(f"{', '.join(labels)}: {line}", highlight=False, markup=False, soft_wrap=True)
+            notes.setdefault(line, []).append(stage.label)
+    if options.json:
+        stages = [_decision(stage) | {"seconds": found.seconds.get(stage.label)} for stage in planned]
+        counts = {"hits": found.hits, "to_run": len(found.seconds), "blocked": found.blocked, "seconds": found.total}
+        print_json({"profile": options.profile, "store": str(store.root), "stages": stages, "notes": notes} | counts)
+        return
+    print_decisions([(stage.label, stage.decision) for stage in planned], console)
+    for line, labels in notes.items():
+        print_line(console, f"{', '.join(labels)}: {line}")
+    print_line(console, str(found))
 
 
 def explain_stage(options: argparse.Namespace) -> None:
-    """Print the decision for one stage with its key payload and its record."""
-    planned = _plan(options)
+    """Print the decision for one stage with what it rests on, in 15 lines, and the next command."""
+    store, planned = _plan(options)
     check_labels(planned, {"explain": [options.stage]})
     stage = next(stage for stage in planned if stage.label == options.stage)
-    store = store_of(load_profile(options.profile, options.overrides), Home.here())
-    said = [f"{stage.label}: {stage.decision.action}: {stage.decision.reason}", *_unseen(store, stage)]
-    console.print("\n".join(said), highlight=False, markup=False, soft_wrap=True)
-    if any(ref.uri.startswith(PENDING) for ref in stage.spec.refs()):
-        console.print("its key depends on what the stages before it make")
+    record = store.record(stage.decision.key) if stage.decision.key else None
+    pending = any(ref.uri.startswith(PENDING) for ref in stage.spec.refs())
+    payload = {} if pending else target_of(store, stage.spec, strict=_strictness(options)).payload
+    versions = [] if pending else list(version_lines(store, stage.spec, record))
+    notes = _unseen(store, stage) + _rounded(stage)
+    whole = {"payload": payload, "record": None if record is None else record.to_json()}
+    following = _next(options, stage, record)
+    if options.json:
+        found = {"versions": versions, "notes": notes, "next": following}
+        print_json(_decision(stage) | whole | found)
         return
-    console.print(f"key {stage.decision.key}", highlight=False)
-    target = target_of(store, stage.spec, strict=_strictness(options))
-    console.print_json(json.dumps(target.payload))
-    record = store.record(stage.decision.key)
-    for line in version_lines(store, stage.spec, record):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if record is not None:
-        console.print_json(json.dumps(record.to_json(), default=str))
+    shown = None if options.all else MOST_NOTES
+    facts = [*_facts(store, stage, record), *_shortened(versions, shown), *_shortened(notes, shown)]
+    for line in (f"{stage.label}: {stage.decision.action}: {stage.decision.reason}", *facts):
+        print_line(console, line)
+    for table in whole.values() if options.all else ():
+        if table:
+            console.print_json(json.dumps(table, default=str))
+    print_line(console, f"next: {following}")
 
 
-def _plan(options: argparse.Namespace) -> list[PlannedStage]:
+def _plan(options: argparse.Namespace) -> tuple[ArtifactStore, list[PlannedStage]]:
     config = load_profile(options.profile, options.overrides)
     wanted = RunOptions(until=options.until, force=tuple(options.force), strict=_strictness(options))
-    return plan_run(config, lifecycle, wanted, store=store_of(config, Home.here()))
+    store = store_of(config, Home.here())
+    return store, plan_run(config, lifecycle, wanted, store=store)
+
+
+def _decision(stage: PlannedStage) -> dict[str, Any]:
+    decision = stage.decision
+    return {"stage": stage.label, "decision": decision.action, "reason": decision.reason, "key": decision.key}
+
+
+def _facts(store: ArtifactStore, stage: PlannedStage, record: KeyRecord | None) -> Iterator[str]:
+    """Yield a line for each thing that the decision rests on: key, inputs, attempts, result."""
+    yield f"key: {stage.decision.key or 'depends on what the stages before it make'}"
+    inputs = [f"{name} {_shown_input(value)}" for name, value in stage.spec.inputs.items()]
+    if inputs:
+        yield f"inputs: {', '.join(inputs)}"
+    past = attempts.history(store.layout.attempt(stage.decision.key)) if stage.decision.key else []
+    if past and record is None:
+        failure = f": {past[-1].failure}" if past[-1].failure else ""
+        yield f"attempts: {len(past)}, the last one {past[-1].status}{failure}"
+    made = record or last_record(store, stage.spec)
+    if made is not None:
+        metric = key_metric(made.metrics)
+        said = "artifact" if record else f"last result, of {made.started[:16].replace('T', ' ')} UTC"
+        measured = f", {metric}" if metric else ""
+        tries = f"{made.attempts} attempt{'s' * (made.attempts != 1)}"
+        yield f"{said}: {made.handle.digest[:DIGITS]}{measured}, {made.seconds:.1f} s in {tries}"
+        yield f"in: {store.folder(made.handle.uri)}"
+
+
+def _shown_input(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"({', '.join(f'{name} {_shown_input(ref)}' for name, ref in value.items())})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown_input, value))})"
+    uri: str = value.uri
+    return f"of {uri.removeprefix(PENDING)}" if uri.startswith(PENDING) else value.digest[:DIGITS]
+
+
+def _shortened(lines: Sequence[str], most: int | None) -> list[str]:
+    more = [f"and {len(lines) - most} more: --all"] if most is not None and len(lines) > most else []
+    return [*lines[:most], *more]
+
+
+def _next(options: argparse.Namespace, stage: PlannedStage, record: KeyRecord | None) -> str:
+    """Return the command that a reader of the explanation needs next."""
+    if record is not None and isinstance(record.handle, PolicyRef):
+        return shlex.join(["rlhf", "chat", record.handle.digest[:DIGITS], "--profile", options.profile])
+    words = ["rlhf", "run", options.profile, *(word for text in options.overrides for word in ("--set", text))]
+    if stage.decision.action != "BLOCKED":  # a whole run names the question that blocks it
+        words += ["--until", stage.label]
+    words += ["--force", stage.label] if record is not None or stage.label in options.force else []
+    return shlex.join(words)
 
 
 def _unseen(store: ArtifactStore, stage: PlannedStage) -> list[str]:

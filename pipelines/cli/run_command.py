@@ -20,7 +20,7 @@ from pipelines.execution.all_cached import is_watched, results_if_all_cached
 from pipelines.execution.executor import Listener, RunOptions
 from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.opening import import_tracker, open_run, open_tracker, plan_run, store_of
-from pipelines.execution.plan import PlannedStage
+from pipelines.execution.plan import PlannedStage, outlook
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
@@ -78,6 +78,7 @@ def run_profile(options: argparse.Namespace, console: Console) -> None:
     wanted = run_options(options)
     with open_display(console) as display, kept_log(home, display):
         planned = plan_run(config, lifecycle, wanted, store=store)
+        display.expect(planned, outlook(planned, store))
         watched = is_watched(home)
         results = None if watched else results_if_all_cached(planned, store, display, strict=wanted.strict)
         if results is None:

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from pipelines.cli.common import console, store_folder
+from pipelines.cli.common import console, print_json, store_folder
 from pipelines.execution.approving import Meant, answer_gate
 from pipelines.flows.inputs import find_artifact
 from pipelines.services import servers
@@ -59,6 +59,12 @@ def status(options: argparse.Namespace) -> int:
     """Print which services answer; return 1 if one does not."""
     home = Home.here()
     found = running(home)
+    if options.json:
+        well = {} if found is None else servers.states(home, found)
+        urls = {} if found is None else {"Prefect": found.prefect_url, "MLflow": found.mlflow_url}
+        services = [{"name": name, "url": url, "answers": well[name]} for name, url in urls.items()]
+        print_json({"services": services, "user_prefect": shown(user_prefect(home)).removesuffix("/api")})
+        return 0 if services and all(well.values()) else 1
     if found is None:
         theirs = user_prefect(home)
         where = f" (your own Prefect is at {shown(theirs).removesuffix('/api')})" if theirs else ""

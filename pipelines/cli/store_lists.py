@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from pipelines.cli.common import console, key_metric, store_folder
+from pipelines.cli.common import console, key_metric, print_line, store_folder
 from rlhf_core.store import index
 from rlhf_core.store.layout import StoreLayout, check_schema
 
@@ -85,11 +85,6 @@ def is_empty(layout: StoreLayout, console: Console) -> bool:
     state = "is empty" if layout.root.is_dir() else "does not exist yet"
     print_line(console, f"the store {layout.root} {state}: fill it with `rlhf run tiny/full`")
     return True
-
-
-def print_line(console: Console, text: str) -> None:
-    """Print one line as it is, however long."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _layout(options: argparse.Namespace) -> StoreLayout:

@@ -6,8 +6,8 @@ import argparse
 
 from rich.console import Console
 
-from pipelines.cli.common import console, store_folder
-from pipelines.cli.store_lists import is_empty, print_line
+from pipelines.cli.common import console, print_line, store_folder
+from pipelines.cli.store_lists import is_empty
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.sharing import share
 

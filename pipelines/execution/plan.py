@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, explain, nearest
-from rlhf_core.stage.decision import Decision, decide
+from rlhf_core.stage.decision import Decision, decide, last_record
 from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import hash_file, sha256_text
@@ -70,7 +70,7 @@ def plan(
     have, and for a budget that the pipeline exceeds.
     """
     gates = Gatekeeper(config.gates, store, config.name)
-    planner = Planner(store, until=until, force=frozenset(force), strict=strict, gates=gates)
+    planner = Planner(store, config.name, until=until, force=frozenset(force), strict=strict, gates=gates)
     champion = champion_of(config, store)
     with remembered_code(store.layout), suppress(ReachedUntil):
         pipeline(
@@ -81,6 +81,57 @@ def plan(
     check_gates(config, pipeline, {stage.label: stage.spec for stage in planner.stages}, until=until)
     check_comparisons(config.budget, [stage.spec for stage in planner.stages])
     return planner.stages
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """How many stages of a plan are taken from the store, and how long the others took last time."""
+
+    hits: int
+    blocked: int
+    seconds: Mapping[str, float | None]
+    """Label of each stage that will run -> seconds of its last result in this pipeline; None without one."""
+
+    @property
+    def total(self) -> float | None:
+        """Return the seconds of all stages that will run and have a time; None if none has."""
+        known = [seconds for seconds in self.seconds.values() if seconds is not None]
+        return sum(known) if known or not self.seconds else None
+
+    def __str__(self) -> str:
+        counts = [f"{self.hits} hit{'s' * (self.hits != 1)}", f"{len(self.seconds)} to run"] + [
+            f"{self.blocked} blocked"
+        ] * bool(self.blocked)
+        untimed = sum(seconds is None for seconds in self.seconds.values())
+        if self.seconds and self.total is None:
+            counts.append("no estimate: the store has no earlier result of them")
+        elif self.seconds:
+            counts.append(f"about {duration(self.total or 0.0)} as last time")
+            counts += [f"without {untimed} of unknown time"] * bool(untimed)
+        return ", ".join(counts)
+
+
+def outlook(stages: Sequence[PlannedStage], store: ArtifactStore) -> Outlook:
+    """Return the outlook of a plan, from the records of the same stages in the store."""
+    actions = [stage.decision.action for stage in stages]
+    seconds = {}
+    for stage in stages:
+        if stage.decision.action not in ("HIT", "BLOCKED"):
+            record = last_record(store, stage.spec)
+            seconds[stage.label] = None if record is None else record.seconds
+    return Outlook(actions.count("HIT"), actions.count("BLOCKED"), seconds)
+
+
+def duration(seconds: float) -> str:
+    """Return a time span as people read it.
+
+    >>> [duration(seconds) for seconds in (0.4, 40, 100, 3600, 200000)]
+    ['1 s', '40 s', '1.7 min', '1.0 h', '2.3 days']
+    """
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 90.0)):
+        if seconds >= size:
+            return f"{seconds / (60.0 if unit == 'min' else size):.1f} {unit}"
+    return f"{max(1, round(seconds))} s"
 
 
 def engines_needed(stages: Sequence[PlannedStage]) -> set[str]:
@@ -136,6 +187,8 @@ class Planner:
     """A `RunStage` that records the decision for each stage and returns the artifact of a hit or a placeholder."""
 
     store: ArtifactStore
+    pipeline: str = ""
+    """Name of the profile, whose earlier stages a decision is compared with."""
     until: str = ""
     force: frozenset[str] = frozenset()
     strict: Strictness = Strictness()
@@ -143,7 +196,7 @@ class Planner:
     stages: list[PlannedStage] = field(default_factory=list)
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
-        ref = self._planned(spec, kind)
+        ref = self._planned(replace(spec, pipeline=self.pipeline), kind)
         if spec.label == self.until:
             raise ReachedUntil
         return ref
@@ -212,21 +265,22 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def version_lines(store: ArtifactStore, spec: StageSpec, record: KeyRecord | None) -> Iterator[str]:
-    """Yield the differences to the versions that made the stage, from `record` or the last result with its label.
+    """Yield the differences to the versions that made the stage: those of `record`, or of its last result if it must run.
 
-    Packages count only with `--strict-env`; tokenizers and chat templates are files of the inputs and always count.
+    Packages count only with `--strict-env`. Tokenizers and chat templates are files of the inputs, which always count:
+    those of a hit are the same.
     """
-    made = record or store.latest(spec.label)
-    now = input_versions(store, (ref.uri for ref in spec.refs()))
+    made = record or last_record(store, spec)
     if made is None:
-        yield from (f"{name}: {digest[:12]}" for name, digest in now.items())
         return
-    others = other_versions(made.environment)
-    yield from others or ["packages: the same versions as when it was made"]
-    then = input_versions(store, made.inputs)
+    yield from other_versions(made.environment) or ["packages: the same versions as when it was made"]
+    if record is not None:
+        return
+    then, now = input_versions(store, made.inputs), input_versions(store, (ref.uri for ref in spec.refs()))
     for name in sorted(then.keys() | now.keys()):
         before, after = (table[name][:12] if name in table else "none" for table in (then, now))
-        yield f"{name}: {after}, the same as when it was made" if before == after else f"{name}: {before} -> {after}"
+        if before != after:
+            yield f"{name}: {before} -> {after}"
 
 
 def input_versions(store: ArtifactStore, uris: Iterable[str]) -> dict[str, str]:
@@ -237,7 +291,8 @@ def input_versions(store: ArtifactStore, uris: Iterable[str]) -> dict[str, str]:
         tokenizers += [f"{name} {hash_file(folder / name)}" for name in TOKENIZER if (folder / name).is_file()]
         templates += [sha256_text(text) for text in [_chat_template(folder)] if text]
     found = {"tokenizer": tokenizers, "chat template": templates}
-    return {name: sha256_text("\n".join(parts)) for name, parts in found.items() if parts}
+    # Each once, in any order: a record lists an input that two parts of a stage read once.
+    return {name: sha256_text("\n".join(sorted(set(parts)))) for name, parts in found.items() if parts}
 
 
 def _chat_template(folder: Path) -> str:

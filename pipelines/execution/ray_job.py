@@ -284,6 +284,7 @@ def stored_stage(spec: StageSpec) -> dict[str, Any]:
         "label": spec.label,
         "engines": spec.engines,
         "callables": list(spec.callables),
+        "pipeline": spec.pipeline,
     }
 
 
@@ -305,6 +306,7 @@ def restore_stage(stored: Mapping[str, Any]) -> StageSpec:
         label=stored["label"],
         engines=stored["engines"],
         callables=tuple(stored["callables"]),
+        pipeline=stored["pipeline"],
     )
 
 

@@ -241,6 +241,7 @@ class GatedStages:
     run_stage: RunStage
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
+        spec = replace(spec, pipeline=self.run.context.config.name)
         try:
             ref = self.run_stage(spec, kind)
         except StageHeld:

@@ -53,9 +53,10 @@ def _is_payload(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Note(Stored):
-    """The key, payload and code of the stage with a label at its last decision."""
+    """The key, payload and code of the stage with a label at its last decision, and the key of its last result."""
 
     key: str
+    made: str = ""
     payload: Annotated[dict[str, Any], AfterValidator(_is_payload)]
     code: dict[str, str]
 
@@ -160,11 +161,10 @@ def hit(target: Target, record: KeyRecord) -> Decision:
         reason += f"; {failed.share()} ({path})"
     changed = changed_modules(record.code, target.code)
     if changed:
-        reason += f"; code changed since ({', '.join(changed)})"
+        reason += f"; code changed since ({_first(changed, 2)})"
     others = other_versions(record.environment)
     if others:
-        more = f" and {len(others) - 2} more" if len(others) > 2 else ""
-        reason += f"; other versions now ({', '.join(others[:2])}{more})"
+        reason += f"; other versions now ({_first(others, 2)})"
     return Decision("HIT", reason, target.key, None)
 
 
@@ -175,14 +175,14 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
     if force and not _goes_on(past, target):
         changed = changed_modules(past[-1].code, target.code) if _may_go_on(past) else []
         return Decision(
-            "RUN", f"forced; code changed ({', '.join(changed)})" if changed else "forced", target.key, None
+            "RUN", f"forced; code changed ({_first(changed, 2)})" if changed else "forced", target.key, None
         )
     misled = _misled(store, spec, past[-1]) if past else ""
     if misled:
         return Decision("RUN", f"attempt {past[-1].number} may have read {misled}", target.key, None)
     number = past[-1].number if past else 0
     changed = changed_modules(past[-1].code, target.code) if past and past[-1].code else []
-    said = f"; its code has changed since ({', '.join(changed)}): --force starts over" if changed else ""
+    said = f"; its code has changed since ({_first(changed, 2)}): --force starts over" if changed else ""
     checkpoint = Checkpoints(attempts.checkpoints(folder)).latest()
     if checkpoint is not None:
         return Decision("RESUME", f"from step {checkpoint.step} of attempt {number}{said}", target.key, checkpoint.step)
@@ -218,10 +218,19 @@ def _may_go_on(past: Sequence[attempts.Attempt]) -> bool:
 
 def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
     """Save the stage's key, payload and code under its label, so that the next decision can name the changes."""
-    path = store.layout.label(spec.label)
     table = {"label": spec.label, "key": target.key, "payload": target.payload, "code": target.code}
-    if read_json(path) != json.loads(json.dumps(table)):
-        write_json(path, table, durable=False)
+    for path in {store.layout.label(spec.label), store.layout.label(spec.label, spec.pipeline)}:
+        last = read_stored(path, _Note)
+        made = "" if last is None else last.key if store.layout.key(last.key).exists() else last.made
+        if read_json(path) != json.loads(json.dumps(table | {"made": made})):
+            write_json(path, table | {"made": made}, durable=False)
+
+
+def last_record(store: ArtifactStore, spec: StageSpec) -> KeyRecord | None:
+    """Return the record of the stage's last result in this pipeline; None if there is none, or it is gone."""
+    note = read_stored(store.layout.label(spec.label, spec.pipeline), _Note)
+    found = (store.record(key) for key in (() if note is None else (note.key, note.made)) if key)
+    return next((record for record in found if record is not None), None)
 
 
 def changed_modules(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -238,21 +247,24 @@ def _why_run(store: ArtifactStore, spec: StageSpec, target: Target, past: list[a
     if past:
         failure = f" ({past[-1].failure})" if past[-1].failure else ""
         return f"attempt {past[-1].number} left no checkpoint{failure}"
-    path = store.layout.label(spec.label)
+    path = store.layout.label(spec.label, spec.pipeline)
     last = read_stored(path, _Note)
+    if last is None and path.exists():
+        return "the record of its last configuration cannot be read"
     if last is None:
-        return "the record of its last configuration cannot be read" if path.exists() else "first run"
+        return f"first run of {spec.pipeline}" if store.layout.label(spec.label).exists() else "first run"
     if last.key == target.key:
         return _lost(store, target.key)
     made = store.record(last.key) if "environment" in target.payload else None
     then = {} if made is None else {"environment": made.environment}
     changes = list(differences(spec.label, then | last.payload, target.payload, last.code, target.code))
-    more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
-    return (
-        ", ".join(changes[:_SHOWN]) + more
-        if changes
-        else "the versions it was made with are unknown, or no longer part of the key"
-    )
+    return _first(changes, _SHOWN) or "the versions it was made with are unknown, or no longer part of the key"
+
+
+def _first(phrases: Sequence[str], count: int) -> str:
+    """Return the first phrases in one line, and how many are left out."""
+    more = f" and {len(phrases) - count} more" if len(phrases) > count else ""
+    return ", ".join(phrases[:count]) + more
 
 
 def _misled(store: ArtifactStore, spec: StageSpec, attempt: attempts.Attempt) -> str:

@@ -44,6 +44,7 @@ class StageSpec:
     one result. `inputs` become keyword arguments of the stage's `run`. `engines` holds the part of the runtime's
     configuration that changes results, {} for a stage without engines. `callables` are the user's functions,
     `module:function` or `file.py:function`; their code, and all user modules that it reaches, enter the key.
+    `pipeline` is the `name` of the profile, whose earlier stages explain a decision; it does not enter the key either.
 
     Raises ConfigError for an invalid `code`.
     """
@@ -58,6 +59,7 @@ class StageSpec:
     label: str
     engines: dict[str, Any]
     callables: tuple[str, ...] = ()
+    pipeline: str = ""
 
     def __post_init__(self) -> None:
         if self.code not in get_args(CodePolicy):

@@ -63,9 +63,13 @@ class StoreLayout:
         """Return the folder of the attempts at a key: checkpoints, unfinished output, metrics."""
         return self.attempts / key
 
-    def label(self, label: str) -> Path:
-        """Return the file with the last key, payload and code digests of the stage with this label."""
-        return self.root / "roots" / "labels" / f"{sha256_text(label)}.json"
+    def label(self, label: str, pipeline: str = "") -> Path:
+        """Return the file with the last key, payload and code digests of the stage with this label.
+
+        There is one for each name of a pipeline, and one for the last run of any pipeline, without a name.
+        """
+        name = f"{pipeline}\n{label}" if pipeline else label
+        return self.root / "roots" / "labels" / f"{sha256_text(name)}.json"
 
     @property
     def objects(self) -> Path:

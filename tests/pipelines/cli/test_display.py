@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from pipelines.cli.common import key_metric
-from pipelines.cli.display import LiveDisplay, PlainDisplay, decisions_table, open_display, results_table
+from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, print_decisions, results_table
+from pipelines.execution.plan import Outlook, PlannedStage
 from rlhf_core.stage.decision import Decision
+from tests.support.toy_stage import toy_spec
 
 REPORT = {
     "settings": {"level": 0.95},
@@ -70,30 +73,93 @@ def test_lines_where_there_is_no_terminal() -> None:
     ]
 
 
-def test_a_live_table_on_a_terminal() -> None:
-    console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system=None)
-    display = open_display(console)
+HIT = Decision("HIT", "made yesterday", "h" * 64, None)
+RUN = Decision("RUN", f"ppo.kl_coef: 0.05 -> 0.1, {' '.join(f'change{n}' for n in range(40))}", "k" * 64, None)
+LABELS = ["prepare_data", "iterative_dpo/round_1/generate", "online/round_1/iterative_dpo/round_2/generate", "ppo"]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, None])
+def test_a_plan_shows_decision_stage_key_and_the_whole_reason_in_any_terminal(width: int | None) -> None:
+    console = Console(file=io.StringIO(), width=width or 60, force_terminal=width is not None, color_system=None)
+    print_decisions([(label, RUN) for label in LABELS], console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = text.splitlines()
+    assert text.count("RUN ") == text.count("k" * 12) == len(LABELS)
+    assert text.count("change") == 40 * len(LABELS) and text.replace(" ", "").count("change39") == len(LABELS)
+    assert all(line.split()[0] == "RUN" for line in lines) if width is None else max(map(len, lines)) <= width
+    assert len(lines) == len(LABELS) if width is None else "".join(text.split()).count("ppo.kl_coef") == len(LABELS)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_live_table_shows_decision_and_stage_in_any_terminal(width: int) -> None:
+    display = live(width, LABELS, seconds=dict.fromkeys(LABELS, 30.0))
+    display.started("ppo", RUN)
+    display.progress("ppo", 3, 9, "loss 2.0")
+    lines = shown(display, width)
+    rows = {line.split()[1]: line for line in lines if line.startswith("RUN ")}
+    assert all(label.endswith(name.strip("\u2026")) for label, name in zip(LABELS, rows, strict=True))
+    assert "loss 2.0" in rows["ppo"] and max(map(len, lines)) <= width
+    assert "ppo.kl" in rows["prepare_data"] and rows["prepare_data"].rstrip().endswith("\u2026")
+    assert lines[-1].startswith("about 1.5 min left")
+
+
+@pytest.mark.parametrize(
+    ("steps", "phase"),
+    [
+        ([], "starting engines"),
+        ([("sft", 1, 9)], "\u2501"),
+        ([("sft", 9, 9)], "saving"),
+        ([("other", 1, 2), ("other", 2, 2)], "preparing"),
+    ],
+)
+def test_a_live_row_names_what_a_stage_does_that_no_bar_shows(steps: list[tuple[str, int, int]], phase: str) -> None:
+    display = live(120, ["other", "sft"], seconds={})
+    display.started("other", RUN)
+    for label, done, total in steps:
+        display.progress(label, done, total, "")
+    display.started("sft", RUN)
+    assert phase in next(line for line in shown(display, 120) if " sft " in line)
+
+
+def test_the_rows_around_the_running_stage_are_shown_where_the_terminal_is_too_low_for_all() -> None:
+    labels = [f"stage_{number}" for number in range(30)]
+    display = live(80, labels, seconds={})
+    for label in labels[:20]:
+        display.started(label, HIT)
+        display.finished(label, HIT, {}, 0.0)
+    display.started("stage_20", RUN)
+    lines = shown(display, 80)
+    assert len(lines) == 24 - 1 and any("stage_20" in line for line in lines)
+    assert lines[-1].startswith("9 stages above, 0 below; 10 stages left, whose time is not known")
+    display.__exit__()
+    assert len(shown(display, 80)) == 1 + len(labels)
+
+
+def live(width: int, labels: list[str], seconds: dict[str, float | None]) -> LiveDisplay:
+    """Return a live display of planned stages that need both engines."""
+    display = open_display(Console(file=io.StringIO(), width=width, height=24, force_terminal=True, color_system=None))
     assert isinstance(display, LiveDisplay)
-    run, hit = Decision("RUN", "first run", "k" * 64, None), Decision("HIT", "made yesterday", "h" * 64, None)
-    with display:
-        for label, decision in (("prepare_data", hit), ("sft", run), ("ppo", run)):
-            display.planned(label, decision)
-        display.started("prepare_data", hit)
-        display.finished("prepare_data", hit, {}, 0.0)
-        display.started("sft", run)
-        display.progress("sft", 3, 9, "loss 2.0")
-    text = printed(display._render())
-    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
-    assert "HIT" in rows["prepare_data"] and "made yesterday" in rows["prepare_data"]
-    assert "loss 2.0" in rows["sft"]
-    assert "first run" in rows["ppo"]
+    stages = [
+        PlannedStage(label, toy_spec(label=label, engines={"trainer": {}, "sampler": {}}), RUN) for label in labels
+    ]
+    display.expect(stages, Outlook(0, 0, seconds))
+    for label in labels:
+        display.planned(label, RUN)
+    return display
+
+
+def shown(display: LiveDisplay, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(display._render())
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
 
 def test_brackets_are_shown_as_they_are() -> None:
     said = r"sft.pattern: [a-z] -> [/b] [bold]x[/bold] \[y]"
     decision = Decision("RUN", said, "k" * 64, None)
-    assert said in printed(decisions_table([("s[0]", decision)], wide=True))
-    assert "s[0]" in printed(decisions_table([("s[0]", decision)], wide=True))
+    plain = Console(file=io.StringIO())
+    print_decisions([("s[0]", decision)], plain)
+    assert f"s[0] {'k' * 12} {said}" in plain.file.getvalue()  # type: ignore[attr-defined]
     report = {"settings": REPORT["settings"], "policies": {"p[/b]": REPORT["policies"]["sft"]}}  # type: ignore[index]
     assert "p[/b]" in printed(results_table(report))
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import json
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from rlhf_core.stage.decision import Decision, decide
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import remove_tree
+from rlhf_core.types import PolicyRef
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
 
@@ -67,8 +69,9 @@ def test_what_is_refused_takes_one_line_and_status_2(
 
 def test_plan_prints_a_line_per_stage(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(write_mini(here)), "--until", "sft"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [["prepare_data", "RUN"], ["sft", "RUN"]]
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["RUN", "prepare_data"], ["RUN", "sft"]]
+    assert last == "0 hits, 2 to run, no estimate: the store has no earlier result of them"
 
 
 @pytest.mark.parametrize(("engine", "noted"), [("deepspeed", True), ("torch", False)])
@@ -81,11 +84,18 @@ def test_the_plan_notes_adapters_that_are_merged_into_bfloat16(
     assert ("sft: adapters are merged into bfloat16 weights" in capsys.readouterr().out) is noted
 
 
-def test_explain_prints_the_whole_key(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "prepare_data", "--profile", str(write_mini(here))]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("prepare_data: RUN: first run\n")
-    assert '"stage": "prepare_data"' in out and '"seed": 17' in out
+def test_explain_prints_the_whole_key_where_all_of_it_is_wanted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, said = str(write_mini(here)), {}
+    for option in ((), ("--all",), ("--json",)):
+        assert main(["explain", "prepare_data", "--profile", profile, *option]) == 0
+        said[option] = capsys.readouterr().out
+    lines = said[()].splitlines()
+    assert lines[0] == "prepare_data: RUN: first run" and len(lines) <= 15
+    assert lines[-1] == f"next: rlhf run {profile} --until prepare_data"
+    assert '"stage": "prepare_data"' in said["--all",] and '"seed": 17' in said["--all",]
+    found = json.loads(said["--json",])
+    assert (found["decision"], found["payload"]["seed"], found["record"]) == ("RUN", 17, None)
+    assert found["next"] == lines[-1].removeprefix("next: ")
 
 
 def test_explain_names_what_the_key_cannot_see(
@@ -95,8 +105,13 @@ def test_explain_names_what_the_key_cannot_see(
     decision = Decision("RUN", "first run", "k" * 64, None)
     stage = PlannedStage("ppo", toy_spec(callables=("mine.py:reward",)), decision)
     monkeypatch.chdir(here)
-    monkeypatch.setattr("pipelines.cli.plan_verbs._plan", lambda options: [stage])
-    record = SimpleNamespace(unseen=("reads /a/b.json",), to_json=dict, environment={}, inputs=(), failures={})
+    store = ArtifactStore(here / "store")
+    monkeypatch.setattr("pipelines.cli.plan_verbs._plan", lambda options: (store, [stage]))
+    handle = PolicyRef(uri=f"store://{'a' * 64}", digest="a" * 64)
+    record = SimpleNamespace(
+        unseen=("reads /a/b.json",), to_json=dict, environment={}, failures={},
+        handle=handle, metrics={}, seconds=1.0, attempts=1,
+    )  # fmt: skip
     monkeypatch.setattr(ArtifactStore, "record", lambda store, key: record)
     lines = [
         "not in the key: mine.py reads files (open, line 1); what counts: DEPENDS_ON there",
@@ -105,7 +120,7 @@ def test_explain_names_what_the_key_cannot_see(
     assert main(["explain", "ppo", "--profile", str(write_mini(here))]) == 0
     assert "\n".join(lines) in capsys.readouterr().out
     assert main(["plan", str(write_mini(here))]) == 0
-    assert capsys.readouterr().out.splitlines()[2:] == [f"ppo: {line}" for line in lines]
+    assert capsys.readouterr().out.splitlines()[1:-1] == [f"ppo: {line}" for line in lines]
 
 
 def test_looking_at_a_store_that_is_not_there_says_what_to_do_and_makes_nothing(

@@ -16,7 +16,7 @@ from rlhf_core.processes.identity import user_name
 from rlhf_core.secrets.redaction import ErrorWithoutSecrets, know
 from rlhf_core.stage import context
 from rlhf_core.stage import decision as deciding
-from rlhf_core.stage.decision import Decision, decide, differences, target_of
+from rlhf_core.stage.decision import Decision, decide, differences, last_record, target_of
 from rlhf_core.stage.key import StageSpec, Strictness, stage_key
 from rlhf_core.stage.run import execute
 from rlhf_core.stage.stopping import StageWaiting
@@ -49,6 +49,22 @@ def _said(store: ArtifactStore, spec: StageSpec, **options: Any) -> tuple[str, s
 def test_the_first_run_says_so_and_deciding_computes_nothing(store: ArtifactStore) -> None:
     assert _said(store, toy_spec()) == ("RUN", "first run")
     assert not store.layout.attempts.exists()
+
+
+def test_a_decision_is_compared_with_stages_of_the_same_pipeline(store: ArtifactStore) -> None:
+    """Also the time it took: that of the last result, whatever was tried since."""
+    mine, other = (toy_spec(ToyConfig(kl_coef=0.2), pipeline=name) for name in ("mine", "other"))
+    _run(store, toy_spec(pipeline="mine"))
+    assert _said(store, mine) == ("RUN", "toy.kl_coef: 0.05 -> 0.2")
+    assert _said(store, other) == ("RUN", "first run of other")
+    with pytest.raises(ValueError, match="went wrong"):
+        _run(store, toy_spec(ToyConfig(kl_coef=0.2, trouble="raise:1"), pipeline="mine"))
+    first = store.record(stage_key(toy_spec()))
+    assert first is not None
+    assert (last_record(store, mine), last_record(store, other)) == (first, None)
+    _run(store, other)
+    assert _said(store, toy_spec(seed=8, pipeline="other")) == ("RUN", "seed: 7 -> 8, toy.kl_coef: 0.2 -> 0.05")
+    assert store.latest("toy") == last_record(store, other) != first
 
 
 def test_a_run_then_hits_with_when_and_how_long(store: ArtifactStore) -> None:
