@@ -79,7 +79,9 @@ def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
     return correlation(_ranks(xs), _ranks(ys))
 
 
-def reliability(probabilities: Sequence[float], outcomes: Sequence[float], *, bins: int) -> list[ReliabilityBin]:
+def reliability(
+    probabilities: Sequence[float] | np.ndarray, outcomes: Sequence[float] | np.ndarray, *, bins: int
+) -> list[ReliabilityBin]:
     """Return the non-empty bins of equal width over [0, 1]. Bin i is [i/bins, (i+1)/bins), and the last is closed.
 
     `outcomes` are 1.0 for predictions that came true, 0.0 for those that did not, and 0.5 for undecided ones (ties).

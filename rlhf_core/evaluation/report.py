@@ -88,8 +88,8 @@ def best_policy(report: Mapping[str, Any]) -> str:
 
 def _lead(report: Mapping[str, Any]) -> str:
     row = report["policies"][report["order"][0]]
-    by = {"gold": "the gold reward", "reward_model": "the reward model", "": "their answers alone"}
-    by = by[report["compared_by"]]
+    judges = {"gold": "the gold reward", "reward_model": "the reward model", "": "their answers alone"}
+    by = judges[report["compared_by"]]
     return f"{len(report['order'])} policies answer the same {row['prompts']} held-out prompts and are judged by {by}."
 
 

@@ -618,8 +618,8 @@ def _by_chunks(model: nn.Module, hidden_TH: Tensor, compute: Callable[..., R], *
             else:
                 pieces.append(piece(*parts))
         if isinstance(pieces[0], Tensor):
-            return torch.cat(pieces)
-        return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
+            return torch.cat(pieces)  # type: ignore[return-value]  # R is what `compute` returns
+        return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))  # type: ignore[return-value]
 
     return in_one_call(any_model.get_output_embeddings(), over_chunks, hidden_TH)
 

@@ -333,7 +333,7 @@ def _kind(name: str) -> str:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    return hasattr(module, "lora_A") and _ADAPTER in module.lora_A
+    return _ADAPTER in getattr(module, "lora_A", ())
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:

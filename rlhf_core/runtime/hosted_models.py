@@ -29,7 +29,7 @@ class HostedModels:
         torch.set_num_threads(threads)
         # On a GPU some kernels have no deterministic form: they warn instead of failing a long run.
         torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         _ = transformers.AutoModelForCausalLM  # imported lazily; most of the start-up time
 
     def open(self, lease: str, model: ModelSpec, optimizer: OptimizerConfig | None) -> None:

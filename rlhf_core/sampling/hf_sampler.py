@@ -51,7 +51,7 @@ class HFSampler:
             spec, dtype=config.dtype, attention=attention, gradient_checkpointing=False, device=device
         )
         if config.fp32_lm_head:
-            compute_in_float32(self._model.get_output_embeddings())
+            compute_in_float32(self._model.get_output_embeddings())  # type: ignore[operator]
         self._positions = _most_positions(self._model.config)
         tokenizer = load_tokenizer(policy)
         self._stops = stop_token_ids(policy, tokenizer_eos=tokenizer.eos_token_id)

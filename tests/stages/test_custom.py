@@ -15,8 +15,7 @@ from rlhf_core.algorithms.advantage.base import GroupRewards
 from rlhf_core.algorithms.advantage.group import CustomAdvantage
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.policy.weighted import CustomPolicyLoss
-from rlhf_core.algorithms.preference.dpo import CustomPreferenceLoss
-from rlhf_core.algorithms.preference.dpo import DPOLoss
+from rlhf_core.algorithms.preference.dpo import CustomPreferenceLoss, DPOLoss
 from rlhf_core.config.policy import PPOConfig, uses_reference
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import CustomFunction

@@ -9,10 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss
-from rlhf_core.algorithms.preference.dpo import AOTLoss
 from rlhf_core.algorithms.preference.base import AnswerMethod
-from rlhf_core.algorithms.preference.dpo import DiscoPOPLoss, DPOLoss, IPOLoss
-from rlhf_core.algorithms.preference.dpo import ORPOLoss
+from rlhf_core.algorithms.preference.dpo import AOTLoss, DiscoPOPLoss, DPOLoss, IPOLoss, ORPOLoss
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.policy import REFERENCE_FREE, LoopConfig, PreferenceLoss
 from rlhf_core.errors import DataError

@@ -338,7 +338,8 @@ class DeepSpeedEngine:
         """Yield the weights or this rank's parts of them, gradients, and the optimizer states of a trained model."""
         yield from module_tensors(self.module)
         if self._stage == 3:
-            yield from (parameter.ds_tensor.data for parameter in self.module.parameters())
+            parts: list[Any] = list(self.module.parameters())  # ZeRO adds `ds_tensor`
+            yield from (part.ds_tensor.data for part in parts)
         if self._trained:
             yield from optimizer_tensors(self._engine.basic_optimizer)
             if self._stage == 3:
@@ -377,7 +378,7 @@ class _Carrier(nn.Module):
         return (result.loss if isinstance(result, LossOutput) else None), result
 
 
-def _gather_heads_as_one(module: nn.Module) -> None:
+def _gather_heads_as_one(module: Any) -> None:
     """Make ZeRO 3 gather an LM head with inner layers (adapters) when the head is called, not when those layers are.
 
     The head computes its tokens in chunks, whose number differs between ranks (see `rlhf_core.models.forward`).

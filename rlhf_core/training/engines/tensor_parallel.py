@@ -119,7 +119,8 @@ def partition_settings(size: int) -> dict[str, Any]:
 def whole_layers(module: nn.Module) -> Iterator[None]:
     """Gather the parts of every weight on every rank inside this context."""
     parts = []
-    for layer in module.modules():
+    layers: list[Any] = list(module.modules())  # those of AutoTP have `gather_params`
+    for layer in layers:
         if hasattr(layer, "gather_params"):
             own = list(layer.parameters(recurse=False))
             parts += [(parameter, parameter.data) for parameter in own]

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.algorithms.advantage.group import CustomAdvantage
-from rlhf_core.algorithms.advantage.group import GRPOAdvantage
+from rlhf_core.algorithms.advantage.group import CustomAdvantage, GRPOAdvantage
 from rlhf_core.algorithms.advantage.token import GAEAdvantage
 from rlhf_core.algorithms.policy.clip import ClipLoss, GSPOLoss
 from rlhf_core.algorithms.policy.weighted import CISPOLoss

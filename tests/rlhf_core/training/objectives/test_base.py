@@ -12,17 +12,21 @@ from torch import Tensor, nn
 
 from rlhf_core.algorithms.policy.clip import ClipLoss, GSPOLoss
 from rlhf_core.algorithms.policy.weighted import CISPOLoss
-from rlhf_core.algorithms.preference.dpo import APODownLoss, APOZeroLoss, NCALoss, SPPOLoss
 from rlhf_core.algorithms.preference.dpo import (
+    APODownLoss,
+    APOZeroLoss,
     CDPOLoss,
     DiscoPOPLoss,
     DPOLoss,
     EXOLoss,
     HingeLoss,
     IPOLoss,
+    NCALoss,
+    ORPOLoss,
     RobustDPOLoss,
+    SimPOLoss,
+    SPPOLoss,
 )
-from rlhf_core.algorithms.preference.dpo import ORPOLoss, SimPOLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig, LossOutput
 from rlhf_core.errors import DataError
 from rlhf_core.interfaces import ModelSpec

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss, RewardShift
-from rlhf_core.algorithms.preference.dpo import AOTLoss
-from rlhf_core.algorithms.preference.dpo import DPOLoss
+from rlhf_core.algorithms.preference.dpo import AOTLoss, DPOLoss
 from rlhf_core.training.fit import Carried
 from rlhf_core.training.objectives.preference import (
     BCOObjective,
