@@ -35,6 +35,8 @@ HELD = ROOT / "tests" / "house.json"
 """The figures that later changes are held to."""
 KEY = "kl_coef"
 """The setting whose way from a profile to its use is followed."""
+GENERATED = ("code_map.md", "walk.md")
+"""Pages that a command writes from the code."""
 TRANSLATORS = "pipelines/importers"
 """Turns settings of other programs into profiles, so no setting of a profile passes through it."""
 
@@ -103,7 +105,7 @@ def fields_of_profiles() -> set[tuple[str, str]]:
 
 def words_of_docs(root: Path) -> int:
     """Count the words of the pages of the documentation, the generated ones left out."""
-    pages = [page for page in (root / "docs").glob("*.md") if page.name != "code_map.md"]
+    pages = [page for page in (root / "docs").glob("*.md") if page.name not in GENERATED]
     return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
 
 
@@ -194,9 +196,14 @@ def long_files(root: Path) -> int:
 
 
 def files_of_a_setting(root: Path) -> int:
-    """Count the files between a profile and the use of `ppo.kl_coef`, the profile included.
+    """Count the files between a profile and the use of `ppo.kl_coef`, the profile included."""
+    return 1 + len(paths_of_a_setting(root))
 
-    A file counts if its code has the identifier `kl_coef`; in `pipelines`, which passes whole tables on, also if it has the
+
+def paths_of_a_setting(root: Path) -> dict[str, set[str]]:
+    """Return path -> the identifiers by which the file counts as one on the way of `KEY`.
+
+    A file counts if its code has the identifier `KEY`; in `pipelines`, which passes whole tables on, also if it has the
     attribute `.ppo` or the name of a class with that field. Texts and comments do not count. The importers are left out:
     they write profiles and read none.
     """
@@ -208,8 +215,8 @@ def files_of_a_setting(root: Path) -> int:
     tables = tables_with(KEY, list(trees.values()))
     if not tables:
         raise LookupError(f"no class has the field {KEY}")
-    passed_on = {path: {"ppo", *tables} if path.parts[0] == "pipelines" else set() for path in trees}
-    return 1 + sum(bool(identifiers(tree) & {KEY, *passed_on[path]}) for path, tree in trees.items())
+    names = {path: {KEY} | ({"ppo", *tables} if path.parts[0] == "pipelines" else set()) for path in trees}
+    return {path.as_posix(): names[path] for path, tree in trees.items() if identifiers(tree) & names[path]}
 
 
 def tables_with(field: str, trees: list[ast.Module]) -> set[str]:

@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rlhf_core", "stages", "pipelines")
 STEPS, TRACED = 3, 2
+Call: TypeAlias = tuple[str, str]
+"""File and qualified name of a function."""
 NO_FUNCTIONS = ("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 
 
@@ -35,7 +37,11 @@ class CallTrace:
 
     def __init__(self) -> None:
         self._recording = False
-        self.calls: list[tuple[str, str]] = []
+        self.calls: list[Call] = []
+        self.callers: dict[Call, Call | None] = {}
+        """Function -> the function of this repository that called it first, None if that is the stage itself."""
+        self.docs: dict[Call, str] = {}
+        """Function -> the first line of its docstring, "" if it has none."""
         self._names: dict[str, str] = {}
 
     def files(self) -> list[str]:
@@ -78,7 +84,23 @@ class CallTrace:
             ours = file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] in PACKAGES
             name = self._names[path] = str(file.relative_to(ROOT)) if ours else ""
         if name:
-            self.calls.append((name, frame.f_code.co_qualname))
+            call = (name, frame.f_code.co_qualname)
+            self.calls.append(call)
+            if call not in self.callers:
+                self.callers[call] = self._caller(frame)
+                # The compiler puts the docstring of a function first among its constants.
+                doc = frame.f_code.co_consts[0] if "<lambda>" not in call[1] and frame.f_code.co_consts else None
+                self.docs[call] = doc.strip().splitlines()[0] if isinstance(doc, str) else ""
+
+    def _caller(self, frame: FrameType) -> Call | None:
+        """Return the innermost function on the stack below `frame` that was recorded."""
+        below = frame.f_back
+        while below is not None:
+            call = (self._names.get(below.f_code.co_filename, ""), below.f_code.co_qualname)
+            if call in self.callers:
+                return call
+            below = below.f_back
+        return None
 
 
 def trace_step() -> CallTrace:

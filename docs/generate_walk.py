@@ -1,0 +1,150 @@
+"""Write docs/walk.md: the way of a prompt through a PPO step, and of a setting from a profile to its use.
+
+    python -m docs.generate_walk
+
+The calls are traced in a real step (`benchmarks.measure_walk`), and each line is the first one of a docstring. Run it after a
+change of functions that a prompt passes; tests/benchmarks/test_measure_walk.py fails when the page is out of date.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import measure
+from benchmarks.measure_walk import ROOT, Call, CallTrace, trace_step
+
+PAGE = ROOT / "docs" / "walk.md"
+
+INTRODUCTION = """# Where a prompt goes
+
+One PPO step, from the policy's weights to its update, as a trace of a real step shows it. Read `run` in `stages/ppo.py` first: its
+loop is the whole step in order, and it makes the outermost calls below. The step is of one prompt with `runtime.type = "local"`, whose
+engines run in the calling process, GAE and one reward function. This page is written by `python -m docs.generate_walk`.
+
+## The prompt
+
+Each function stands where it is called first, below its caller, with the first line of its docstring. The file is named where it
+changes. Left out are functions without one.
+
+"""
+
+OTHER_WAYS = """
+## Other ways to sample and score
+
+`rlhf_core/rollouts/factory.py` chooses them when the stage starts; the loop makes the same calls.
+
+- `rlhf_core/rollouts/answers.py` `AheadSampler`: samples later steps in a thread while the policy trains, with a `staleness` > 0.
+- `rlhf_core/rollouts/answers.py` `draw_groups`: continues unfinished answers in a later step, with partial rollouts.
+- `rlhf_core/rollouts/scored_step.py` `DynamicScoring`: replaces groups without a gradient, with dynamic sampling.
+- `rlhf_core/agents/episodes.py` `play`: makes every answer an episode with an environment, with `ppo.agent`.
+- `rlhf_core/runtime/handles.py` `RaySampler`, `rlhf_core/runtime/handles.py` `RayTrainer`: make the same calls in other processes, with
+  `runtime.type = "ray"`.
+"""
+
+WAY = """
+## `ppo.{key}`
+
+The code that names the key, or passes on a table that holds it, from the TOML file to the loss; in the order of the layers, and below
+them of the walk.
+
+"""
+
+
+def page(trace: CallTrace) -> str:
+    """Return the whole page for the trace of a step."""
+    steps = "".join(step_lines(trace))
+    return INTRODUCTION + steps + OTHER_WAYS + WAY.format(key=measure.KEY) + "".join(way_lines(trace))
+
+
+# ---------------------------------------------------------------- the prompt
+
+
+def step_lines(trace: CallTrace) -> Iterator[str]:
+    """Yield a line per function that has a description, nested by callers; what has none passes its callees up."""
+    called: dict[Call | None, list[Call]] = {}
+    for call, caller in trace.callers.items():
+        called.setdefault(caller, []).append(call)
+    file = ""
+    waiting = [(call, 0) for call in reversed(called[None])]
+    while waiting:
+        call, depth = waiting.pop()
+        text = trace.docs[call] or _class_line(call)
+        if text:
+            yield _line(depth, "" if call[0] == file else call[0], call[1], text)
+            file = call[0]
+        waiting += [(below, depth + bool(text)) for below in reversed(called[call] if call in called else [])]
+
+
+def _class_line(call: Call) -> str:
+    """Return the first line of the docstring of a method's class, "" for what is private or not a method."""
+    file, (owner, _, name) = call[0], call[1].rpartition(".")
+    if not owner or "<" in owner or owner.startswith("_") or name.startswith("_"):
+        return ""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return next(
+        (_first_line(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner), ""
+    )
+
+
+def _first_line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
+    return (ast.get_docstring(node) or "").partition("\n")[0]
+
+
+def _line(depth: int, file: str, name: str, text: str) -> str:
+    """Return an item of a list.
+
+    >>> _line(1, "a.py", "f", "Return x < y.")
+    '    - `a.py` `f`: Return x &lt; y.\\n'
+    """
+    shown = re.sub(r"<(?![^`]*`(?:[^`]*`[^`]*`)*[^`]*$)", "&lt;", text)  # in code it is shown as it is
+    return f"{'    ' * depth}- {f'`{file}` ' * bool(file)}`{name}`: {shown}\n"
+
+
+# ---------------------------------------------------------------- the setting
+
+_LAYERS = ("pipelines/flows", "rlhf_core/config", "rlhf_core/stage", "pipelines", "stages", "rlhf_core")
+"""Where a profile is read, checked and put into keys, and where its stages run."""
+
+
+def way_lines(trace: CallTrace) -> Iterator[str]:
+    """Yield a line per class and function on the way of the setting, after one for the profile."""
+    yield "1. a profile (TOML), or `--set`\n"
+    entered = trace.files()
+    places = measure.paths_of_a_setting(ROOT)
+
+    def place(path: str) -> tuple[int, int]:
+        layer = next(number for number, layer in enumerate(_LAYERS) if path.startswith(f"{layer}/"))
+        return layer, entered.index(path) if path in entered else -1
+
+    for number, path in enumerate(sorted(places, key=lambda path: (place(path), path)), start=2):
+        yield f"{number}. `{path}`\n"
+        for name, text in users(ROOT / path, places[path]):
+            if text:
+                yield _line(1, "", name, text)
+
+
+def users(file: Path, names: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield the classes with one of the fields and the functions with one of the identifiers, with their first lines."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+            if any(measure.identifiers(one) & names for one in fields):
+                yield node.name, _first_line(node)
+            for inner in node.body:
+                if isinstance(inner, measure.Function) and measure.identifiers(inner) & names:
+                    yield f"{node.name}.{inner.name}", _first_line(inner)
+        elif isinstance(node, measure.Function) and measure.identifiers(node) & names:
+            yield node.name, _first_line(node)
+
+
+def main() -> int:
+    PAGE.write_text(page(trace_step()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
