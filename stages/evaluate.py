@@ -24,9 +24,8 @@ from rlhf_core.evaluation.metrics import best_of_n_kl, log_ratios
 from rlhf_core.evaluation.report import Sample, render_report
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.batches import checked
-from rlhf_core.rewards.isolation import IsolatedReward
+from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
-from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store import attempts

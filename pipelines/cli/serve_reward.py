@@ -22,7 +22,7 @@ from rlhf_core.data.chat import encode as encode_text
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.http.serving import limited
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.rewards.isolation import IsolatedReward
+from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
 from rlhf_core.rewards.model import Contract, verify_contract
 from rlhf_core.rewards.server import (
     Score,
@@ -33,7 +33,6 @@ from rlhf_core.rewards.server import (
     rendered,
     reward_model_score,
 )
-from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.runtime.factory import open_runtime
 from rlhf_core.schema.secrets import bearer, refuse_plain
 from rlhf_core.store.artifacts import ArtifactStore

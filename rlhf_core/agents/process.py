@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import queue
 import struct
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from rlhf_core.agents.episode_rng import NOBODY
 from rlhf_core.agents.worker import Call, SessionEvent
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.errors import AgentError, ConfigError, explain
 from rlhf_core.processes.child import kill_group
+from rlhf_core.processes.host import Ended, Host
 from rlhf_core.user_code.dependencies import check_files
 from rlhf_core.user_code.sources import search_path
 
@@ -127,8 +125,8 @@ class Environments:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _received(self, child: _Child, message: SessionEvent | None) -> list[Event]:
-        if message is None:
+    def _received(self, child: _Child, message: SessionEvent | Ended) -> list[Event]:
+        if isinstance(message, Ended):
             return self._lost(child) if child in self._children else []
         child.replied(message.ticket)
         if message.ticket not in self._homes:
@@ -156,7 +154,7 @@ class Environments:
 
 
 class _Child:
-    """One process with a thread that reads its replies and one that writes to it, which may have to wait."""
+    """One process, and what is known of its replies."""
 
     def __init__(
         self,
@@ -164,26 +162,22 @@ class _Child:
         inbox: queue.SimpleQueue[tuple[_Child, Any]],
     ) -> None:
         self.owed: dict[int, None] = {}
+        """Tickets of the episodes whose calls it has not answered, in order."""
         self.verdict = ""
         self._last_reply = time.monotonic()
         self._inbox = inbox
+        self._started: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._loaded = False
         self._beacon = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         self._beacon.write(struct.pack("q", NOBODY))
         self._beacon.flush()
-        self._process = subprocess.Popen(
+        self._host = Host(
             [sys.executable, "-P", "-m", "rlhf_core.agents.worker", str(self._beacon.fileno())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path()), "PYTHONHASHSEED": "0"},
+            received=self._received,
+            environment=os.environ | {"PYTHONPATH": os.pathsep.join(search_path()), "PYTHONHASHSEED": "0"},
             pass_fds=(self._beacon.fileno(),),
-            start_new_session=True,
         )
-        self._started: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outbox.put(given)
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
-        for thread in self._threads:
-            thread.start()
+        self._host.send(given)
 
     def ready(self) -> tuple[tuple[dict[str, Any], ...], bool]:
         """Wait until the user's code is loaded; return the tools' schemas, and whether it plays programs.
@@ -194,14 +188,13 @@ class _Child:
             message = self._started.get(timeout=START_TIMEOUT_S)
         except queue.Empty:
             message = ("silent", f"did not load within {START_TIMEOUT_S:g} s")
-        if message is not None and message[0] == "ready":
+        if not isinstance(message, Ended) and message[0] == "ready":
             loaded: tuple[tuple[dict[str, Any], ...], bool] = message[1]
             return loaded
         status = self.close()
-        if message is None:
-            raise AgentError(
-                explain("agent", status, "its process ended before the code was loaded", "see its error output")
-            )
+        if isinstance(message, Ended):
+            rule = "its process ended before the code was loaded"
+            raise AgentError(explain("agent", status, rule, "see its error output"))
         raise ConfigError(message[1] if message[0] == "refused" else explain("agent", None, message[1], "fix it"))
 
     def send(self, call: Call) -> None:
@@ -209,7 +202,7 @@ class _Child:
             if not self.owed:
                 self._last_reply = time.monotonic()
             self.owed[call.ticket] = None
-        self._outbox.put(call)
+        self._host.send(call)
 
     def replied(self, ticket: int) -> None:
         self._last_reply = time.monotonic()
@@ -224,43 +217,20 @@ class _Child:
         return int(struct.unpack("q", os.pread(self._beacon.fileno(), 8, 0))[0])
 
     def kill(self) -> None:
-        kill_group(self._process)
+        kill_group(self._host.process)
 
     def close(self) -> int:
         """Kill the process and its children; return its status."""
-        kill_group(self._process)
-        status = self._process.wait()
-        self._outbox.put(None)
-        for thread in self._threads:
-            thread.join()
+        status = self._host.close()
         self._beacon.close()
         return status
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as pipe:
-            first = self._loaded(pipe)
-            self._started.put(first)
-            while first is not None:
-                message = self._loaded(pipe)
-                self._inbox.put((self, message))
-                if message is None:
-                    return
-
-    def _write(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            while (message := self._outbox.get()) is not None:
-                pickle.dump(message, pipe)
-                pipe.flush()
-
-    def _loaded(self, pipe: IO[bytes]) -> Any:
-        """Return the next message; None at the end or if it cannot be read."""
-        try:
-            return pickle.load(pipe)
-        except (EOFError, pickle.UnpicklingError):
-            return None
-        except Exception as error:  # whatever loading a class of the user's may raise: unsaid, all would wait for ever
-            LOG.exception("a reply of an agent's process cannot be unpickled")
-            self.verdict = f"its reply cannot be read outside its process: {error!r}"
-            return None
+    def _received(self, message: Any) -> None:
+        if not self._loaded:
+            self._loaded = True
+            self._started.put(message)
+            return
+        if isinstance(message, Ended) and message.problem:
+            LOG.error("a reply of an agent's process cannot be unpickled: %s", message.problem)
+            self.verdict = f"its reply cannot be read outside its process: {message.problem}"
+        self._inbox.put((self, message))

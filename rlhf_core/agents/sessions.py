@@ -1,31 +1,22 @@
 """Open a session for each episode of the child process, by the configuration's `type`.
 
 A session has `begin(prompt, seed)`, then `step(...)` (environments) or `answer(...)` (programs), and `close()`; each returns
-what happened as (kind, value). A further type of agent is a further case of `open_sessions`.
+what happened as (kind, value). Agents of other projects are the modules of `rlhf_core.integrations`, found by their `type`.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, assert_never
+from typing import Any
 
 from rlhf_core.agents.environment import StepResult
-from rlhf_core.agents.openrlhf import open_executor
 from rlhf_core.agents.programs import ProgramSession
 from rlhf_core.agents.tools import ToolEnvironment, load_tools
-from rlhf_core.config.agents import (
-    AgentConfig,
-    EnvironmentAgent,
-    NemoGymAgent,
-    OpenEnvAgent,
-    OpenRLHFAgent,
-    ProgramAgent,
-    ToolsAgent,
-    VerifiersAgent,
-)
+from rlhf_core.config.agents import AgentConfig, EnvironmentAgent, ToolsAgent
 from rlhf_core.types import plain_text
 from rlhf_core.user_code.modules import NO_DIGESTS, load_callable
 
@@ -79,36 +70,21 @@ def open_sessions(
 
     What it reads beyond its key is noted in the file `notes`. `tokenizer` is a folder, read only by agents that tokenize.
     """
-    # Agents that talk over HTTP are imported when one is wanted: each takes 0.3 s, and a plain environment starts in 0.5 s.
     match config:
         case EnvironmentAgent():
             make = load_callable("agent.environment", config.environment, code=code, notes=notes)
             return Sessions(partial(EnvironmentSession, partial(make, **config.arguments)))
-        case OpenRLHFAgent():
-            return Sessions(partial(ProgramSession, open_executor(config, tokenizer=tokenizer, code=code, notes=notes)))
         case ToolsAgent():
             tools = load_tools(config.tools, code=code, notes=notes)
             functions = {name: tool.function for name, tool in tools.items()}
             make = partial(ToolEnvironment, functions, max_tool_calls=config.max_tool_calls)
             return Sessions(partial(EnvironmentSession, make), tools=tuple(tool.schema for tool in tools.values()))
-        case ProgramAgent():
-            from rlhf_core.agents.program_agent import open_program
-
-            return Sessions(partial(ProgramSession, open_program(config, tokenizer=tokenizer)))
-        case OpenEnvAgent():
-            from rlhf_core.agents.openenv import open_server
-
-            return Sessions(partial(EnvironmentSession, open_server(config)))
-        case NemoGymAgent():
-            from rlhf_core.agents.nemo_gym import open_resources
-
-            return Sessions(partial(ProgramSession, open_resources(config, tokenizer=tokenizer)))
-        case VerifiersAgent():
-            from rlhf_core.agents.verifiers import open_verifiers
-
-            return Sessions(partial(ProgramSession, open_verifiers(config, tokenizer=tokenizer)))
-        case _:
-            assert_never(config)
+        case (
+            _
+        ):  # imported by name when it is wanted: what talks over HTTP takes 0.3 s, and an environment starts in 0.5 s
+            integration = importlib.import_module(f"rlhf_core.integrations.{config.type}")
+            opened = integration.open_agent(config, tokenizer=tokenizer, code=code, notes=notes)
+            return Sessions(partial(integration.SESSION, opened))
 
 
 async def resolved(value: Any) -> Any:

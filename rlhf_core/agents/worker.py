@@ -22,6 +22,7 @@ from rlhf_core.agents.episode_rng import EPISODE_RNG, EpisodeRng, with_episode_r
 from rlhf_core.agents.sessions import Sessions, open_sessions
 from rlhf_core.errors import ConfigError
 from rlhf_core.processes.child import start_guard, take_standard_streams
+from rlhf_core.processes.host import send_message
 from rlhf_core.schema.secrets import with_secrets
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.user_code.dependencies import check_functions
@@ -61,9 +62,9 @@ def main(beacon: int) -> None:
         watch_process()
         check_functions(functions, key="agent")
     except ConfigError as error:
-        _send(answers, ("refused", str(error)))
+        send_message(answers, ("refused", str(error)))
         return
-    _send(answers, ("ready", (sessions.tools, sessions.programs)))
+    send_message(answers, ("ready", (sessions.tools, sessions.programs)))
     mapped = mmap.mmap(beacon, 8)
     asyncio.run(_Host(sessions, answers, lambda ticket: struct.pack_into("q", mapped, 0, ticket)).serve(requests))
 
@@ -119,12 +120,7 @@ class _Host:
             if ending:
                 traceback.print_exc()  # the episode is over: no call waits for this
         if not ending:
-            _send(self._answers, SessionEvent(call.ticket, kind, value, time.monotonic() - started))
-
-
-def _send(answers: BinaryIO, message: Any) -> None:
-    pickle.dump(message, answers)
-    answers.flush()
+            send_message(self._answers, SessionEvent(call.ticket, kind, value, time.monotonic() - started))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from rlhf_core.config.annotators import FileAnnotator, ProgramAnnotator
 from rlhf_core.data.shards import replace_file
 from rlhf_core.errors import DataError, explain
 from rlhf_core.rewards.batches import checked
-from rlhf_core.rewards.isolation import IsolatedReward
-from rlhf_core.rewards.worker import WorkerSettings
+from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
 from rlhf_core.types import Completion, Generation, Prompt, derive_seed
 
 EXPORT = "comparisons.jsonl"

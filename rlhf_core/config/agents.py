@@ -107,7 +107,7 @@ class ToolsAgent(EpisodeLimits):
 
 
 class ProgramAgent(RewardingAgent):
-    """A command, run once per episode, that calls the policy as an OpenAI server (`rlhf_core.agents.program_agent`)."""
+    """A command, run once per episode, that calls the policy as an OpenAI server (`rlhf_core.integrations.program`)."""
 
     type: Literal["program"] = "program"
     command: tuple[str, ...] = Field(min_length=1)
@@ -150,7 +150,7 @@ class ServedAgent(EpisodeLimits):
 
 
 class OpenEnvAgent(ServedAgent, RewardingAgent):
-    """An OpenEnv server: each episode is a session on its `/ws` (`rlhf_core.agents.openenv`)."""
+    """An OpenEnv server: each episode is a session on its `/ws` (`rlhf_core.integrations.openenv`)."""
 
     type: Literal["openenv"] = "openenv"
     action_field: str = ""
@@ -166,7 +166,7 @@ class OpenEnvAgent(ServedAgent, RewardingAgent):
 
 
 class NemoGymAgent(ServedAgent):
-    """A NeMo Gym resources server, which provides tools and verifies the answer (`rlhf_core.agents.nemo_gym`)."""
+    """A NeMo Gym resources server, which provides tools and verifies the answer (`rlhf_core.integrations.nemo_gym`)."""
 
     type: Literal["nemo_gym"] = "nemo_gym"
     label_field: str = ""
@@ -174,7 +174,7 @@ class NemoGymAgent(ServedAgent):
 
 
 class VerifiersAgent(RewardingAgent):
-    """An environment of `verifiers`, run in its own interpreter (`rlhf_core.agents.verifiers`)."""
+    """An environment of `verifiers`, run in its own interpreter (`rlhf_core.integrations.verifiers`)."""
 
     type: Literal["verifiers"] = "verifiers"
     python: Annotated[str, FAILURES]

@@ -2,33 +2,57 @@
 
 A process and not a thread: a regular expression that backtracks for ever holds the interpreter lock, and no thread of
 the same process would live to see its deadline.
+
+The child is `python -m rlhf_core.rewards.isolation module:function settings`. It reads lists of batches and answers each with
+a (kind, value) pair: the outcomes of the batches. It ends with the process that holds the other end of its input, however
+that process ends and whatever the function does then.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
 import pickle
-import subprocess
+import queue
+import resource
 import sys
-import threading
-import time
+import traceback
 from collections.abc import Sequence
 from typing import Any, Self
 
-from rlhf_core.config.rewards import Compares
+from pydantic import BaseModel, ConfigDict
+
+from rlhf_core.config.rewards import Compares, FunctionProtocol
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.processes.child import kill_group
-from rlhf_core.rewards.batches import BatchFailed, RewardOutcome, check_length, cut, joined_scores, merged_logs
-from rlhf_core.rewards.worker import WorkerSettings
+from rlhf_core.processes.child import start_guard, take_standard_streams
+from rlhf_core.processes.host import Ended, Host, send_message
+from rlhf_core.rewards.batches import BatchFailed, RewardOutcome, check_length, cut, joined
+from rlhf_core.rewards.protocols import Adapted, adapt
+from rlhf_core.schema.secrets import resolved
+from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import Generation
+from rlhf_core.user_code.dependencies import check_functions
+from rlhf_core.user_code.modules import load_callable
 from rlhf_core.user_code.sources import search_path
+from rlhf_core.user_code.watch import watch_process
 
 START_TIMEOUT_S = 120.0
 """For the interpreter and the imports of the function's module."""
 
-STATUS_TIMEOUT_S = 5.0
-"""For a process that has closed its pipe to end."""
+
+class WorkerSettings(BaseModel):
+    """Settings of the child beside the function's name; JSON on its command line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    arguments: dict[str, Any] = {}
+    """With references where there are secrets: everyone on the machine can read a command line."""
+    protocol: FunctionProtocol = "auto"
+    code: dict[str, str] = {}
+    """The digest that the function must have, if it is known: that by which the key of the stage was made."""
+    notes: str = ""
+    """File for reads of the function beyond its key; "" records none."""
+    memory_bytes: int = 0
+    """Most memory of the process; 0 sets no limit."""
 
 
 class IsolatedReward:
@@ -59,7 +83,7 @@ class IsolatedReward:
         self._timeout_s = timeout_s
         self._batch_size = batch_size
         self._compares: Compares = compares
-        self._process, self.is_async = self._start()
+        self.is_async = self._start()
 
     def __call__(self, generations: Sequence[Generation]) -> list[float | None]:
         """Return one value per generation, None where the reward does not apply."""
@@ -69,20 +93,24 @@ class IsolatedReward:
         """Return the values and the logs of the function."""
         if not generations:
             return RewardOutcome(())
-        if self._process.poll() is not None:
-            self._process, self.is_async = self._start()
+        if self._host.process.poll() is not None:
+            self._host.close()
+            self.is_async = self._start()
         size = self._batch_size or len(generations)
         batches = [list(batch) for batch in cut(generations, size, compares=self._compares)]
-        kind, answer = self._exchange(self._process, batches, timeout_s=self._timeout_s)
+        self._host.send(batches)
+        kind, answer = self._answer(self._timeout_s)
         if kind == "outcomes":
-            return self._joined(answer, batches)
+            for outcome, batch in zip(answer, batches, strict=True):
+                check_length(self._name, outcome, batch)
+            return joined(answer)
         if kind == "refused":
             raise ConfigError(f"rewards.{self._name}.{answer}")
         raise self._failure(kind, answer, generations)
 
     def close(self) -> None:
         """End the process and all that it started."""
-        _end(self._process)
+        self._host.close()
 
     def __enter__(self) -> Self:
         return self
@@ -106,94 +134,83 @@ class IsolatedReward:
         remedy = "fix the function, or raise timeout_s"
         return BatchFailed(explain(f"rewards.{self._name}", ids, problem, remedy), reason=reason)
 
-    def _joined(self, outcomes: Sequence[RewardOutcome], batches: Sequence[Sequence[Generation]]) -> RewardOutcome:
-        """Return the outcomes of the batches as one; BatchFailed if one has not a value for each generation."""
-        for outcome, batch in zip(outcomes, batches, strict=True):
-            check_length(self._name, outcome, batch)
-        values = tuple(value for outcome in outcomes for value in outcome.values)
-        logs = merged_logs([outcome.logs for outcome in outcomes])
-        return RewardOutcome(values, logs=logs, scores=joined_scores(outcomes))
-
-    def _start(self) -> tuple[subprocess.Popen[bytes], bool]:
-        """Return a new process that is ready, and whether its function is async."""
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "rlhf_core.rewards.worker",
-            self._function,
-            self._settings.model_dump_json(),
-        ]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path())},
-            start_new_session=True,
+    def _start(self) -> bool:
+        """Start a process and wait until its function is loaded; return whether the function is async."""
+        settings = self._settings.model_dump_json()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._host = Host(
+            [sys.executable, "-P", "-m", "rlhf_core.rewards.isolation", self._function, settings],
+            received=self._answers.put,
+            environment=os.environ | {"PYTHONPATH": os.pathsep.join(search_path())},
         )
-        kind, answer = self._exchange(process, None, timeout_s=START_TIMEOUT_S)
+        kind, answer = self._answer(START_TIMEOUT_S)
         if kind == "ready":
-            return process, bool(answer)
-        _end(process)
+            return bool(answer)
+        self._host.close()
         if kind == "refused":
             raise ConfigError(f"rewards.{self._name}.{answer}")
         problem = "did not load" if kind == "died" else f"did not load within {START_TIMEOUT_S:g} s"
-        raise ConfigError(
-            explain(
-                f"rewards.{self._name}.function",
-                self._function,
-                problem,
-                "import it in a Python shell to see the error",
-            )
-        )
+        remedy = "import it in a Python shell to see the error"
+        raise ConfigError(explain(f"rewards.{self._name}.function", self._function, problem, remedy))
 
-    def _exchange(self, process: subprocess.Popen[bytes], message: Any, *, timeout_s: float) -> tuple[str, Any]:
-        """Send `message` (None: nothing) and return the answer; the watchdog kills a late process and its children."""
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            kill_group(process)
-
-        watchdog = threading.Timer(timeout_s, expire)
-        watchdog.daemon = True
-        watchdog.start()
-        assert process.stdin is not None and process.stdout is not None
+    def _answer(self, timeout_s: float) -> tuple[str, Any]:
+        """Return the next answer of the process, or how the process failed to give one; then it has been killed."""
         try:
-            if message is not None:
-                pickle.dump(message, process.stdin)
-                process.stdin.flush()
-            answer: tuple[str, Any] = pickle.load(process.stdout)
-            return answer
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            if not expired.is_set():
-                _await_status(process)
-            _end(process)
-            return ("timeout", None) if expired.is_set() else ("died", process.returncode)
-        except Exception as error:  # whatever making the objects again raises: a class that only the child can import
-            _end(process)
-            return ("timeout", None) if expired.is_set() else ("unreadable", repr(error))
-        finally:
-            watchdog.cancel()
+            answer = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            self._host.close()
+            return "timeout", None
+        if isinstance(answer, Ended):
+            status = self._host.close()
+            return ("unreadable", answer.problem) if answer.problem else ("died", status)
+        kind, value = answer
+        return kind, value
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End `process` with all that it started, and let go of its pipes."""
-    kill_group(process)
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):  # unsent bytes for a process that is gone
-            pipe.close()
+# ---------------------------------------------------------------- the child process
 
 
-def _await_status(process: subprocess.Popen[bytes]) -> None:
-    """Wait a moment for a process whose pipe has closed to end by itself, or its status would be that of our kill.
+def main(function: str, settings: WorkerSettings) -> None:
+    """Serve the reward function until the input ends."""
+    start_guard()
+    answers, requests = take_standard_streams()
+    try:
+        arguments = resolved(settings.arguments, "arguments")
+        loaded = load_callable("function", function, code=settings.code, notes=settings.notes)
+        watch_process()
+        reward = adapt(loaded, protocol=settings.protocol, arguments=arguments)
+        check_functions(settings.code, key="function")
+    except ConfigError as error:
+        send_message(answers, ("refused", str(error)))
+        return
+    _limit_memory(settings.memory_bytes)
+    send_message(answers, ("ready", reward.is_async))
+    with asyncio.Runner() as runner:  # one loop for all batches: a client that the function keeps belongs to it
+        while True:
+            try:
+                batches = pickle.load(requests)
+            except EOFError:
+                return
+            send_message(answers, _answer(reward, batches, runner))
 
-    It is not reaped, so that its group can still be killed by its number.
+
+def _answer(reward: Adapted, batches: Any, runner: asyncio.Runner) -> tuple[str, Any]:
+    try:
+        return "outcomes", reward.outcomes(batches, runner)
+    except ConfigError as error:
+        return "refused", str(error)
+    except Exception:
+        return "raised", without_secrets(traceback.format_exc())
+
+
+def _limit_memory(limit: int) -> None:
+    """Set a limit beyond which allocations raise MemoryError, before the machine runs out of memory.
+
+    What is mapped and never written (libraries, reserved address space) does not count.
     """
-    deadline = time.monotonic() + STATUS_TIMEOUT_S
-    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-        if time.monotonic() > deadline:
-            return
-        time.sleep(0.005)
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], WorkerSettings.model_validate_json(sys.argv[2] if len(sys.argv) > 2 else "{}"))

@@ -29,7 +29,7 @@ from rlhf_core.data.tables import StepSplitter
 from rlhf_core.interfaces import ModelSpec, RewardFunction
 from rlhf_core.rewards import remote
 from rlhf_core.rewards.batches import BatchedReward, ResultCache, Reward, RewardOutcome
-from rlhf_core.rewards.isolation import IsolatedReward
+from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
 from rlhf_core.rewards.judge import Judge
 from rlhf_core.rewards.model import (
     Contract,
@@ -39,7 +39,6 @@ from rlhf_core.rewards.model import (
     verify_contract,
     verify_process_contract,
 )
-from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import canonical_json, sha256_text

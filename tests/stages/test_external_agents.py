@@ -21,7 +21,7 @@ import pytest
 from rlhf_core.config.agents import AgentConfig, NemoGymAgent, OpenEnvAgent, OpenRLHFAgent, ProgramAgent, VerifiersAgent
 from tests.support.training import rewards_of_grpo
 
-AGENTS = Path(__file__).parents[1] / "rlhf_core" / "agents"
+AGENTS = Path(__file__).parents[1] / "rlhf_core" / "integrations"
 SERVERS = AGENTS / "servers"
 PROGRAMS = Path(__file__).parent / "programs"
 LIMITS: dict[str, Any] = {"max_episode_tokens": 64, "step_timeout_s": 200.0, "retries": 0}

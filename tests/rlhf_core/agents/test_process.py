@@ -94,7 +94,7 @@ def test_a_reply_that_cannot_be_read_is_the_end_of_its_process(monkeypatch: pyte
             return message
 
         read = pickle.load
-        monkeypatch.setattr("rlhf_core.agents.process.pickle.load", broken)
+        monkeypatch.setattr("rlhf_core.processes.host.pickle.load", broken)
         begun(environments, "3")  # the reader waits for this one already, and reads it as ever
         begun(environments, "3")
         lost = [event.value for event in awaited(environments, "lost") if event.kind == "lost"]
@@ -141,7 +141,7 @@ def test_no_process_is_left_even_of_those_that_an_environment_started(tmp_path: 
 def test_the_process_ends_with_whoever_started_it() -> None:
     config = EnvironmentAgent(environment=f"{WORLDS}:Echo")
     environments = Environments(config, tokenizer="")
-    pid = environments._children[0]._process.pid
+    pid = environments._children[0]._host.process.pid
     assert os.getpgid(pid) == pid
     environments.close()
     assert not is_running(pid)

@@ -15,7 +15,7 @@ environments.begin({"label": "hang"}, 7, timeout_s=60.0)
 while not environments.events(timeout_s=1.0):
     pass
 environments.tell(0, "step", "a", {}, timeout_s=60.0)
-print(environments._children[0]._process.pid, flush=True)
+print(environments._children[0]._host.process.pid, flush=True)
 os._exit(1)
 """
 

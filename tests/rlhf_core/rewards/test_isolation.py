@@ -10,9 +10,8 @@ import pytest
 
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.batches import BatchFailed
-from rlhf_core.rewards.isolation import IsolatedReward
+from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
 from rlhf_core.rewards.sandbox.local import find_isolation
-from rlhf_core.rewards.worker import WorkerSettings
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 HOSTILE = """
@@ -198,7 +197,7 @@ def test_the_function_alone_has_the_secret_not_its_command_line_its_errors_or_th
     settings = WorkerSettings(arguments={"key": "env:FAR_KEY"})
     function = f"{tmp_path}/mine.py:secretive"
     with IsolatedReward("mine", function, timeout_s=60.0, settings=settings) as reward:
-        command = b" ".join(Path(f"/proc/{reward._process.pid}/cmdline").read_bytes().split(b"\0"))
+        command = b" ".join(Path(f"/proc/{reward._host.process.pid}/cmdline").read_bytes().split(b"\0"))
         assert b"env:FAR_KEY" in command and b"a-secret" not in command
         assert reward(batch("a", "b")) == [14.0, 0.0]
         with pytest.raises(BatchFailed, match=r"refused: \*\*\*") as caught:

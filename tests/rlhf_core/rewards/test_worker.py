@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 
 from rlhf_core.rewards.batches import RewardOutcome
-from rlhf_core.rewards.worker import WorkerSettings
+from rlhf_core.rewards.isolation import WorkerSettings
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
 
 def answers(function: str, *requests: list[Generation]) -> list[tuple[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", "rlhf_core.rewards.worker", function],
+        [sys.executable, "-m", "rlhf_core.rewards.isolation", function],
         input=b"".join(pickle.dumps([request]) for request in requests),
         stdout=subprocess.PIPE,
         check=True,
@@ -59,7 +59,7 @@ from rlhf_core.rewards.isolation import IsolatedReward
 from rlhf_core.types import Completion, Generation, Message, Prompt
 answer = Generation(Prompt("p", (Message("user", "hi"),), "", "test"), (1,), Completion((2,), (-1.0,), "", "stop", 0, 0))
 with IsolatedReward("slow", sys.argv[1], timeout_s=600) as reward:
-    print(reward._process.pid, flush=True)
+    print(reward._host.process.pid, flush=True)
     reward([answer])
 """
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.rewards.isolation import IsolatedReward
-from rlhf_core.rewards.worker import WorkerSettings
+from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.types import Completion, Generation, Message, Prompt
 from rlhf_core.user_code.dependencies import check_files, check_functions, unseen_reads, user_code, user_code_digest

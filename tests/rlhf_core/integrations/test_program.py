@@ -10,10 +10,10 @@ import pytest
 from rlhf_core.agents.drivers import EpisodeFailed
 from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.process import Environments
-from rlhf_core.agents.program_agent import earned, open_program
 from rlhf_core.agents.programs import ProgramResult
 from rlhf_core.config.agents import ProgramAgent
 from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.integrations.program import earned, open_agent
 from tests.rlhf_core.agents.scripted import ScriptedSampler, chat, chat_folder, prompt
 from tests.rlhf_core.agents.test_conversation import SpelledEngine
 
@@ -23,7 +23,7 @@ OPENAI_AGENT = str(Path(__file__).with_name("openai_agent.py"))
 def played(script: str, *texts: str, **settings: Any) -> ProgramResult:
     """Run a script for a prompt with the label `a-secret`; the policy says `texts`."""
     template = chat()
-    program = open_program(ProgramAgent(command=("sh", "-c", script), **settings), tokenizer=chat_folder())
+    program = open_agent(ProgramAgent(command=("sh", "-c", script), **settings), tokenizer=chat_folder())
     messages = [{"role": "user", "content": "What is 3?"}]
     told = {"id": "q", "messages": messages, "label": "a-secret", "source": "test", "text": "", "sampling": {}}
 

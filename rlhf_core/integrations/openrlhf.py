@@ -23,13 +23,14 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from rlhf_core.agents.drivers import rewarded
-from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult
+from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult, ProgramSession
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.data.chat import encode, following, load_tokenizer
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.types import plain_text
 from rlhf_core.user_code.modules import NO_DIGESTS, UserFile
 
+SESSION = ProgramSession
 MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent", "openrlhf.utils.logging_utils")
 
 
@@ -332,7 +333,7 @@ Play: TypeAlias = Callable[[str, str, SamplingParams, LLMEngine], Coroutine[Any,
 """(prompt, label, sampling_params, llm_engine) -> an executor's result of an episode."""
 
 
-def open_executor(
+def open_agent(
     config: OpenRLHFAgent, *, tokenizer: str, code: Mapping[str, str] = NO_DIGESTS, notes: str = ""
 ) -> Program:
     """Load the file and return its executor, or its `step`, as a program; ConfigError if it has neither.

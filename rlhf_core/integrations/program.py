@@ -14,20 +14,21 @@ from typing import Any
 
 from rlhf_core.agents.drivers import EpisodeFailed, rewarded
 from rlhf_core.agents.endpoint import MODEL, Endpoint
-from rlhf_core.agents.programs import Program, ProgramEngine, ProgramResult
+from rlhf_core.agents.programs import Program, ProgramEngine, ProgramResult, ProgramSession
 from rlhf_core.config.agents import ProgramAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import explain
 from rlhf_core.processes.child import guarded_process
 from rlhf_core.secrets.redaction import without_secrets
 
+SESSION = ProgramSession
 PROMPT_FIELDS = ("id", "messages", "source")
 """Fields of a prompt that a program receives unless it is given the label."""
 SHOWN_CHARACTERS = 2000
 """Of a program's errors, from the end."""
 
 
-def open_program(config: ProgramAgent, *, tokenizer: str) -> Program:
+def open_agent(config: ProgramAgent, *, tokenizer: str, **_: Any) -> Program:
     """Return the command as a program; all its episodes share one endpoint."""
     endpoint = Endpoint(ChatTemplate.load(Path(tokenizer)), request_timeout_s=config.request_timeout_s)
 

@@ -9,28 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import json
 import logging
 import math
 import os
 import queue
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.agents import verifiers_runner
 from rlhf_core.agents.drivers import EpisodeFailed, label_columns
 from rlhf_core.agents.endpoint import MODEL, Endpoint
-from rlhf_core.agents.programs import Program, ProgramEngine, ProgramResult
+from rlhf_core.agents.programs import Program, ProgramEngine, ProgramResult, ProgramSession
 from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.integrations import verifiers_runner
 from rlhf_core.processes import parent_death_guard
 from rlhf_core.processes.child import OUR_OWN, kill_group
+from rlhf_core.processes.host import Ended, Host, JsonLines
 
+SESSION = ProgramSession
 START_TIMEOUT_S = 100.0
 """Seconds for the interpreter, the imports of `verifiers` and the data of the environment."""
 PING_TIMEOUT_S = 10.0
@@ -49,16 +48,16 @@ class Runner:
     def __init__(self, config: VerifiersAgent) -> None:
         self._config = config
         self._numbers = 0
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._waiting: dict[int, asyncio.Future[dict[str, Any] | Ended]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._restart: asyncio.Task[None] | None = None
         self._ping: asyncio.Task[None] | None = None
-        self._process = self._start()
+        self._host = self._start()
 
     async def play(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result of an episode; EpisodeFailed if it could not be played, RunnerEnded if the process ended."""
         self._loop = asyncio.get_running_loop()
-        if self._process.poll() is not None:
+        if self._ended or self._host.process.poll() is not None:
             await self._started_again(self._loop)
         try:
             reply = await self._asked(self._loop, request)
@@ -76,7 +75,8 @@ class Runner:
 
         async def start() -> None:
             try:
-                self._process = await asyncio.to_thread(self._start)
+                await asyncio.to_thread(self._host.close)
+                self._host = await asyncio.to_thread(self._start)
             finally:
                 self._restart = None
 
@@ -87,21 +87,17 @@ class Runner:
     async def _asked(self, loop: asyncio.AbstractEventLoop, request: Mapping[str, Any]) -> dict[str, Any]:
         number, self._numbers = self._numbers, self._numbers + 1
         answer = self._waiting[number] = loop.create_future()
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"id": number, **request}) + "\n")
-            self._process.stdin.flush()
-            reply = await answer
-        except BrokenPipeError:
-            reply = {"ended": True}
+            self._host.send({"id": number, **request})
+            reply: dict[str, Any] | Ended = Ended() if self._ended else await answer
         finally:
             self._waiting.pop(number, None)
-        if "ended" in reply:
+        if isinstance(reply, Ended):
             raise RunnerEnded(f"{self._config.environment}: its interpreter has exited")
         return reply
 
     async def _kill_if_hung(self, loop: asyncio.AbstractEventLoop) -> None:
-        process = self._process
+        process = self._host.process
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
                 with contextlib.suppress(RunnerEnded):
@@ -110,63 +106,55 @@ class Runner:
             LOG.warning("%s blocks its event loop: restarting its interpreter", self._config.environment)
             kill_group(process)
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> Host:
+        """Return a new process, after it has loaded the environment."""
+        self._ended = False
         own, held = os.pipe()
-        settings = {
-            "environment": self._config.environment,
-            "arguments": self._config.arguments,
-            "folders": [str(Path(folder).resolve()) for folder in self._config.folders],
-        }
+        first: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def received(message: Any) -> None:
+            if isinstance(message, Ended):
+                self._ended = True  # before the callers are notified: the next episode starts another process
+                os.close(held)  # its guard kills what is left of it
+                first.put({"refused": "its interpreter exited immediately; see its error output"})
+                for number in list(self._waiting):
+                    self._hand_on(number, message)
+            elif "id" in message:
+                self._hand_on(message["id"], message)
+            else:
+                first.put(message)
+
         runner = [self._config.python, verifiers_runner.__file__]
-        process = subprocess.Popen(
+        host = Host(
             [sys.executable, "-I", "-S", parent_death_guard.__file__, str(own), *runner],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={name: value for name, value in os.environ.items() if name not in OUR_OWN},
+            received=received,
+            environment={name: value for name, value in os.environ.items() if name not in OUR_OWN},
+            codec=JsonLines(),
             pass_fds=(own,),
-            start_new_session=True,
-            text=True,
         )
         os.close(own)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # an interpreter that ended at once is reported below
-            process.stdin.write(json.dumps(settings) + "\n")
-            process.stdin.flush()
-        first: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, args=(process, first, held), daemon=True).start()
+        folders = [str(Path(folder).resolve()) for folder in self._config.folders]
+        host.send({"environment": self._config.environment, "arguments": self._config.arguments, "folders": folders})
         try:
-            said = first.get(timeout=START_TIMEOUT_S)
-        except queue.Empty:
-            process.kill()
-            said = {"refused": f"it did not load within {START_TIMEOUT_S:g} s"}
-        self._check(said)
-        return process
+            self._check(first.get(timeout=START_TIMEOUT_S))
+        except (queue.Empty, ConfigError) as error:
+            host.close()
+            if isinstance(error, ConfigError):
+                raise
+            self._check({"refused": f"it did not load within {START_TIMEOUT_S:g} s"})
+        return host
 
     def _check(self, said: Mapping[str, Any]) -> None:
         if "refused" in said:
             where = f"could not be loaded by {self._config.python}: {said['refused']}"
-            raise ConfigError(
-                explain("agent.environment", self._config.environment, where, "try to load it there by hand")
-            )
+            remedy = "try to load it there by hand"
+            raise ConfigError(explain("agent.environment", self._config.environment, where, remedy))
         wanted, found = self._config.version, str(said["version"])
         if wanted and f"{found}.".find(f"{wanted}.") != 0:
             problem = f"{self._config.python} has verifiers {found}"
             raise ConfigError(explain("agent.version", wanted, problem, "install that version, or change this"))
 
-    def _listen(self, process: subprocess.Popen[str], first: queue.SimpleQueue[dict[str, Any]], held: int) -> None:
-        """Pass on the output of the process; when it ends, fail the waiting episodes. Runs in its own thread."""
-        assert process.stdout is not None
-        lines = (json.loads(line) for line in process.stdout if line.endswith("\n"))  # the last may be half a line
-        first.put(next(lines, {"refused": "its interpreter exited immediately; see its error output"}))
-        for reply in lines:
-            self._hand_on(reply["id"], reply)
-        os.close(held)
-        process.kill()
-        process.wait()  # before the callers are notified: the next episode finds it ended, and starts another
-        for number in list(self._waiting):
-            self._hand_on(number, {"ended": True})
-
-    def _hand_on(self, number: int, reply: dict[str, Any]) -> None:
+    def _hand_on(self, number: int, reply: dict[str, Any] | Ended) -> None:
         def settle() -> None:
             answer = self._waiting.get(number)
             if answer is not None and not answer.done():
@@ -176,7 +164,7 @@ class Runner:
             self._loop.call_soon_threadsafe(settle)
 
 
-def open_verifiers(config: VerifiersAgent, *, tokenizer: str) -> Program:
+def open_agent(config: VerifiersAgent, *, tokenizer: str, **_: Any) -> Program:
     """Load the environment in its interpreter; return its episodes as a program."""
     runner = Runner(config)
     endpoint = Endpoint(ChatTemplate.load(Path(tokenizer)), request_timeout_s=config.request_timeout_s)

@@ -7,10 +7,10 @@ import pytest
 
 from rlhf_core.agents.drivers import EpisodeFailed
 from rlhf_core.agents.environment import StepResult
-from rlhf_core.agents.openenv import open_server
 from rlhf_core.config.agents import OpenEnvAgent
 from rlhf_core.errors import ConfigError
-from tests.rlhf_core.agents.replay import openenv_server, recorded
+from rlhf_core.integrations.openenv import open_agent
+from tests.rlhf_core.integrations.replay import openenv_server, recorded
 
 WIRE = recorded("openenv")
 TEXT = {"type": "string"}
@@ -32,7 +32,7 @@ def played(session: str, actions: list[str], **settings: Any) -> tuple[list[Any]
     faults: list[Any] = []
     with openenv_server(WIRE["http"], WIRE["sessions"][session], faults) as url:
         config = OpenEnvAgent(url=url, **settings)
-        make = open_server(config)
+        make = open_agent(config)
         return asyncio.run(episode(config)), faults
 
 
@@ -67,7 +67,7 @@ def test_a_lost_connection_is_a_failure() -> None:
         pytest.raises(Exception, match="closed the connection at the step"),
         openenv_server(WIRE["http"], lost, []) as url,
     ):
-        make = open_server(OpenEnvAgent(url=url))
+        make = open_agent(OpenEnvAgent(url=url))
 
         async def episode() -> None:
             one = make()
@@ -90,7 +90,7 @@ def test_what_is_no_reply_is_the_server_s_failure_and_not_an_invalid_action(repl
         return await one.step("4")
 
     with openenv_server(WIRE["http"], exchanges, []) as url:
-        make = open_server(OpenEnvAgent(url=url))
+        make = open_agent(OpenEnvAgent(url=url))
         with pytest.raises(EpisodeFailed, match="the server answered step with what its protocol does not know"):
             asyncio.run(episode(make))
 
@@ -106,7 +106,7 @@ def test_an_episode_without_a_reward_has_failed_unless_none_is_needed(needed: bo
         return await one.step("4")
 
     with openenv_server(WIRE["http"], exchanges, []) as url:
-        make = open_server(OpenEnvAgent(url=url, needs_reward=needed))
+        make = open_agent(OpenEnvAgent(url=url, needs_reward=needed))
         if needed:
             with pytest.raises(Exception, match="without any reward"):
                 asyncio.run(episode(make))
@@ -138,9 +138,9 @@ def test_a_server_that_cannot_be_used_is_refused_at_the_start(
     changed: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with openenv_server(WIRE["http"] | changed, [], []) as url, pytest.raises(ConfigError, match=message):
-        open_server(OpenEnvAgent(url=url, **settings))
+        open_agent(OpenEnvAgent(url=url, **settings))
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"agent.url = 'http://127.0.0.1:9.*start the server"):
-        open_server(OpenEnvAgent(url="http://127.0.0.1:9"))
+        open_agent(OpenEnvAgent(url="http://127.0.0.1:9"))

@@ -20,10 +20,12 @@ from websockets.exceptions import ConnectionClosed
 
 from rlhf_core.agents.drivers import EpisodeFailed, label_columns
 from rlhf_core.agents.environment import StepResult
+from rlhf_core.agents.sessions import EnvironmentSession
 from rlhf_core.config.agents import OpenEnvAgent, ServedAgent
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.schema.secrets import bearer
 
+SESSION = EnvironmentSession
 PROBE_TIMEOUT_S = 20.0
 MESSAGE_BYTES = 2**26
 """Most bytes of an observation."""
@@ -136,7 +138,7 @@ class InvalidAction(Exception):
     """The server finds an action invalid."""
 
 
-def open_server(config: OpenEnvAgent) -> Callable[[], OpenEnvEpisode]:
+def open_agent(config: OpenEnvAgent, **_: Any) -> Callable[[], OpenEnvEpisode]:
     """Probe the server; return a factory of episodes. ConfigError if it does not speak the protocol or is of another version."""
     with httpx.Client(base_url=config.url, headers=authorization(config), timeout=PROBE_TIMEOUT_S) as client:
         health = get_object(client, "/health")

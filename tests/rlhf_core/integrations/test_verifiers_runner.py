@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.agents import verifiers_runner
-from rlhf_core.agents.verifiers_runner import KEY_VARIABLE, Overheard, serve
+from rlhf_core.integrations import verifiers_runner
+from rlhf_core.integrations.verifiers_runner import KEY_VARIABLE, Overheard, serve
 
 
 class Tasks:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.agents.nemo_gym import open_resources, task_of
 from rlhf_core.agents.programs import ProgramResult
 from rlhf_core.config.agents import NemoGymAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError
-from tests.rlhf_core.agents.replay import http_server, recorded
+from rlhf_core.integrations.nemo_gym import open_agent, task_of
 from tests.rlhf_core.agents.scripted import chat_folder
 from tests.rlhf_core.agents.test_conversation import SpelledEngine, with_tools
+from tests.rlhf_core.integrations.replay import http_server, recorded
 
 WIRE = recorded("nemo_gym")
 SESSIONS = WIRE["sessions"]
@@ -49,7 +49,7 @@ def played(exchanges: list[dict[str, Any]], template: ChatTemplate, *texts: str)
     task = dict(exchanges[0]["sent"])
     task["responses_create_params"] = {"tools": task["responses_create_params"].get("tools", [])}
     with http_server(WIRE["paths"], exchanges, replay.heard, replay.faults) as url:
-        program = open_resources(NemoGymAgent(url=url), tokenizer=chat_folder())
+        program = open_agent(NemoGymAgent(url=url), tokenizer=chat_folder())
         prompt = {"messages": PROMPT, "label": json.dumps(task)}
         replay.result = asyncio.run(program(prompt, 7, engine))  # type: ignore[arg-type]
     replay.asked = engine.asked
@@ -98,7 +98,7 @@ def test_a_sample_that_the_server_cannot_judge_has_failed(
 
 def test_a_server_without_verify_is_refused() -> None:
     with http_server({"/run": {}}, [], [], []) as url, pytest.raises(ConfigError, match="it lacks /seed_session"):
-        open_resources(NemoGymAgent(url=url), tokenizer=str(Path()))
+        open_agent(NemoGymAgent(url=url), tokenizer=str(Path()))
 
 
 def test_a_plain_label_goes_into_the_field_that_is_named() -> None:

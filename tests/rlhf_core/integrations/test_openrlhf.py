@@ -10,13 +10,13 @@ import pytest
 
 from rlhf_core.agents.conversation import EpisodeResult
 from rlhf_core.agents.episodes import Episode, play
-from rlhf_core.agents.openrlhf import MODULES, AgentExecutorBase, as_result, open_executor, provide_modules
 from rlhf_core.agents.process import Environments
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import DynamicSampling
 from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.integrations.openrlhf import MODULES, AgentExecutorBase, as_result, open_agent, provide_modules
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.terms import episode_reward
 from rlhf_core.rollouts.scored_step import is_decided
@@ -203,7 +203,7 @@ def test_an_executor_that_is_constructed_with_five_arguments_is_played(opened: O
 def test_a_file_that_no_version_of_openrlhf_could_play_is_refused(tmp_path: Path, content: str, rule: str) -> None:
     (tmp_path / "agent.py").write_text(content)
     with pytest.raises(ConfigError, match=rf"agent\.file.*{rule}"):
-        open_executor(OpenRLHFAgent(file=str(tmp_path / "agent.py")), tokenizer=chat_folder())
+        open_agent(OpenRLHFAgent(file=str(tmp_path / "agent.py")), tokenizer=chat_folder())
 
 
 def test_what_is_digested_is_what_the_file_defines() -> None:

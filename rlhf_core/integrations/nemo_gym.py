@@ -17,13 +17,14 @@ from pydantic import BaseModel
 from rlhf_core.agents.conversation import ChatMessage, Conversation, PolicyTurn, ToolUse
 from rlhf_core.agents.drivers import EpisodeFailed, label_columns
 from rlhf_core.agents.endpoint import MODEL
-from rlhf_core.agents.openenv import PROBE_TIMEOUT_S, authorization, get_object
-from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult
+from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult, ProgramSession
 from rlhf_core.config.agents import NemoGymAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.integrations.openenv import PROBE_TIMEOUT_S, authorization, get_object
 from rlhf_core.secrets.redaction import without_secrets
 
+SESSION = ProgramSession
 ROUTES = ("/seed_session", "/verify")
 SHOWN_CHARACTERS = 500
 """Of a server's answer that is an error."""
@@ -39,7 +40,7 @@ class Verified(BaseModel):
     failure_reason: str | None = None
 
 
-def open_resources(config: NemoGymAgent, *, tokenizer: str) -> Program:
+def open_agent(config: NemoGymAgent, *, tokenizer: str, **_: Any) -> Program:
     """Probe the server; return its episodes as a program. ConfigError if it is no resources server."""
     with httpx.Client(base_url=config.url, headers=authorization(config), timeout=PROBE_TIMEOUT_S) as client:
         described = get_object(client, "/openapi.json")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.agents import verifiers
 from rlhf_core.agents.drivers import EpisodeFailed
 from rlhf_core.agents.programs import ProgramResult
-from rlhf_core.agents.verifiers import Runner, RunnerEnded, open_verifiers, result_of
 from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.errors import ConfigError
+from rlhf_core.integrations import verifiers
+from rlhf_core.integrations.verifiers import Runner, RunnerEnded, open_agent, result_of
 from rlhf_core.processes.child import kill_group
 from tests.rlhf_core.agents.scripted import chat, chat_folder
 from tests.rlhf_core.agents.test_conversation import SpelledEngine
@@ -76,7 +76,7 @@ def config(folder: str, **settings: Any) -> VerifiersAgent:
 
 def played(agent: VerifiersAgent, *labels: str, cut: bool = False) -> list[Any]:
     """Return what an episode for each label came to, one after another; the policy says `It is 3.`"""
-    program = open_verifiers(agent, tokenizer=chat_folder())
+    program = open_agent(agent, tokenizer=chat_folder())
     messages = [{"role": "user", "content": "What is 3?"}]
 
     async def run() -> list[Any]:
@@ -140,7 +140,7 @@ def test_an_interpreter_is_killed_if_it_hangs_and_not_if_it_waits(
 
     async def scenario() -> tuple[bool, str]:
         runner = Runner(config(stand_in))
-        process = runner._process
+        process = runner._host.process
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await runner.play(asking(answer))
@@ -150,8 +150,8 @@ def test_an_interpreter_is_killed_if_it_hangs_and_not_if_it_waits(
             while killed and process.poll() is None:
                 await asyncio.sleep(0.01)
             (ended,) = await asyncio.gather(runner.play(asking("3")), return_exceptions=True)
-        kill_group(runner._process)  # or it would say later how the wait came out
-        return runner._process is not process, str(ended)
+        kill_group(runner._host.process)  # or it would say later how the wait came out
+        return runner._host.process is not process, str(ended)
 
     changed, ended = asyncio.run(scenario())
     assert changed == killed and "Connection refused" in ended
@@ -159,17 +159,17 @@ def test_an_interpreter_is_killed_if_it_hangs_and_not_if_it_waits(
 
 def test_an_environment_that_cannot_be_loaded_is_refused_at_the_start(stand_in: str) -> None:
     with pytest.raises(ConfigError, match="there is no environment missing"):
-        open_verifiers(config(stand_in, environment="missing"), tokenizer=chat_folder())
+        open_agent(config(stand_in, environment="missing"), tokenizer=chat_folder())
 
 
 def test_another_version_is_refused(stand_in: str) -> None:
     with pytest.raises(ConfigError, match=r"has verifiers 0\.1\.14"):
-        open_verifiers(config(stand_in, version="0.1.1"), tokenizer=chat_folder())
+        open_agent(config(stand_in, version="0.1.1"), tokenizer=chat_folder())
 
 
 def test_an_interpreter_without_verifiers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="verifiers"):
-        open_verifiers(config(str(tmp_path)), tokenizer=chat_folder())
+        open_agent(config(str(tmp_path)), tokenizer=chat_folder())
 
 
 def test_a_reward_that_is_no_number_is_a_failure() -> None:
