@@ -28,7 +28,7 @@ from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.interfaces import Runtime
-from rlhf_core.runtime.factory import open_runtime
+from rlhf_core.runtime.local_runtime import open_runtime
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryStageTracker

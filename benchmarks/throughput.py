@@ -20,7 +20,7 @@ from pipelines.flows.profile import load_profile
 from rlhf_core.config.engines import InitModel, OptimizerConfig, SamplingConfig
 from rlhf_core.interfaces import ModelSpec, Runtime
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
-from rlhf_core.runtime.factory import open_runtime
+from rlhf_core.runtime.local_runtime import open_runtime
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
 

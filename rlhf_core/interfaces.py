@@ -71,10 +71,8 @@ class Objective(Protocol):
         """Return the counts by which the losses of all micro-batches on all ranks are divided."""
         ...
 
-    def compute(
-        self, model: Any, samples: Sequence[Any], denominators: Mapping[str, float], *, pad_id: int, device: Any
-    ) -> Any:
-        """Return the `LossOutput` of `samples`, one micro-batch, for a `torch.nn.Module` on a `torch.device`."""
+    def compute(self, model: Any, samples: Sequence[Any], denominators: Mapping[str, float]) -> Any:
+        """Return the `LossOutput` of `samples`, one micro-batch, for a `PlacedModel` of that module."""
         ...
 
 

@@ -138,7 +138,7 @@ def _asked(client: httpx.Client, method: str, url: str, body: object) -> Any:
 def own_answer(store: ArtifactStore, ref: PolicyRef, sampling: SamplingConfig) -> Iterator[Answer]:
     """Yield the policy itself, sampled with plain transformers: that answers before vLLM would have started."""
     from rlhf_core.data.chat import ChatTemplate  # these import torch, which a server elsewhere does without
-    from rlhf_core.runtime.factory import open_runtime
+    from rlhf_core.runtime.local_runtime import open_runtime
 
     policy = store.path(ref)
     template = ChatTemplate.load(policy)

@@ -33,7 +33,7 @@ from rlhf_core.rewards.server import (
     rendered,
     reward_model_score,
 )
-from rlhf_core.runtime.factory import open_runtime
+from rlhf_core.runtime.local_runtime import open_runtime
 from rlhf_core.schema.secrets import bearer, refuse_plain
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import RewardModelRef

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, Trainer
-from rlhf_core.runtime.factory import open_runtime
+from rlhf_core.runtime.local_runtime import open_runtime
 
 
 class LazyRuntime:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+from importlib.metadata import version
 from pathlib import Path
 
-from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.engines import RuntimeConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.processes.child import idle_threads
 from rlhf_core.runtime.liveness import greet
@@ -34,7 +35,10 @@ def check_address(address: str) -> None:
         rule, remedy = "the Ray client protocol is not supported", "use the head's address, host:6379"
         raise ConfigError(explain("RAY_ADDRESS", address, rule, remedy))
     if address not in ("", "auto"):
-        _probe(address)
+        try:
+            greet(address)  # Ray itself would wait for minutes on any open port
+        except (OSError, ValueError) as error:
+            raise no_head(address) from error
 
 
 def worker_environment(*, threads: int) -> dict[str, str]:
@@ -69,19 +73,17 @@ def threads_per_worker(config: RuntimeConfig, *, workers: int) -> int:
     return config.cpu_threads or max(1, available_cores() // workers)
 
 
+def trainer_versions(config: TrainerConfig) -> dict[str, str]:
+    """Return name -> version of the training libraries: torch, transformers and, if it is the engine, DeepSpeed."""
+    engines = ("deepspeed",) if config.engine == "deepspeed" else ()
+    return {name: version(name) for name in ("torch", "transformers", *engines)}
+
+
 def free_port() -> int:
     """Return a TCP port of this machine that no process listens on."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
-
-
-def _probe(address: str) -> None:
-    """Raise ConfigError unless a gRPC server answers. Ray itself would wait for minutes on any open port."""
-    try:
-        greet(address)
-    except (OSError, ValueError) as error:
-        raise no_head(address) from error
 
 
 def no_head(address: str) -> ConfigError:

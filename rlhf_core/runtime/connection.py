@@ -1,4 +1,4 @@
-"""Join or start Ray."""
+"""Join or start Ray, and check in a worker that it computes on the GPUs that Ray reserved for it."""
 
 from __future__ import annotations
 
@@ -8,58 +8,23 @@ import os
 import secrets
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import grpc  # type: ignore[import-untyped]
 import psutil
 
-from rlhf_core.config.engines import TrainerConfig
 from rlhf_core.errors import ConfigError, WorkerLostError, explain
 from rlhf_core.processes.private_folder import private_folder
 from rlhf_core.runtime.cluster import check_address, named_address, no_head
-from rlhf_core.runtime.liveness import PROBE_TIMEOUT_S
+from rlhf_core.runtime.liveness import PROBE_TIMEOUT_S, CallHangs, within
 from rlhf_core.runtime.ray_settings import VARIABLES, ray
 
-# ---------------------------------------------------------------- Check that a worker can compute on the GPUs that Ray reserved for it
-
-NODE_CHARACTERS = 8
-"""Number of characters shown of a Ray node id, which has 56."""
-
-
-def check_gpus(key: str, value: float, reserved: Sequence[str], *, built_for: str = "") -> None:
-    """Raise ConfigError if `reserved` GPUs (as `node:index`) would idle while this worker computes on the CPU.
-
-    `built_for` is the platform of the worker's engine if the engine does not use torch's. Every worker of `key` calls
-    this before it loads a model.
-    """
-    import torch  # is for workers; the driver imports this module too
-
-    if not reserved:
-        return
-    blind = "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
-    if built_for == "cpu":
-        blind = "vLLM was built for CPUs"
-    if blind:
-        rule = f"Ray reserved GPU {', '.join(_short(gpu) for gpu in reserved)}, but {blind}"
-        raise ConfigError(
-            explain(key, value, rule, "install the GPU build of torch (and vLLM) and the driver, or set it to 0")
-        )
-
-
-def _short(gpu: str) -> str:
-    node, _, index = gpu.rpartition(":")
-    return f"{node[:NODE_CHARACTERS]}:{index}"
-
-
-# ---------------------------------------------------------------- Join or start Ray
-
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 START_ATTEMPTS = 3
 """Attempts to start Ray. On a busy machine Ray's processes may miss each other's deadlines, which cannot be changed."""
@@ -92,10 +57,15 @@ def connect(cores: int) -> bool:
 
 def connect_again(cores: int) -> bool:
     """Connect as `connect` does after Ray was lost: a head at `RAY_ADDRESS` has RECONNECT_TIMEOUT_S to come back."""
-    deadline = time.monotonic() + RECONNECT_TIMEOUT_S
+    return until_possible(lambda: connect(cores), timeout_s=RECONNECT_TIMEOUT_S)
+
+
+def until_possible(call: Callable[[], T], *, timeout_s: float) -> T:
+    """Return `call()`, repeated every RECONNECT_EVERY_S while it raises ConfigError, for at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return connect(cores)
+            return call()
         except ConfigError:
             if time.monotonic() > deadline:
                 raise
@@ -108,32 +78,11 @@ def servers() -> dict[str, str]:
     return {"the Ray head": node.gcs_address, "the raylet": f"{node.node_ip_address}:{node.node_manager_port}"}
 
 
-def own_gpus() -> list[str]:
-    """Return the GPUs that Ray gave to the calling worker, as `node:index`."""
-    node = ray.get_runtime_context().get_node_id()
-    return [f"{node}:{gpu}" for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
-
-
 def in_lasting_thread(start: Callable[[], object], *, what: str, timeout_s: float) -> None:
-    """Call `start` in a thread that outlives the call: Linux kills Ray's processes with the *thread* that started them.
-
-    Raises WorkerLostError if it takes longer than `timeout_s`: calls into a Ray that hangs may never return.
-    """
-    started: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            started.set_result(start())
-        except BaseException as error:
-            started.set_exception(error)
-        threading.Event().wait()
-
-    threading.Thread(target=run, name="ray-parent", daemon=True).start()
+    """Call `start` in a thread that lasts as long as this process; WorkerLostError if it takes longer than `timeout_s`."""
     try:
-        started.result(timeout_s)
-    except TimeoutError as error:
-        if started.done():
-            raise  # the TimeoutError is that of `start`
+        within(timeout_s, start, lasting=True)
+    except CallHangs as error:
         rule = f"not finished within {timeout_s:g} s"
         raise WorkerLostError(explain("Ray", what, rule, "check Ray and its machines")) from error
 
@@ -265,10 +214,38 @@ def _this_machine_alone() -> Iterator[None]:
             os.environ[name] = before
 
 
-# ---------------------------------------------------------------- Read the versions of the engines that train, in the worker that runs them
+# ---------------------------------------------------------------- the GPUs of a worker
+
+NODE_CHARACTERS = 8
+"""Number of characters shown of a Ray node id, which has 56."""
 
 
-def trainer_versions(config: TrainerConfig) -> dict[str, str]:
-    """Return name -> version of the training libraries: torch, transformers and, if it is the engine, DeepSpeed."""
-    engines = ("deepspeed",) if config.engine == "deepspeed" else ()
-    return {name: version(name) for name in ("torch", "transformers", *engines)}
+def own_gpus() -> list[str]:
+    """Return the GPUs that Ray gave to the calling worker, as `node:index`."""
+    node = ray.get_runtime_context().get_node_id()
+    return [f"{node}:{gpu}" for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+
+
+def check_gpus(key: str, value: float, reserved: Sequence[str], *, built_for: str = "") -> None:
+    """Raise ConfigError if `reserved` GPUs (as `node:index`) would idle while this worker computes on the CPU.
+
+    `built_for` is the platform of the worker's engine if the engine does not use torch's. Every worker of `key` calls
+    this before it loads a model.
+    """
+    import torch  # is for workers; the driver imports this module too
+
+    if not reserved:
+        return
+    blind = "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
+    if built_for == "cpu":
+        blind = "vLLM was built for CPUs"
+    if blind:
+        rule = f"Ray reserved GPU {', '.join(_short(gpu) for gpu in reserved)}, but {blind}"
+        raise ConfigError(
+            explain(key, value, rule, "install the GPU build of torch (and vLLM) and the driver, or set it to 0")
+        )
+
+
+def _short(gpu: str) -> str:
+    node, _, index = gpu.rpartition(":")
+    return f"{node[:NODE_CHARACTERS]}:{index}"

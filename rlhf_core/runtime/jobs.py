@@ -9,16 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from rlhf_core.errors import ConfigError, WorkerLostError, explain
 from rlhf_core.runtime.cluster import check_address, named_address
-
-T = TypeVar("T")
+from rlhf_core.runtime.liveness import within
 
 JobState = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"]
 
@@ -71,7 +68,7 @@ def open_jobs() -> Jobs:
         raise ConfigError(explain("runtime.execution", "ray-job", rule, START_RAY))
     check_address(address)
     try:
-        return RayJobs(_within(CONNECT_TIMEOUT_S, functools.partial(_connect, address)))
+        return RayJobs(within(CONNECT_TIMEOUT_S, functools.partial(_connect, address)))
     except Exception as error:  # Ray raises errors of all its layers, and a time-out is one more
         rule = f"its job server does not answer ({_first_line(error)})"
         remedy = "start the head with its dashboard (`pip install 'ray[default]'`) and try again in a minute"
@@ -137,23 +134,6 @@ def _connect(address: str) -> Any:
     client = JobSubmissionClient(address)
     client._do_request = functools.partial(client._do_request, timeout=REQUEST_TIMEOUT_S)  # Ray sets no time-out
     return client
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Return `call()`, or raise TimeoutError after `seconds`: Ray may search for a server for minutes."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="find-job-server").start()
-    try:
-        return answer.result(seconds)
-    except TimeoutError as error:
-        raise TimeoutError(f"nothing for {seconds:.0f} s") from error
 
 
 def _job(details: Any) -> Job:

@@ -11,11 +11,14 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TypeVar
 
 import psutil
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PROBE_TIMEOUT_S = 5.0
 WATCH_EVERY_S = 2.0
@@ -43,6 +46,34 @@ def greet(address: str) -> None:
         raise ValueError(str(error)) from error
     if len(answer) < HTTP2_FRAME_HEADER or answer[3] != HTTP2_SETTINGS:
         raise ConnectionResetError(f"{address} does not speak HTTP/2")
+
+
+class CallHangs(TimeoutError):
+    """A call did not return in time; its thread still waits."""
+
+
+def within(seconds: float, call: Callable[[], T], *, lasting: bool = False) -> T:
+    """Return `call()`, made in another thread; raise CallHangs after `seconds`, as calls into a Ray may never return.
+
+    A `lasting` thread outlives the call: Linux kills Ray's processes with the *thread* that started them.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+        if lasting:
+            threading.Event().wait()
+
+    threading.Thread(target=run, name="ray-call", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError as error:
+        if answer.done():
+            raise  # the TimeoutError is that of `call`
+        raise CallHangs(f"nothing for {seconds:g} s") from error
 
 
 class RayWatch:

@@ -1,4 +1,4 @@
-"""Run engines in this process: for tests and machines too small for Ray."""
+"""Open the `Runtime` of a configuration; run engines in this process, for tests and machines too small for Ray."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from pathlib import Path
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import SamplingError, explain
-from rlhf_core.interfaces import EngineSampler, ModelSpec, Role, Sampler, Trainer
-from rlhf_core.runtime.cluster import threads_per_worker
-from rlhf_core.runtime.connection import trainer_versions
+from rlhf_core.interfaces import EngineSampler, ModelSpec, Role, Runtime, Sampler, Trainer
+from rlhf_core.runtime.cluster import threads_per_worker, trainer_versions
 from rlhf_core.runtime.samplers import reopen_sampler
+
+
+def open_runtime(config: RuntimeConfig) -> Runtime:
+    """Return the runtime that `config.type` names. Nothing starts before the first lease or `prewarm`."""
+    if config.type == "local":
+        return LocalRuntime(config)
+    from rlhf_core.runtime.ray_runtime import RayRuntime  # imports Ray
+
+    return RayRuntime(config)
 
 
 class LocalRuntime:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.engines import AnySamplerConfig, RuntimeConfig
+from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.errors import ConfigError, WorkerLostError, explain
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.worker_group import WorkerGroup
@@ -47,11 +47,6 @@ class Layout:
     sample: tuple[int, ...]
 
 
-def engine_count(sampler: AnySamplerConfig) -> int:
-    """Return the number of sampler processes."""
-    return sampler.needs().engines
-
-
 def layout(config: RuntimeConfig) -> Layout:
     """Return the bundles of a `config` with GPUs: no GPU holds two train workers or two engines.
 
@@ -59,7 +54,7 @@ def layout(config: RuntimeConfig) -> Layout:
     >>> shared.bundles, shared.train, shared.sample
     (({'CPU': 2, 'GPU': 1}, {'CPU': 1, 'GPU': 1}), (0, 1), (0,))
     """
-    trainers, engines = config.train_workers, engine_count(config.sampler)
+    trainers, engines = config.train_workers, config.sampler.needs().engines
     train_gpus, engine_gpus = config.gpus_per_train_worker, config.gpus_per_engine
     if config.shares_gpus:
         number = max(trainers, engines)
@@ -126,7 +121,7 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
     ConfigError after `placement_timeout_s`, or at once if the cluster is `fixed`, as it will not grow. `over` returns a
     reason to stop waiting, or ""; a reason raises WorkerLostError.
     """
-    engines = engine_count(config.sampler)
+    engines = config.sampler.needs().engines
     if config.gpus_per_train_worker == 0 and config.gpus_per_engine == 0:
         idle: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
         return Placement(train=(idle,) * config.train_workers, sample=(idle,) * engines, group=None)

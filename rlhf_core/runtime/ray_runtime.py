@@ -7,18 +7,17 @@ import contextlib
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
-from rlhf_core.errors import ConfigError, SamplingError, TrainingError, WorkerLostError, explain
+from rlhf_core.errors import SamplingError, TrainingError, WorkerLostError, explain
 from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer, Transfer
 from rlhf_core.runtime.cluster import available_cores, threads_per_worker, worker_environment
-from rlhf_core.runtime.connection import RECONNECT_EVERY_S, RECONNECT_TIMEOUT_S, connect, connect_again, servers
+from rlhf_core.runtime.connection import RECONNECT_TIMEOUT_S, connect, connect_again, servers, until_possible
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
-from rlhf_core.runtime.liveness import RayWatch
+from rlhf_core.runtime.liveness import CallHangs, RayWatch, within
 from rlhf_core.runtime.placement import GpuSharing, Placement, gpu_order, reserve
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.sample_worker import SampleWorker
@@ -132,10 +131,10 @@ class RayRuntime:
         if watch is None:
             return
         watch.stop()
-        if watch.lost or not _within(2 * STOP_TIMEOUT_S, self._end_workers):
+        if watch.lost or not _ended(2 * STOP_TIMEOUT_S, self._end_workers):
             watch.kill_family()  # before the shutdown, which would wait forever for a server that hangs
         self._train = self._sample = self._placement = None
-        if (self._owns_ray or watch.lost) and not _within(SHUTDOWN_TIMEOUT_S, ray.shutdown):
+        if (self._owns_ray or watch.lost) and not _ended(SHUTDOWN_TIMEOUT_S, ray.shutdown):
             logger.warning("Ray did not shut down within %g s", SHUTDOWN_TIMEOUT_S)
             atexit.unregister(ray.shutdown)  # or the interpreter would call it, and wait for it, at exit
         watch.kill_family()
@@ -242,17 +241,13 @@ class RayRuntime:
 
     def _reserve(self, patience_s: float) -> Placement:
         """Reserve the workers' places; nodes that were there before have `patience_s` to come back."""
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                return reserve(self._config, fixed=self._owns_ray, over=self._no_use_waiting)
-            except ConfigError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(RECONNECT_EVERY_S)
-            except (ray.exceptions.RayError, ConnectionError) as error:
-                rule = f"Ray failed at the same time ({error})"
-                raise WorkerLostError(explain("runtime", "reserving the workers' places", rule, "run again")) from error
+        try:
+            return until_possible(
+                lambda: reserve(self._config, fixed=self._owns_ray, over=self._no_use_waiting), timeout_s=patience_s
+            )
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            rule = f"Ray failed at the same time ({error})"
+            raise WorkerLostError(explain("runtime", "reserving the workers' places", rule, "run again")) from error
 
     def _no_use_waiting(self) -> str:
         lost = "" if self._watch is None else self._watch.lost
@@ -270,17 +265,12 @@ def _order_by_gpu(group: WorkerGroup, gpus: float) -> None:
         group.reorder(gpu_order(group.call("placement", "gpus")))
 
 
-def _within(seconds: float, action: Callable[[], object]) -> bool:
-    """Call `action` and return whether it ended in time; calls into a Ray that hangs may never return."""
-
-    def run() -> None:
-        try:
-            action()
-        except Exception as error:
-            # An error must not keep the caller from stopping the rest.
-            logger.warning("while stopping: %s: %s", type(error).__name__, error)
-        ended.set()
-
-    ended = threading.Event()
-    threading.Thread(target=run, name="stopping", daemon=True).start()
-    return ended.wait(seconds)
+def _ended(seconds: float, action: Callable[[], object]) -> bool:
+    """Call `action` and return whether it ended in time; an error must not keep the caller from stopping the rest."""
+    try:
+        within(seconds, action)
+    except CallHangs:
+        return False
+    except Exception as error:
+        logger.warning("while stopping: %s: %s", type(error).__name__, error)
+    return True

@@ -12,8 +12,8 @@ from rlhf_core.errors import ConfigError, TrainingError, explain
 from rlhf_core.interfaces import ModelSpec, RankTrainer, Transfer, Weights
 from rlhf_core.processes.identity import is_loopback, network
 from rlhf_core.processes.large_imports import large_imports
-from rlhf_core.runtime.cluster import free_port
-from rlhf_core.runtime.connection import check_gpus, own_gpus, trainer_versions
+from rlhf_core.runtime.cluster import free_port, trainer_versions
+from rlhf_core.runtime.connection import check_gpus, own_gpus
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.weight_sync import DeviceSender, StoredWeights
 

@@ -102,17 +102,18 @@ class WorkerGroup:
     def _check_alive(self, role: str, method: str) -> None:
         self._check_ray(role, method)
         if self._killed:
-            raise self._lost(
-                explain(
-                    f"{self.kind}.{role}", method, "its worker has been stopped", "leave this lease and take a new one"
-                )
-            )
+            raise self._loss(role, method, "its worker has been stopped", "leave this lease and take a new one")
 
     def _check_ray(self, role: str, method: str) -> None:
-        problem = self._ray_lost()
-        if problem:
-            remedy = f"{_RUN_AGAIN}; the cause is in {self._log_folder}"
-            raise self._lost(explain(f"{self.kind}.{role}", method, problem, remedy))
+        if problem := self._ray_lost():
+            raise self._loss(role, method, problem, self._run_again)
+
+    @property
+    def _run_again(self) -> str:
+        return f"run again to resume from the last checkpoint; the cause is in {self._log_folder}"
+
+    def _loss(self, role: str, what: str, rule: str, remedy: str) -> WorkerLostError:
+        return self._lost(explain(f"{self.kind}.{role}", what, rule, remedy))
 
     def _gather(self, role: str, method: str, refs: Sequence[Any]) -> list[Any]:
         deadline = time.monotonic() + self._timeout_s
@@ -171,23 +172,16 @@ class WorkerGroup:
 
     def _too_late(self, role: str, method: str, rank: int) -> WorkerLostError:
         self.kill()
-        return self._lost(
-            explain(
-                f"{self.kind}.{role}",
-                f"{method} on worker {rank}",
-                f"no answer within runtime.worker_timeout_s = {self._timeout_s:g}",
-                f"raise it, or find the cause in {self._log_folder}",
-            )
-        )
+        rule = f"no answer within runtime.worker_timeout_s = {self._timeout_s:g}"
+        remedy = f"raise it, or find the cause in {self._log_folder}"
+        return self._loss(role, f"{method} on worker {rank}", rule, remedy)
 
     def _died(self, role: str, method: str, rank: int, error: Exception) -> WorkerLostError:
         self.kill()
         reason = f"the worker died ({str(error).strip().splitlines()[0]})"
-        remedy = f"{_RUN_AGAIN}; the cause is in {self._log_folder}"
-        return self._lost(explain(f"{self.kind}.{role}", f"{method} on worker {rank}", reason, remedy))
+        return self._loss(role, f"{method} on worker {rank}", reason, self._run_again)
 
 
-_RUN_AGAIN = "run again to resume from the last checkpoint"
 _SMALLER = {
     "trainer": "lower runtime.trainer.micro_batch, or set runtime.trainer.gradient_checkpointing",
     "sampler": "lower runtime.sampler.gpu_memory_fraction, kv_cache_gib or max_num_seqs",

@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
-from torch import nn
-
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.interfaces import Metrics, Trainer
 from rlhf_core.training.batching import reduce, step_counts
-from rlhf_core.training.objectives.base import TrainingObjective
+from rlhf_core.training.objectives.base import PlacedModel, TrainingObjective
 from rlhf_core.training.objectives.distillation import Teachers
 
 P = ParamSpec("P")
@@ -34,17 +31,9 @@ class PartOfStep:
         """Return the counts of the whole step."""
         return dict(self.counts)
 
-    def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[Any],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
-    ) -> LossOutput:
+    def compute(self, model: PlacedModel, samples: Sequence[Any], denominators: Mapping[str, float]) -> LossOutput:
         """Return the objective's share of `samples`."""
-        return self.objective.compute(model, samples, denominators, pad_id=pad_id, device=device)
+        return self.objective.compute(model, samples, denominators)
 
 
 def _of_student(

@@ -23,7 +23,7 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
 from rlhf_core.models.architecture import padding_id
-from rlhf_core.models.batches import TokenBatch, collate, unpack
+from rlhf_core.models.batches import TokenBatch, unpack
 from rlhf_core.models.export import export_model
 from rlhf_core.models.forward import row_rules, sequence_scores, step_scores, token_logprobs, token_values, watching
 from rlhf_core.models.lora import merged_state_dict, weights_digest
@@ -31,7 +31,7 @@ from rlhf_core.store.checkpoints import wait_for_parts, write_part
 from rlhf_core.training.batching import Row, is_maximum, micro_batches
 from rlhf_core.training.engines.base import Engine, open_engine
 from rlhf_core.training.engines.offload import HostCopies, keep_freed_memory, release_cached, release_if_short
-from rlhf_core.training.objectives.base import RoutedObjective, SftObjective, TrainingObjective, unmasked
+from rlhf_core.training.objectives.base import PlacedModel, RoutedObjective, SftObjective, TrainingObjective, unmasked
 from rlhf_core.training.objectives.distillation import top_logprobs
 from rlhf_core.training.state import (
     load_state,
@@ -312,7 +312,7 @@ class LocalTrainer:
             def compute(module: nn.Module, rows: list[Any] = [samples[i] for i in batch]) -> LossOutput:  # noqa: B006
                 if not rows:
                     return self._idle(module)
-                return objective.compute(module, rows, counts, pad_id=self._pad_id, device=self._engine.device)
+                return objective.compute(self._placed(module), rows, counts)
 
             output = self._engine.forward(compute)
             total.add(output.metrics)
@@ -325,7 +325,7 @@ class LocalTrainer:
         results: dict[int, T] = {}
         for indices in self._passes(samples, pack_to=None):
             rows = [samples[i] for i in indices] or [self._idle_sample()]
-            batch = collate(rows, pad_id=self._pad_id).to(self._engine.device)
+            batch = self._placed(self._engine.module).batch(rows)
             with torch.no_grad():
                 answers = self._engine.forward(lambda module, batch=batch: compute(module, batch))  # type: ignore[misc]
             results.update(zip(indices, answers, strict=False))
@@ -343,7 +343,7 @@ class LocalTrainer:
 
     def _idle(self, module: nn.Module) -> LossOutput:
         """Return a zero loss that depends on the weights, so that this rank joins the reductions of the others."""
-        batch = collate([self._idle_sample()], pad_id=self._pad_id).to(self._engine.device)
+        batch = self._placed(module).batch([self._idle_sample()])
         # The routers must take part if they do in the losses of other ranks: ZeRO 3 records where gradients come in.
         with watching() if self._router_aux else nullcontext() as routing:
             match self._spec.head:
@@ -355,6 +355,9 @@ class LocalTrainer:
                     value = token_values(module, batch)
         loss = value.sum() * 0.0
         return LossOutput(loss if routing is None else loss + routing.total() * 0.0, {})
+
+    def _placed(self, module: nn.Module) -> PlacedModel:
+        return PlacedModel(module, self._pad_id, self._engine.device)
 
     def _idle_sample(self) -> TokenSample:
         return TokenSample((self._pad_id, self._pad_id), (0, 1))

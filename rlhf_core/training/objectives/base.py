@@ -37,6 +37,19 @@ from rlhf_core.types import DistillationSample, PolicySample, RewardPair, StepSa
 from rlhf_core.user_code.dependencies import UserFunction
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """A model, the token that pads its rows, and the device of the rows."""
+
+    module: nn.Module
+    pad_id: int
+    device: torch.device
+
+    def batch(self, samples: Sequence[Any], *, pack_to: int | None = None) -> TokenBatch:
+        """Return `samples` as one batch on the device, packed into rows of `pack_to` tokens if it is set."""
+        return collate(samples, pad_id=self.pad_id, pack_to=pack_to).to(self.device)
+
+
 class TrainingObjective(Protocol):
     """The interface of objectives for the trainer."""
 
@@ -44,15 +57,7 @@ class TrainingObjective(Protocol):
         """Return the counts that the losses of all micro-batches on all ranks are divided by."""
         ...
 
-    def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[Any],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
-    ) -> LossOutput:
+    def compute(self, model: PlacedModel, samples: Sequence[Any], denominators: Mapping[str, float]) -> LossOutput:
         """Return the share of `samples`, one micro-batch, in the step's loss and metrics, which include `loss`."""
         ...
 
@@ -73,17 +78,11 @@ class SftObjective:
         return {"tokens": count_tokens(samples)}
 
     def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[TokenSample],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
+        self, model: PlacedModel, samples: Sequence[TokenSample], denominators: Mapping[str, float]
     ) -> LossOutput:
         """Return the share of `samples` in the loss, with the metrics `loss` and `nll`."""
-        batch = collate(samples, pad_id=pad_id, pack_to=self.pack_to).to(device)
-        logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
+        batch = model.batch(samples, pack_to=self.pack_to)
+        logprobs_BL, _ = token_logprobs(model.module, batch, temperature=1.0, with_entropy=False)
         output = sft_loss(logprobs_BL, batch.loss_mask_BL, tokens=denominators["tokens"], dft=self.dft)
         return total(output.loss, output.metrics)
 
@@ -99,17 +98,9 @@ class Scaled:
         """Return the denominators of the objective."""
         return self.objective.denominators(samples)
 
-    def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[Any],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
-    ) -> LossOutput:
+    def compute(self, model: PlacedModel, samples: Sequence[Any], denominators: Mapping[str, float]) -> LossOutput:
         """Return the scaled share of `samples`."""
-        output = self.objective.compute(model, samples, denominators, pad_id=pad_id, device=device)
+        output = self.objective.compute(model, samples, denominators)
         return total(self.coef * output.loss, output.metrics)
 
 
@@ -127,19 +118,13 @@ class BradleyTerryObjective:
         return {"pairs": float(len(samples))}
 
     def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[RewardPair],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
+        self, model: PlacedModel, samples: Sequence[RewardPair], denominators: Mapping[str, float]
     ) -> LossOutput:
         """Return the share of `samples` in the loss, with the metrics `loss`, `accuracy` and `margin`."""
         sequences = [pair.chosen_ids for pair in samples] + [pair.rejected_ids for pair in samples]
-        scores_N = sequence_scores(model, collate(unmasked(sequences), pad_id=pad_id).to(device))
+        scores_N = sequence_scores(model.module, model.batch(unmasked(sequences)))
         chosen_B, rejected_B = scores_N.split(len(samples))
-        margin_B = torch.tensor([pair.margin for pair in samples], dtype=torch.float32, device=device)
+        margin_B = torch.tensor([pair.margin for pair in samples], dtype=torch.float32, device=model.device)
         return bradley_terry_loss(
             chosen_B, rejected_B, margin=margin_B, center_coef=self.centering_coef, pairs=denominators["pairs"]
         )
@@ -170,13 +155,7 @@ class PolicyObjective:
         return {"tokens": count_tokens(samples), "sequences": float(len(samples))}
 
     def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[PolicySample],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
+        self, model: PlacedModel, samples: Sequence[PolicySample], denominators: Mapping[str, float]
     ) -> LossOutput:
         """Return the share of `samples` in the loss.
 
@@ -184,9 +163,13 @@ class PolicyObjective:
         have the reference's log-probs, and `kl_loss` if used. Raises DataError for a penalty without reference
         log-probs.
         """
-        batch = collate(samples, pad_id=pad_id).to(device)
+        batch = model.batch(samples)
         logprobs_BL, entropy_BL = token_logprobs(
-            model, batch, temperature=self.temperature, with_entropy=True, entropy_gradient=self.entropy_coef != 0
+            model.module,
+            batch,
+            temperature=self.temperature,
+            with_entropy=True,
+            entropy_gradient=self.entropy_coef != 0,
         )
         assert entropy_BL is not None
         old_BL, mask_BL, tokens = batch.fields["old_logprobs"], batch.loss_mask_BL, denominators["tokens"]
@@ -248,18 +231,12 @@ class ValueObjective:
         return {"tokens": count_tokens(samples)}
 
     def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[ValueSample],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
+        self, model: PlacedModel, samples: Sequence[ValueSample], denominators: Mapping[str, float]
     ) -> LossOutput:
         """Return the share of `samples` in the loss, with the metrics `loss` and those of `clipped_value_loss`."""
-        batch = collate(samples, pad_id=pad_id).to(device)
+        batch = model.batch(samples)
         output = clipped_value_loss(
-            token_values(model, batch),
+            token_values(model.module, batch),
             batch.fields["old_values"],
             batch.fields["returns"],
             batch.loss_mask_BL,
@@ -306,18 +283,12 @@ class StepObjective:
         return {"steps": float(sum(sum(sample.loss_mask) for sample in samples))}
 
     def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[StepSample],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
+        self, model: PlacedModel, samples: Sequence[StepSample], denominators: Mapping[str, float]
     ) -> LossOutput:
         """Return the share of `samples` in the loss, with the metrics `loss`, `accuracy` and `positive_fraction`."""
-        batch = collate(samples, pad_id=pad_id).to(device)
+        batch = model.batch(samples)
         judged_BL = batch.loss_mask_BL != 0
-        logits_S = step_scores(model, batch)[judged_BL]
+        logits_S = step_scores(model.module, batch)[judged_BL]
         return step_loss(logits_S, batch.fields["labels"][judged_BL], steps=denominators["steps"])
 
 
@@ -335,17 +306,9 @@ class RoutedObjective:
         """Return the denominators of the objective and the number of token rows."""
         return step_counts(self.objective, samples)
 
-    def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[Any],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
-    ) -> LossOutput:
+    def compute(self, model: PlacedModel, samples: Sequence[Any], denominators: Mapping[str, float]) -> LossOutput:
         """Return the share of `samples` in the sum of both losses."""
         with watching() as routing:
-            output = self.objective.compute(model, samples, denominators, pad_id=pad_id, device=device)
+            output = self.objective.compute(model, samples, denominators)
         balance = routing.total() / denominators[ROWS]
         return total(output.loss + self.coef * balance, output.metrics | {"router_aux": balance})

@@ -12,15 +12,14 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax
 
 from rlhf_core.algorithms.distillation import UldKind, group_outcomes, other_tokens, uld_loss
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.data.alignment import AlignedSample, AlignedTeacher, CrossTokenizerSample, TeacherOutcomes
-from rlhf_core.models.batches import collate
 from rlhf_core.models.forward import over_logits
-from rlhf_core.training.objectives.base import count_tokens
+from rlhf_core.training.objectives.base import PlacedModel, count_tokens
 from rlhf_core.types import TokenSample, TopLogprobs
 
 
@@ -47,13 +46,7 @@ class CrossTokenizerObjective:
         return counts
 
     def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[CrossTokenizerSample],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
+        self, model: PlacedModel, samples: Sequence[CrossTokenizerSample], denominators: Mapping[str, float]
     ) -> LossOutput:
         """Return the share of `samples` in the loss.
 
@@ -61,8 +54,8 @@ class CrossTokenizerObjective:
         `logprob_gap` (mean difference of the log-probs of a group's text), both weighted over the teachers, and with
         several teachers `divergence/<name>`.
         """
-        batch = collate([TokenSample(one.token_ids, one.loss_mask) for one in samples], pad_id=pad_id).to(device)
-        parts_TN = over_logits(model, batch, partial(_chunk, k=self.k, temperature=self.temperature))
+        batch = model.batch([TokenSample(one.token_ids, one.loss_mask) for one in samples])
+        parts_TN = over_logits(model.module, batch, partial(_chunk, k=self.k, temperature=self.temperature))
         nll = parts_TN[:, 0].sum() / denominators["tokens"]
         zero = torch.zeros_like(nll)
         divergence, sums = zero, {"aligned": zero, "logprob_gap": zero}
@@ -72,8 +65,8 @@ class CrossTokenizerObjective:
             spans = _spans(samples, told)
             output = uld_loss(
                 *group_outcomes(parts_TN[:, 1], parts_TN[:, 2:], spans, k=self.k),
-                torch.from_numpy(np.concatenate([one.text_logprobs for one in told])).to(device),
-                torch.from_numpy(_stacked([one.others for one in told])).to(device),
+                torch.from_numpy(np.concatenate([one.text_logprobs for one in told])).to(model.device),
+                torch.from_numpy(_stacked([one.others for one in told])).to(model.device),
                 kind=self.kind,
                 k=self.k,
                 groups=denominators[f"groups/{name}"],

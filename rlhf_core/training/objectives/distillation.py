@@ -19,9 +19,9 @@ from rlhf_core.algorithms.distillation import DivergenceKind, multi_teacher_loss
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.data.alignment import AlignedSample, AlignedTeacher, CrossTokenizerSample
 from rlhf_core.interfaces import Trainer
-from rlhf_core.models.batches import TokenBatch, collate
+from rlhf_core.models.batches import TokenBatch
 from rlhf_core.models.forward import over_logits
-from rlhf_core.training.objectives.base import count_tokens
+from rlhf_core.training.objectives.base import PlacedModel, count_tokens
 from rlhf_core.training.objectives.cross_tokenizer import teacher_outcomes
 from rlhf_core.types import DistillationSample, TokenSample, TopLogprobs
 
@@ -47,13 +47,7 @@ class DistillationObjective:
         return {"tokens": count_tokens(samples)}
 
     def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[DistillationSample],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
+        self, model: PlacedModel, samples: Sequence[DistillationSample], denominators: Mapping[str, float]
     ) -> LossOutput:
         """Return the share of `samples` in the loss.
 
@@ -61,9 +55,9 @@ class DistillationObjective:
         `divergence/<name>`.
         """
         plain = [TokenSample(sample.token_ids, sample.loss_mask) for sample in samples]
-        batch = collate(plain, pad_id=pad_id).to(device)
+        batch = model.batch(plain)
         inputs = [
-            torch.from_numpy(np.concatenate(parts)).to(device)
+            torch.from_numpy(np.concatenate(parts)).to(model.device)
             for tops in zip(*(sample.teachers for sample in samples), strict=True)
             for parts in ([top.logprobs for top in tops], [top.ids for top in tops])
         ]
@@ -73,7 +67,7 @@ class DistillationObjective:
             *(f"divergence/{name}" for name, _ in self.weights if len(self.weights) > 1),
         ]
         compute = partial(self._chunk, tokens=denominators["tokens"], names=names[2:])
-        *measured, nll = over_logits(model, batch, compute, *inputs).sum(0).unbind()
+        *measured, nll = over_logits(model.module, batch, compute, *inputs).sum(0).unbind()
         metrics = dict(zip(names, measured, strict=True)) | {"nll": nll}
         # Left out instead of weighted with 0, because 0 times infinity would make the gradient NaN.
         loss = self.kl_weight * metrics["divergence"]

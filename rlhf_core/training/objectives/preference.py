@@ -13,15 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss, RewardShift, kto_kl
 from rlhf_core.algorithms.preference.base import PairBatch, PreferenceMethod, length_desensitised
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.interfaces import Trainer
-from rlhf_core.models.batches import collate
 from rlhf_core.models.forward import token_logprobs
-from rlhf_core.training.objectives.base import count_tokens, total
+from rlhf_core.training.objectives.base import PlacedModel, count_tokens, total
 from rlhf_core.types import AnswerSample, PreferenceSample, TokenSample
 from rlhf_core.user_code.dependencies import UserFunction
 
@@ -46,18 +45,12 @@ class PairObjective:
         return {"pairs": float(len(samples)), "tokens": count_tokens([sample.chosen for sample in samples])}
 
     def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[PreferenceSample],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
+        self, model: PlacedModel, samples: Sequence[PreferenceSample], denominators: Mapping[str, float]
     ) -> LossOutput:
         """Return the share of `samples` in the loss, with metrics `loss`, `rewards/*`, `logprobs/*` and maybe `nll`."""
-        pairs = _forward_pairs(model, samples, self.length_alpha, pad_id=pad_id, device=device)
+        pairs = _forward_pairs(model, samples, self.length_alpha)
         references = [[s.ref_chosen_logprob, s.ref_rejected_logprob] for s in samples]
-        ref_chosen_B, ref_rejected_B = torch.tensor(references, dtype=torch.float32, device=device).unbind(dim=1)
+        ref_chosen_B, ref_rejected_B = torch.tensor(references, dtype=torch.float32, device=model.device).unbind(dim=1)
         output = self.loss.loss(
             PairBatch(
                 chosen_logprobs=pairs.chosen_B,
@@ -99,20 +92,14 @@ class KTOObjective:
         return _answer_counts(samples)
 
     def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[AnswerSample],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
+        self, model: PlacedModel, samples: Sequence[AnswerSample], denominators: Mapping[str, float]
     ) -> LossOutput:
         """Return the share of `samples` in the loss.
 
         The metrics are `loss`, `kl`, `rewards/desirable` and `rewards/undesirable`.
         """
         return self.loss.answer_loss(
-            *_forward_answers(model, samples, pad_id=pad_id, device=device),
+            *_forward_answers(model, samples),
             kl=self.kl,
             rows=denominators["rows"],
             desirable_rows=denominators["desirable"],
@@ -138,20 +125,14 @@ class BCOObjective:
         return _answer_counts(samples)
 
     def compute(
-        self,
-        model: nn.Module,
-        samples: Sequence[AnswerSample],
-        denominators: Mapping[str, float],
-        *,
-        pad_id: int,
-        device: torch.device,
+        self, model: PlacedModel, samples: Sequence[AnswerSample], denominators: Mapping[str, float]
     ) -> LossOutput:
         """Return the share of `samples` in the loss.
 
         The metrics are `loss`, `shift`, `rewards/desirable` and `rewards/undesirable`.
         """
         return self.loss.answer_loss(
-            *_forward_answers(model, samples, pad_id=pad_id, device=device),
+            *_forward_answers(model, samples),
             shift=self.shift.delta,
             rows=denominators["rows"],
             desirable_rows=denominators["desirable"],
@@ -209,16 +190,14 @@ def _answer_counts(samples: Sequence[AnswerSample]) -> dict[str, float]:
     return {"rows": float(len(samples)), "desirable": float(sum(sample.desirable for sample in samples))}
 
 
-def _forward_answers(
-    model: nn.Module, samples: Sequence[AnswerSample], *, pad_id: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_answers(model: PlacedModel, samples: Sequence[AnswerSample]) -> tuple[Tensor, Tensor, Tensor]:
     """Return summed log-probs, those of the reference, and whether each answer is desirable [B]."""
-    batch = collate([sample.answer for sample in samples], pad_id=pad_id).to(device)
-    logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
+    batch = model.batch([sample.answer for sample in samples])
+    logprobs_BL, _ = token_logprobs(model.module, batch, temperature=1.0, with_entropy=False)
     return (
         logprobs_BL.sum(dim=1),
-        torch.tensor([sample.ref_logprob for sample in samples], dtype=torch.float32, device=device),
-        torch.tensor([sample.desirable for sample in samples], device=device),
+        torch.tensor([sample.ref_logprob for sample in samples], dtype=torch.float32, device=model.device),
+        torch.tensor([sample.desirable for sample in samples], device=model.device),
     )
 
 
@@ -233,12 +212,10 @@ class _Pairs:
     plain_chosen_B: Tensor
 
 
-def _forward_pairs(
-    model: nn.Module, samples: Sequence[PreferenceSample], alpha: float, *, pad_id: int, device: torch.device
-) -> _Pairs:
+def _forward_pairs(model: PlacedModel, samples: Sequence[PreferenceSample], alpha: float) -> _Pairs:
     sides = [sample.chosen for sample in samples] + [sample.rejected for sample in samples]
-    batch = collate(sides, pad_id=pad_id).to(device)
-    logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
+    batch = model.batch(sides)
+    logprobs_BL, _ = token_logprobs(model.module, batch, temperature=1.0, with_entropy=False)
     plain_chosen_B, plain_rejected_B = logprobs_BL.sum(dim=1).split(len(samples))
     lengths = batch.loss_mask_BL.sum(dim=1).split(len(samples))
     chosen_length_B, rejected_length_B = lengths[0], lengths[1]

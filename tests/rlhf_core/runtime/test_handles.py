@@ -1,67 +1,24 @@
-"""Two DeepSpeed ranks behind one handle give what one rank gives."""
+"""Trainers and samplers whose work is done by workers, here by objects that note what they are asked."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from pathlib import Path
+import threading
 from typing import Any
 
 import pytest
 
-from rlhf_core.config.engines import HFSamplerConfig, OptimizerConfig, RuntimeConfig, SamplingConfig, TrainerConfig
+from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import SamplingError
-from rlhf_core.interfaces import ModelSpec, Trainer, Weights
+from rlhf_core.interfaces import Weights
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
-from rlhf_core.runtime.local_runtime import LocalRuntime
-from rlhf_core.runtime.ray_runtime import RayRuntime
+from rlhf_core.runtime.placement import GpuSharing
+from rlhf_core.runtime.sample_worker import SampleWorker
+from rlhf_core.runtime.weight_sync import StoredWeights
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
 
-pytestmark = pytest.mark.engine
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-
 # Seven samples of unequal lengths: the ranks get four and three, and different numbers of tokens.
 SAMPLES = [TokenSample(tuple(range(10, 16 + 3 * i)), (0, 0) + (1,) * (4 + 3 * i)) for i in range(7)]
-HF = HFSamplerConfig()
-
-
-@pytest.fixture(scope="module")
-def trainers(policies: tuple[Path, Path]) -> Iterator[tuple[Trainer, Trainer]]:
-    """The same policy on two ranks of DeepSpeed and in this process."""
-    two = RayRuntime(
-        RuntimeConfig(
-            train_workers=2, cpu_threads=1, worker_timeout_s=400, trainer=TrainerConfig(micro_batch=2), sampler=HF
-        )
-    )
-    one = LocalRuntime(RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HF))
-    spec = ModelSpec(str(policies[0]), "lm", None, 0)
-    with contextlib.closing(two), two.trainer("policy", spec, OptimizerConfig()) as ranks:
-        assert two.engines().keys() == {"ray", "torch", "transformers", "deepspeed"}
-        with one.trainer("policy", spec, OptimizerConfig()) as alone:
-            yield ranks, alone
-
-
-def test_results_per_sample_come_back_in_order(trainers: tuple[Trainer, Trainer]) -> None:
-    ranks, alone = (trainer.logprobs(SAMPLES, temperature=1.0) for trainer in trainers)
-    for got, expected in zip(ranks, alone, strict=True):
-        assert got == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_likeliest_tokens_come_back_in_order(trainers: tuple[Trainer, Trainer]) -> None:
-    ranks, alone = (trainer.top_logprobs(SAMPLES, k=3, temperature=1.0) for trainer in trainers)
-    for got, expected in zip(ranks, alone, strict=True):
-        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-        assert got.ids[:, 0].tolist() == expected.ids[:, 0].tolist()
-
-
-def test_steps_on_two_ranks_are_steps_on_the_whole_batch(trainers: tuple[Trainer, Trainer]) -> None:
-    for _ in range(3):
-        for name in ("forward_backward", "loss"):
-            ranks, alone = (getattr(trainer, name)(SAMPLES, SftObjective(pack_to=None)) for trainer in trainers)
-            assert ranks == pytest.approx(alone, rel=1e-4)
-        ranks, alone = (trainer.optim_step(learning_rate=1e-3) for trainer in trainers)
-        assert ranks == pytest.approx(alone, rel=1e-4)
 
 
 def test_weights_of_another_runtime_are_refused() -> None:
@@ -131,3 +88,150 @@ def test_the_ranks_get_scalars_by_name_and_samples_may_be_named_too() -> None:
     ]
     with pytest.raises(TypeError, match="temperature"):
         trainer.logprobs(SAMPLES)  # type: ignore[call-arg]
+
+
+REQUESTS = [SamplingRequest((1, 2), seed=7)]
+
+
+class Workers:
+    """A `WorkerGroup` of one that writes down who was asked what."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.actors = [None]
+        self.broken = False
+        self._name = name
+        self._log = log
+
+    def call(self, role: str, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
+        self._log.append(f"{self._name} {method}" + (f" {arguments[0]}" if method == "rest" else ""))
+        return [(1, "digest")]
+
+    def call_each(self, role: str, method: str, arguments: list[Any], **keywords: Any) -> list[Any]:
+        self._log.append(f"{self._name} {method}")
+        return [[(0.0,)]] if method == "logprobs" else [[]]
+
+    def call_first(self, role: str, method: str, *arguments: Any) -> None:
+        self._log.append(f"{self._name} {method}")
+
+
+def handles(log: list[str], *, sleeps: bool, trainers: bool = False) -> tuple[RayTrainer, RaySampler]:
+    """Return a trainer and a sampler that share a GPU."""
+    train: Any = Workers("trainer", log)
+    sample: Any = Workers("engine", log)
+    engines = (lambda: sample) if sleeps else None
+    sharing = GpuSharing(engines, (lambda: train) if trainers else None, offload=True)
+    trainer = RayTrainer(train, "policy", "policy-1", transfer="ipc", sharing=sharing)
+    return trainer, RaySampler(sample, transfer="ipc", tensor_parallel=1, sharing=sharing)
+
+
+def step(trainer: RayTrainer, sampler: RaySampler) -> None:
+    sampler.generate(REQUESTS, SamplingConfig())
+    trainer.logprobs(SAMPLES[:1], temperature=1.0)
+    trainer.optim_step(learning_rate=0.1)
+    sampler.load_weights(trainer.weights(), version=1)
+    sampler.advance([], SamplingConfig())
+
+
+def test_an_engine_sleeps_while_models_train_and_wakes_to_take_weights_and_to_sample() -> None:
+    log: list[str] = []
+    trainer, sampler = handles(log, sleeps=True)
+    step(trainer, sampler)
+    step(trainer, sampler)
+    once = [
+        *("engine generate", "engine sleep", "trainer logprobs", "trainer optim_step", "trainer stage_weights"),
+        *("engine wake", "trainer send_weights", "engine adopt", "engine advance"),
+    ]
+    assert log == once * 2
+
+
+def test_a_trainer_sleeps_while_the_engine_samples_and_each_wakes_when_the_other_has_gone_to_sleep() -> None:
+    log: list[str] = []
+    trainer, sampler = handles(log, sleeps=True, trainers=True)
+    step(trainer, sampler)
+    step(trainer, sampler)
+    train = ["trainer logprobs", "trainer optim_step", "trainer stage_weights"]
+    take = ["trainer rest True", "engine wake", "trainer send_weights", "engine adopt", "engine advance"]
+    turn = ["engine generate", "engine sleep", "trainer wake", *train, *take]
+    assert log == ["trainer rest True", *turn, *turn]
+
+
+def test_a_trainer_sleeps_beside_an_engine_that_does_not() -> None:
+    log: list[str] = []
+    step(*handles(log, sleeps=False, trainers=True))
+    assert log[:4] == ["trainer rest True", "engine generate", "trainer wake", "trainer logprobs"]
+    assert not {"engine sleep", "engine wake"} & set(log)
+
+
+def test_a_trainer_that_only_hands_unused_memory_over_is_not_woken() -> None:
+    log: list[str] = []
+    train: Any = Workers("trainer", log)
+    engines: Any = Workers("engine", log)
+    sharing = GpuSharing(lambda: engines, lambda: train)
+    for _ in range(2):
+        for turn in (sharing.sampling, sharing.sampling, sharing.training):
+            with turn():
+                pass
+    assert log == ["trainer rest False", "engine sleep", "trainer rest False", "engine wake", "engine sleep"]
+
+
+def test_workers_that_replaced_sleeping_ones_are_awake_and_are_put_to_sleep_in_their_turn() -> None:
+    log: list[str] = []
+    trainers: list[Any] = [Workers("trainer", log)]
+    engines: list[Any] = [Workers("engine", log)]
+    sharing = GpuSharing(lambda: engines[-1], lambda: trainers[-1], offload=True)
+    with sharing.sampling():
+        pass
+    trainers.append(Workers("new trainer", log))
+    with sharing.training():
+        pass
+    engines.append(Workers("new engine", log))
+    with sharing.training():
+        pass
+    assert log == ["trainer rest True", "engine sleep", "new engine sleep"]
+
+
+def test_an_engine_that_may_not_sleep_never_does() -> None:
+    log: list[str] = []
+    step(*handles(log, sleeps=False))
+    assert not {"engine sleep", "engine wake"} & set(log)
+
+
+def test_weights_from_host_memory_are_taken_awake() -> None:
+    log: list[str] = []
+    trainer, sampler = handles(log, sleeps=True)
+    trainer.optim_step(learning_rate=0.1)
+    sampler.load_weights(Weights(StoredWeights(()), "digest"), version=1)
+    assert log == ["engine sleep", "trainer optim_step", "engine wake", "engine load_weights"]
+
+
+def test_engines_that_are_gone_or_not_there_yet_are_not_put_to_sleep() -> None:
+    log: list[str] = []
+    gone: Any = Workers("engine", log)
+    gone.broken = True
+    for engines in (None, gone):
+        with GpuSharing(lambda engines=engines: engines).training():  # type: ignore[misc]
+            pass
+    assert log == []
+    SampleWorker.sleep(SampleWorker(None, 1))  # type: ignore[arg-type]  # a worker that has opened nothing
+
+
+def test_training_waits_until_the_sampling_is_over() -> None:
+    order: list[str] = []
+    log: list[str] = []
+    workers: Any = Workers("engine", log)
+    sharing = GpuSharing(lambda: workers)
+    sampling = threading.Event()
+
+    def train() -> None:
+        sampling.wait(10)
+        with sharing.training():
+            order.append("trained")
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    with sharing.sampling():
+        sampling.set()
+        thread.join(0.2)
+        order.append("sampled")
+    thread.join(10)
+    assert order == ["sampled", "trained"]

@@ -1,15 +1,49 @@
+"""The runtime in this process, and the sampler that each configuration opens."""
+
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
+from typing import get_args
 
 import pytest
 
-from rlhf_core.config.engines import HFSamplerConfig, OptimizerConfig, RuntimeConfig, SamplingConfig, TrainerConfig
+from rlhf_core.config import engines
+from rlhf_core.config.engines import (
+    AnySamplerConfig,
+    BaseSamplerConfig,
+    HFSamplerConfig,
+    OptimizerConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
+from rlhf_core.data.shards import read_generations
+from rlhf_core.data.tables import write_prompts
 from rlhf_core.errors import SamplingError
-from rlhf_core.interfaces import ModelSpec
-from rlhf_core.runtime.local_runtime import LocalRuntime
+from rlhf_core.interfaces import ModelSpec, SamplerEngine
+from rlhf_core.runtime.local_runtime import LocalRuntime, open_runtime
+from rlhf_core.runtime.ray_runtime import RayRuntime
+from rlhf_core.runtime.samplers import open_sampler, reopen_sampler
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.base import SftObjective
-from rlhf_core.types import SamplingRequest, TokenSample
+from rlhf_core.types import Message, PolicyRef, Prompt, PromptsRef, SamplingRequest, TokenSample
+from stages.generate import GenerateConfig
+from tests.support.workshop import RUNTIME, Workshop, make_policy
+
+
+def test_the_type_chooses_the_runtime_and_nothing_has_served_yet() -> None:
+    local = open_runtime(RuntimeConfig(type="local", sampler=HFSamplerConfig()))
+    on_ray = open_runtime(RuntimeConfig(type="ray"))
+    assert isinstance(local, LocalRuntime)
+    assert isinstance(on_ray, RayRuntime)
+    assert local.engines() == on_ray.engines() == {}
+    on_ray.close()  # nothing was started, so nothing is stopped
+
 
 CONFIG = RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig())
 REQUESTS = [SamplingRequest((10, 11, 12), seed=seed) for seed in range(4)]
@@ -48,3 +82,58 @@ def test_two_sampler_leases_at_once_are_refused(policies: tuple[Path, Path]) -> 
         pass
     with runtime.sampler(policies[1]) as sampler:  # the first lease was given back
         assert len(sampler.generate(REQUESTS, SamplingConfig(max_tokens=2))) == 4
+
+
+def test_reopening_serves_the_next_policy_and_frees_the_last(policies: tuple[Path, Path]) -> None:
+    config = HFSamplerConfig()
+    first = open_sampler(policies[0], config, threads=1, transfer="")
+    second = reopen_sampler(first, policies[1], config, threads=1, transfer="")
+    direct = open_sampler(policies[1], config, threads=1, transfer="")
+    sampling = SamplingConfig(max_tokens=6)
+    assert second.generate(REQUESTS, sampling) == direct.generate(REQUESTS, sampling)
+    assert first._model is None
+    assert direct.versions() == {name: version(name) for name in ("torch", "transformers")}
+
+
+@pytest.mark.parametrize("config", get_args(AnySamplerConfig))
+def test_the_module_of_every_sampler_configuration_has_its_engine(config: type[BaseSamplerConfig]) -> None:
+    # In a process of its own, to see that the module is imported without vLLM.
+    program = (
+        "import importlib, inspect, sys; "
+        f"engine = importlib.import_module({config.module!r}).ENGINE; "
+        "print(type(engine).__name__, inspect.signature(engine.open).parameters['config'].annotation, 'vllm' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [SamplerEngine.__name__, config.__name__, "False"]
+
+
+def documented() -> tuple[str, str]:
+    """Return the two pieces of code of docs/add_a_sampler.md: the configuration and the module."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "add_a_sampler.md").read_text()
+    configuration, module = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    return configuration, module
+
+
+def test_the_documented_sampler_serves_a_generate_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configuration, source = documented()
+    names = dict(vars(engines))
+    exec(configuration, names)
+    monkeypatch.setattr(engines, "FixedSamplerConfig", names["FixedSamplerConfig"], raising=False)
+    module = ModuleType("rlhf_core.sampling.fixed_sampler")
+    exec(source, vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    store = ArtifactStore(tmp_path / "store")
+    write_prompts(tmp_path / "prompts", [Prompt("p", (Message("user", "What is 12 + 30?"),), "", "test")])
+    inputs = {
+        "policy": store.external(PolicyRef, make_policy(tmp_path / "policy")),
+        "prompts": store.external(PromptsRef, tmp_path / "prompts"),
+    }
+    # Around the union, which has no row for it here.
+    runtime = LocalRuntime(RUNTIME.model_copy(update={"sampler": names["FixedSamplerConfig"](text="It is 12.")}))
+    shop = Workshop(store, runtime)
+    config = GenerateConfig(samples_per_prompt=2, sampling=SamplingConfig(max_tokens=20))
+    ref, _ = shop.run("generate", config, inputs)
+    answers = [one.completion for one in read_generations(store.path(ref))]
+    assert [(one.text, one.finish_reason, set(one.logprobs)) for one in answers] == [("It is 12.", "stop", {0.0})] * 2
+    assert runtime.engines() == {"fixed": "1"}

@@ -1,7 +1,10 @@
-"""The worker as a plain object; on Ray, with vLLM, it is tested by `test_ray_runtime`."""
+"""The worker as a plain object; on Ray, with vLLM, it is tested by test_ray_runtime."""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError
-from rlhf_core.runtime.sample_worker import SampleWorker
+from rlhf_core.runtime.sample_worker import LOW, SampleWorker, at_low_priority
 from rlhf_core.types import SamplingRequest
 
 
@@ -51,3 +54,22 @@ def test_a_sampler_that_cannot_sleep_is_named_where_its_configuration_says_it_sl
         SamplingError, match=r"HFSampler'?: .*sleeps or takes weights on a GPU; give the class the methods"
     ):
         worker.sleep()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities per thread are Linux's")
+def test_the_work_gives_way_and_its_caller_does_not() -> None:
+    def own() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = own()
+    assert at_low_priority(own) == max(LOW, before)
+    assert own() == before
+
+
+def test_an_error_of_the_work_reaches_the_caller() -> None:
+    with pytest.raises(ImportError, match="no engine"):
+        at_low_priority(_fail)
+
+
+def _fail() -> None:
+    raise ImportError("no engine")

@@ -1,5 +1,8 @@
+"""How weights travel: packed through the object store, or from GPU to GPU."""
+
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_core.models.lora import weights_digest
 from rlhf_core.runtime.weight_sync import DeviceSender, choose_transfer, ipc_buffer_bytes
+from rlhf_core.runtime.weights import buckets, pack, unpack
 
 EMBEDDING = (152_064, 3584)
 """Of Qwen2.5-7B: 1.09 GB in bfloat16."""
@@ -102,3 +107,32 @@ def test_a_sender_says_when_a_larger_model_needs_a_new_buffer() -> None:
     assert not sender.fits({"b": torch.ones(9)})
     sender._ipc = False  # by NCCL, chunks grow with their tensors
     assert sender.fits({"b": torch.ones(9)})
+
+
+def test_packed_weights_come_back_bit_for_bit_with_dtype_shape_and_order() -> None:
+    tensors = {
+        "b": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16),
+        "a": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),  # not contiguous
+        "scalar": torch.tensor(2.5),
+    }
+    received = unpack(pack(tensors))
+    assert list(received) == ["b", "a", "scalar"]
+    assert weights_digest(received) == weights_digest(tensors)
+    assert received["a"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+
+
+def test_packed_weights_leave_the_pickle_stream() -> None:
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(pack({"w": torch.zeros(1000, 1000)}), protocol=5, buffer_callback=buffers.append)
+    assert len(stream) < 2000  # the 4 MB travel out of band, which is what lets readers map them
+    assert sum(len(buffer.raw()) for buffer in buffers) == 4_000_000
+
+
+def test_buckets_keep_every_tensor_in_order_and_stay_below_the_limit_unless_one_tensor_alone_is_above() -> None:
+    sizes = {"a": 3, "b": 4, "huge": 20, "c": 1, "d": 5, "e": 1}
+    tensors = {name: torch.arange(size, dtype=torch.float32) for name, size in sizes.items()}
+    parts = list(buckets(tensors, most_bytes=28))
+    assert [list(part) for part in parts] == [["a", "b"], ["huge"], ["c", "d", "e"]]
+    received = {name: tensor for part in parts for name, tensor in unpack(pack(part)).items()}
+    assert weights_digest(received) == weights_digest(tensors)
+    assert list(buckets({})) == []

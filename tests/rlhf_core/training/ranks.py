@@ -30,23 +30,42 @@ def load(program: Path) -> ModuleType:
     return module
 
 
-def run_ranks(program: Path, cases: dict[str, Any], out: Path, *, ranks: int, threads: str) -> None:
-    """Run `python program <cases.pt> <out>` as ranks of one group; AssertionError with what they said if one fails."""
-    torch.save(cases, out / "cases.pt")
+def start_ranks(*arguments: object, ranks: int, threads: str = "1", **environment: str) -> list[subprocess.Popen[str]]:
+    """Start `python *arguments` as ranks of one group; with 0 ranks, as one process without a launcher."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     inherited = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "LOCAL_RANK")}
     inherited |= {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
-    inherited |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(program), str(out / "cases.pt"), str(out)]
-    processes = [
-        subprocess.Popen(command, env=inherited | {"RANK": str(rank)}, text=True, stderr=subprocess.PIPE)
-        for rank in range(ranks)
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    launchers = [group | {"RANK": str(rank)} for rank in range(ranks)] or [{}]
+    command = [sys.executable, *map(str, arguments)]
+    return [
+        subprocess.Popen(
+            command,
+            env=inherited | launcher | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for launcher in launchers
     ]
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+    """Return the output and the errors of each process; AssertionError if one failed."""
     try:
-        errors = [process.communicate(timeout=400)[1] for process in processes]
+        written = [process.communicate(timeout=400) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(error[-3000:] for error in errors)
+    errors = "\n".join(error[-3000:] for _, error in written)
+    assert [process.returncode for process in processes] == [0] * len(processes), errors
+    return written
+
+
+def run_ranks(program: Path, cases: dict[str, Any], out: Path, *, ranks: int = 2) -> dict[str, list[Any]]:
+    """Run `python program <cases.pt> <out>` as ranks of one group; return what each rank made of each case."""
+    torch.save(cases, out / "cases.pt")
+    finish(start_ranks(program, out / "cases.pt", out, ranks=ranks))
+    return {name: [torch.load(out / f"{name}_{rank}.pt") for rank in range(ranks)] for name in cases}

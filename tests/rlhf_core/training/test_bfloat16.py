@@ -6,28 +6,17 @@ What is compared for equality is computed in the same process from the same rows
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_core.training.state import LAUNCHER
+from tests.rlhf_core.training.ranks import finish, start_ranks
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 PROGRAM = Path(__file__).with_name("bfloat16_program.py")
-ROOT = Path(__file__).parents[3]
 STAGES = ("zero1", "zero2", "zero3")
 ENGINES = ("torch", *STAGES)
-
-
-def start(policy: Path, out: Path, engines: tuple[str, ...], launcher: dict[str, str]) -> subprocess.Popen[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "LOCAL_RANK")}
-    environment = inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | launcher
-    command = [sys.executable, str(PROGRAM), str(policy), str(out), *engines]
-    return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +24,8 @@ def runs(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """What the program saw with each engine, rank by rank."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     out = tmp_path_factory.mktemp("bfloat16")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [start(policy_folder, out, STAGES, shared | {"RANK": str(rank)}) for rank in range(2)]
-    processes.append(start(policy_folder, out, ("torch",), {}))
-    try:
-        errors = [process.communicate(timeout=400)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0, 0], "\n".join(error[-3000:] for error in errors)
+    processes = start_ranks(PROGRAM, policy_folder, out, *STAGES, ranks=2)
+    finish([*processes, *start_ranks(PROGRAM, policy_folder, out, "torch", ranks=0)])
     made = {}
     for engine in ENGINES:
         files = sorted(out.glob(f"{engine}_*.json"))
@@ -59,8 +38,6 @@ def joined(ranks: list[dict[str, Any]], of: str) -> list[float]:
     return [sum(step[of] for step in steps) for steps in zip(*(rank["history"] for rank in ranks), strict=True)]
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_policy_that_is_its_reference_says_what_it_says(engine: str, runs: dict[str, Any]) -> None:
     """Exactly: the same weights in the same precision, in the same micro-batches."""
@@ -72,8 +49,6 @@ def test_a_policy_that_is_its_reference_says_what_it_says(engine: str, runs: dic
         assert min(min(row) for row in first["policy"]) < -4.0
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_loss_falls(engine: str, runs: dict[str, Any]) -> None:
     losses = joined(runs[engine], "loss")
@@ -82,8 +57,6 @@ def test_the_loss_falls(engine: str, runs: dict[str, Any]) -> None:
     assert all(step["skipped"] == 0.0 for rank in runs[engine] for step in rank["history"])
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", STAGES)
 def test_every_stage_follows_the_plain_engine(engine: str, runs: dict[str, Any]) -> None:
     """Both keep float32 weights for updates, and DeepSpeed's start from rounded ones and compute in bfloat16 throughout.
@@ -96,8 +69,6 @@ def test_every_stage_follows_the_plain_engine(engine: str, runs: dict[str, Any])
     assert own == pytest.approx(plain, rel=5e-2)
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_training_resumes_bitwise(engine: str, runs: dict[str, Any]) -> None:
     for rank in runs[engine]:
@@ -105,8 +76,6 @@ def test_training_resumes_bitwise(engine: str, runs: dict[str, Any]) -> None:
         assert rank["resumed_digest"] == rank["digest"]
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_checkpoints_hold_float32_weights_that_bfloat16_would_not(engine: str, runs: dict[str, Any]) -> None:
     found = runs[engine][0]["masters"]
@@ -123,8 +92,6 @@ def test_checkpoints_hold_float32_weights_that_bfloat16_would_not(engine: str, r
     assert moments and set(moments) == {"torch.float32"}
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_export_is_of_the_weights_that_compute(engine: str, runs: dict[str, Any]) -> None:
     """The plain engine's are float32; DeepSpeed's are the bfloat16 ones, as every sampler sees them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -84,17 +83,11 @@ def cases(
     }
 
 
-def two_ranks(cases: dict[str, Any], out: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return what the program makes of `cases` on each of two ranks."""
-    run_ranks(PROGRAM, cases, out, ranks=2, threads=os.environ.get("OMP_NUM_THREADS", "1"))
-    return {name: [torch.load(out / f"{name}_{rank}.pt") for rank in range(2)] for name in cases}
-
-
 @pytest.mark.engine
 @pytest.mark.slow
 def test_two_ranks_that_share_rows_or_weights_are_one_rank(cases: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    for name, (left, right) in two_ranks(cases, tmp_path).items():
+    for name, (left, right) in run_ranks(PROGRAM, cases, tmp_path).items():
         one = reference(cases[name], tmp_path / f"{name}_alone")
         assert left["resumed"] == left["steps"][2:], name
         for own, other, alone in zip(left["steps"], right["steps"], one["steps"], strict=True):

@@ -1,3 +1,5 @@
+"""A trainer on one rank: gradients, measurements, checkpoints, exports, averages of weights and skipped updates."""
+
 from __future__ import annotations
 
 import math
@@ -9,21 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.preference.dpo import HingeLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
-from rlhf_core.errors import ArtifactError, TrainingError
+from rlhf_core.errors import ArtifactError, ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.loading import load_model
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.store.checkpoints import wait_for_parts
 from rlhf_core.training.batching import reduce
 from rlhf_core.training.engines.base import TorchEngine, open_engine
 from rlhf_core.training.objectives.base import BradleyTerryObjective, PolicyObjective, SftObjective, ValueObjective
 from rlhf_core.training.objectives.preference import PairObjective
-from rlhf_core.training.trainer import LocalTrainer
+from rlhf_core.training.trainer import LocalTrainer, WeightAverage, average_of, check_updated, count_skipped
 from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
 from tests.rlhf_core.training.conftest import TINY
 from tests.support.tolerances import near, of_model, of_training
@@ -410,3 +414,94 @@ def test_bfloat16_trains_float32_weights(
     # A frozen one too: it must say what the same model says while it trains.
     frozen = LocalTrainer(policy_spec, None, config)
     assert {tensor.dtype for tensor in frozen.weights().payload.values()} == {torch.float32}
+
+
+AVERAGED = OptimizerConfig(learning_rate=1e-2, schedule="constant", ema_decay=0.5)
+
+
+def linear(value: float) -> nn.Linear:
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(value)
+    return model
+
+
+def test_the_average_is_a_geometric_sum_of_the_weights() -> None:
+    model = linear(0.0)
+    average = WeightAverage(model, decay=0.9)
+    for value in (1.0, 2.0):
+        model.weight.data.fill_(value)
+        average.update(model)
+    # 0.9 * (0.9 * 0 + 0.1 * 1) + 0.1 * 2
+    assert average.state()["weight"].item() == pytest.approx(0.29)
+    with average.in_place(model):
+        assert model.weight.item() == pytest.approx(0.29)
+    assert model.weight.item() == 2.0
+
+
+def test_only_rank_0_keeps_one_and_only_if_asked_to() -> None:
+    assert average_of(linear(1.0), decay=0.0, rank=0) is None
+    assert average_of(linear(1.0), decay=0.9, rank=1) is None
+    assert average_of(linear(1.0), decay=0.9, rank=0) is not None
+
+
+def exported(trainer: LocalTrainer, folder: Path) -> dict[str, torch.Tensor]:
+    trainer.export(folder)
+    spec = ModelSpec(path=str(folder), head="lm", lora=None, seed=0)
+    return load_model(spec, dtype="float32", attention="sdpa", gradient_checkpointing=False, device="cpu").state_dict()
+
+
+def train(trainer: LocalTrainer, samples: list[TokenSample], steps: int) -> None:
+    for _ in range(steps):
+        trainer.forward_backward(samples, SftObjective(pack_to=None))
+        trainer.optim_step(learning_rate=1e-2)
+
+
+def test_the_export_is_the_average_and_the_sampler_gets_the_weights(
+    policy_spec: ModelSpec, token_samples: list[TokenSample], tmp_path: Path
+) -> None:
+    trainer = LocalTrainer(policy_spec, AVERAGED, TORCH)
+    before = {name: weight.clone() for name, weight in trainer.weights().payload.items()}
+    train(trainer, token_samples, 1)
+    after = trainer.weights().payload
+    made = exported(trainer, tmp_path / "made")
+    name = next(name for name, weight in after.items() if weight.dim() == 2 and not torch.equal(weight, before[name]))
+    torch.testing.assert_close(made[name], (before[name] + after[name]) / 2)
+    assert trainer.weights().payload[name].equal(after[name])
+
+
+def test_the_average_goes_on_from_a_checkpoint(
+    policy_spec: ModelSpec, token_samples: list[TokenSample], tmp_path: Path
+) -> None:
+    whole = LocalTrainer(policy_spec, AVERAGED, TORCH)
+    train(whole, token_samples, 4)
+    first = LocalTrainer(policy_spec, AVERAGED, TORCH)
+    train(first, token_samples, 2)
+    first.save(tmp_path / "saved")
+    second = LocalTrainer(policy_spec, AVERAGED, TORCH)
+    second.load(tmp_path / "saved")
+    train(second, token_samples, 2)
+    expected, resumed = exported(whole, tmp_path / "whole"), exported(second, tmp_path / "resumed")
+    assert all(weight.equal(resumed[name]) for name, weight in expected.items())
+
+
+def test_zero_3_has_no_whole_weights_to_average(policy_spec: ModelSpec) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.ema_decay = 0\.5: under ZeRO 3"):
+        open_engine(policy_spec, AVERAGED, TrainerConfig(engine="deepspeed", zero_stage=3))
+
+
+def test_updates_that_are_skipped_in_a_row_end_the_stage_and_a_good_one_forgives() -> None:
+    count = 0
+    for step in range(4):
+        count = count_skipped(count, {"skipped": 1.0}, label="sft", step=step)
+    assert count == 4
+    assert count_skipped(count, {"skipped": 0.0}, label="sft", step=4) == 0
+    with pytest.raises(TrainingError, match=r"sft\.step = 4: 5 updates in a row"):
+        count_skipped(count, {"skipped": 1.0}, label="sft", step=4)
+
+
+def test_a_step_that_updated_neither_or_only_one_of_its_models_ends_the_stage() -> None:
+    good, bad = {"policy/skipped": 0.0, "value/skipped": 0.0}, {"policy/skipped": 1.0, "value/skipped": 0.0}
+    check_updated([good, bad], label="ppo", step=3)
+    check_updated([{"value/skipped": 0.0}], label="ppo", step=3)  # the policy waits for the warm-up
+    with pytest.raises(TrainingError, match=r"ppo\.step = 3: every update of the policy had a non-finite"):
+        check_updated([bad, bad], label="ppo", step=3)

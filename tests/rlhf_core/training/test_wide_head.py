@@ -117,12 +117,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def run(cases: dict[str, Any], out: Path, *, ranks: int) -> dict[str, list[dict[str, Any]]]:
-    """Return what the program makes of `cases` on each of `ranks` ranks."""
-    run_ranks(PROGRAM, cases, out, ranks=ranks, threads="1")
-    return {name: [torch.load(out / f"{name}_{rank}_of_{ranks}.pt") for rank in range(ranks)] for name in cases}
-
-
 @pytest.fixture(scope="module")
 def alone(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What one rank of the plain engine makes of the cases."""
@@ -170,16 +164,11 @@ def test_the_lengths_are_such_that_ranks_have_other_numbers_of_chunks() -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_two_ranks_are_one_rank(cases: dict[str, Any], alone: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "names"), [(2, None), (4, ["tied_head_recomputed"])])
+def test_several_ranks_are_one_rank(
+    cases: dict[str, Any], alone: dict[str, Any], tmp_path: Path, ranks: int, names: list[str] | None
+) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    for name, made in run(cases, tmp_path, ranks=2).items():
-        assert_one_rank(made, alone[name], name)
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_four_ranks_are_one_rank(cases: dict[str, Any], alone: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    chosen = {"tied_head_recomputed": cases["tied_head_recomputed"]}
-    for name, made in run(chosen, tmp_path, ranks=4).items():
+    chosen = {name: cases[name] for name in names or cases}
+    for name, made in run_ranks(PROGRAM, chosen, tmp_path, ranks=ranks).items():
         assert_one_rank(made, alone[name], name)

@@ -1,6 +1,6 @@
 """Run by test_wide_head.py: `python wide_head_program.py <cases.pt> <out>`, as several ranks under ZeRO 3.
 
-A case is a `Case`; what the trainers make of it goes to <out>/<case>_<rank>_of_<world>.pt. Every parameter is
+A case is a `Case`; what the trainers make of it goes to <out>/<case>_<rank>.pt. Every parameter is
 partitioned, so each use of one is a collective call: ranks that do not make the same calls in the same order hang or abort.
 """
 
@@ -79,9 +79,9 @@ def main() -> None:
     torch.set_num_threads(1)
     partition_everything()
     cases, out = torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2])
-    rank, world = rank_and_world()
+    rank, _ = rank_and_world()
     for name, case in cases.items():
-        torch.save(made(case), out / f"{name}_{rank}_of_{world}.pt")
+        torch.save(made(case), out / f"{name}_{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run by test_deepspeed_engine.py: `python deepspeed_program.py <policy> <out> <engine>...`, alone or as several ranks.
 
-An engine is `torch`, `zero0` .. `zero3`, or one of them with `-bfloat16`. With each in turn it trains a policy and a
+An engine is `torch` or `zero0` .. `zero3`. With each in turn it trains a policy and a
 value model side by side, saves after step 2 of 5, goes on from there with new objects that sleep before each step, then from what the other number
 of ranks saved (one and two of them run at once), and writes what it saw to <out>/rank<r>_of_<world>.json.
 """
@@ -159,9 +159,8 @@ def skip(trainer: LocalTrainer) -> list[float]:
 
 
 def config_of(engine: str) -> TrainerConfig:
-    name, _, dtype = engine.partition("-")
-    settings: dict[str, Any] = {"engine": "torch"} if name == "torch" else {"zero_stage": int(name[-1])}
-    return TrainerConfig(**settings, micro_batch=3, dtype=dtype or "float32")
+    settings: dict[str, Any] = {"engine": "torch"} if engine == "torch" else {"zero_stage": int(engine[-1])}
+    return TrainerConfig(**settings, micro_batch=3)
 
 
 def main() -> None:

@@ -1,15 +1,72 @@
+"""The plain engine, and the engine that each model gets."""
+
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.training.engines.base import TorchEngine, open_engine
 from rlhf_core.training.state import LAUNCHER
+
+OPTIMIZER = OptimizerConfig(max_grad_norm=100.0)
+
+
+def engine_of(weight: float, *, compute_dtype: torch.dtype = torch.float32, trained: bool = True) -> TorchEngine:
+    module = nn.Linear(1, 1, bias=False)
+    module.weight.data.fill_(weight)
+    optimizer = OPTIMIZER if trained else None
+    return TorchEngine(module, optimizer, device=torch.device("cpu"), rank=0, compute_dtype=compute_dtype)
+
+
+def output(engine: TorchEngine, x: float) -> torch.Tensor:
+    return engine.forward(lambda module: module(torch.tensor([[x]])).sum())
+
+
+def test_gradients_add_up_until_the_step_which_clears_them() -> None:
+    engine = engine_of(1.0)
+    engine.backward(output(engine, 3.0))
+    engine.backward(output(engine, 4.0))
+    assert engine.step(0.1) == 7.0
+    # the first Adam step is the learning rate against the gradient's sign
+    assert float(engine.module.weight.detach()) == pytest.approx(0.9)
+    assert engine.module.weight.grad is None
+
+
+def test_the_learning_rate_of_a_step_is_the_one_it_is_given() -> None:
+    engine = engine_of(1.0)
+    for rate in (0.1, 0.0, 0.2):
+        engine.backward(output(engine, 3.0))
+        engine.step(rate)
+    # equal gradients: every Adam step is its rate
+    assert float(engine.module.weight.detach()) == pytest.approx(0.7, abs=1e-5)
+
+
+def test_a_skipped_step_reports_an_infinite_norm_and_clears_the_gradient() -> None:
+    engine = engine_of(1.0)
+    engine.backward(output(engine, math.nan))
+    assert engine.step(0.1) == math.inf
+    assert float(engine.module.weight.detach()) == 1.0
+    engine.backward(output(engine, 2.0))
+    assert engine.step(0.1) == 2.0
+
+
+def test_bfloat16_is_for_computing_alone() -> None:
+    # 1 + 2^-10 is not a bfloat16: the product is rounded, the weight is not
+    engine = engine_of(1 + 2**-10, compute_dtype=torch.bfloat16)
+    assert output(engine, 1.0).item() == 1.0
+    assert engine.module.weight.item() == 1 + 2**-10
+
+
+def test_a_frozen_engine_has_no_step() -> None:
+    with pytest.raises(TrainingError, match="a frozen model cannot be trained"):
+        engine_of(1.0, trained=False).step(0.1)
 
 
 def test_a_frozen_model_needs_nothing_of_deepspeed_below_stage_3(policy_spec: ModelSpec) -> None:

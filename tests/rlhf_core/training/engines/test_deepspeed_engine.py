@@ -1,23 +1,34 @@
-"""DeepSpeed for real, in processes of its own: alone against the plain engine, and two ranks against one."""
+"""DeepSpeed in processes of its own: alone against the plain engine, and two ranks against one."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.errors import ConfigError
 from rlhf_core.training.batching import reduce
+from rlhf_core.training.engines.deepspeed_engine import (
+    _own_groups_and_steps,
+    deepspeed_config,
+    one_at_a_time,
+    remove_stale_locks,
+)
 from tests.rlhf_core.training.conftest import TINY
+from tests.rlhf_core.training.ranks import finish, start_ranks
 from tests.support.tolerances import assert_same_updates, near, of_training
 
 PROGRAM = Path(__file__).with_name("deepspeed_program.py")
-ROOT = Path(__file__).parents[4]
 STAGES = ("zero0", "zero1", "zero2")
 SAVED = (*STAGES, "zero3")
 STEPS = 5
@@ -25,41 +36,21 @@ RATES = [1e-3 * (step + 1) for step in range(STEPS)]
 """Those of the program."""
 SAME = of_training(TINY, steps=STEPS)
 """1.4e-4. One rank adds the gradients of its micro-batches, two those of their shards: the same terms in another order."""
-LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 
 
-def start(policy: Path, out: Path, engines: tuple[str, ...], launcher: dict[str, str]) -> subprocess.Popen[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    environment = inherited | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)} | launcher
-    command = [sys.executable, str(PROGRAM), str(policy), str(out), *engines]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    try:
-        out, errors = process.communicate(timeout=400)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors[-4000:]
-    return out + errors
+def of_a_run(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test of what the program wrote."""
+    return pytest.mark.engine(pytest.mark.slow(test))
 
 
 @pytest.fixture(scope="session")
 def runs(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the program saw alone and on each of two ranks; all three processes run at once, they mostly import."""
     out = tmp_path_factory.mktemp("deepspeed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [start(policy_folder, out, SAVED, shared | {"RANK": str(rank)}) for rank in range(2)]
-    processes.append(start(policy_folder, out, ("torch", *SAVED), {"TORCH_EXTENSIONS_DIR": str(out / "compiled")}))
-    try:
-        said = [finish(process) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    processes = start_ranks(PROGRAM, policy_folder, out, *SAVED, ranks=2)
+    alone = {"TORCH_EXTENSIONS_DIR": str(out / "compiled")}
+    processes += start_ranks(PROGRAM, policy_folder, out, "torch", *SAVED, ranks=0, **alone)
+    said = [output + errors for output, errors in finish(processes)]
     made = {name: json.loads((out / f"{name}.json").read_text()) for name in ("rank0_of_1", "rank0_of_2", "rank1_of_2")}
     return {**made, "said": said, "out": out}
 
@@ -83,8 +74,7 @@ def norms(history: list[Any]) -> list[float]:
     return [made["update"]["grad_norm"] for step in history for made in step]
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@of_a_run
 def test_zero_0_is_the_plain_engine_to_the_bit(alone: dict[str, Any]) -> None:
     assert alone["zero0"]["history"] == alone["torch"]["history"]
     assert alone["zero0"]["digests"] == alone["torch"]["digests"]
@@ -93,8 +83,7 @@ def test_zero_0_is_the_plain_engine_to_the_bit(alone: dict[str, Any]) -> None:
     assert losses(alone["zero0"]["history"])[0] > 5.0
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@of_a_run
 def test_zero_1_follows_the_plain_engine(alone: dict[str, Any]) -> None:
     plain, partitioned = alone["torch"], alone["zero1"]
     assert losses(partitioned["history"]) == near(losses(plain["history"]), SAME)
@@ -103,8 +92,7 @@ def test_zero_1_follows_the_plain_engine(alone: dict[str, Any]) -> None:
         assert_same_updates(one, other, shape=TINY, rates=RATES)
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@of_a_run
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_are_one_rank(stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]) -> None:
     """The second rank has no sample in the last step."""
@@ -120,21 +108,9 @@ def test_two_ranks_are_one_rank(stage: str, alone: dict[str, Any], two_ranks: li
     assert right["history"][4][0]["shard"] == {}
 
 
-@pytest.mark.engine
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", SAVED)
-def test_training_resumes_bitwise_on_one_and_two_ranks(
-    stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
-) -> None:
-    for made in (alone[stage], *(rank[stage] for rank in two_ranks)):
-        assert made["resumed_history"] == made["history"][2:]
-        assert made["resumed_digests"] == made["digests"]
-
-
-@pytest.mark.engine
-@pytest.mark.slow
+@of_a_run
 @pytest.mark.parametrize("stage", ("torch", *SAVED))
-def test_what_sleeps_gives_all_its_memory_back_and_goes_on_bitwise(
+def test_training_resumes_bitwise_and_what_sleeps_gives_all_its_memory_back(
     stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
     """The resumed run sleeps before every step, the first one never."""
@@ -149,8 +125,7 @@ def test_what_sleeps_gives_all_its_memory_back_and_goes_on_bitwise(
     assert min(alone[stage]["moved"][0]) >= alone[stage]["parameters"] * bytes_of[stage]
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@of_a_run
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_loss_that_one_rank_alone_sees_as_not_a_number_is_skipped_by_all(
     stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
@@ -160,8 +135,7 @@ def test_a_loss_that_one_rank_alone_sees_as_not_a_number_is_skipped_by_all(
         assert made["digest_after_skip"] == made["digests"][1]
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@of_a_run
 @pytest.mark.parametrize("stage", STAGES)
 def test_rank_0_alone_hands_out_the_weights(stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]) -> None:
     left, right = (rank[stage] for rank in two_ranks)
@@ -170,8 +144,7 @@ def test_rank_0_alone_hands_out_the_weights(stage: str, alone: dict[str, Any], t
     assert right["weights"] == [[], []]
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@of_a_run
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_checkpoint_of_another_zero_stage_is_refused(
     stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
@@ -182,8 +155,7 @@ def test_a_checkpoint_of_another_zero_stage_is_refused(
         assert made["refusal"].startswith(start)
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@of_a_run
 @pytest.mark.parametrize("stage", SAVED)
 def test_training_goes_on_with_another_number_of_ranks(
     stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
@@ -205,8 +177,7 @@ def test_training_goes_on_with_another_number_of_ranks(
         assert made["left"] == []
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@of_a_run
 def test_every_stage_exports_the_same_files(runs: dict[str, Any]) -> None:
     out: Path = runs["out"]
     names = sorted(file.name for file in (out / "torch_of_1" / "exported").iterdir())
@@ -216,16 +187,95 @@ def test_every_stage_exports_the_same_files(runs: dict[str, Any]) -> None:
     assert sorted(file.name for file in (out / "zero1_of_1" / "exported").iterdir()) == names
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@of_a_run
 def test_deepspeed_says_nothing_when_all_is_well(runs: dict[str, Any]) -> None:
     """But that a rank waits for another that compiles, as on a machine where nothing was compiled yet."""
     lines = [line for said in runs["said"] for line in said.splitlines() if "deepspeed" in line.lower()]
     assert [line for line in lines if not line.startswith("waiting for process ")] == []
 
 
-@pytest.mark.engine
-@pytest.mark.slow
+@of_a_run
 def test_a_single_rank_needs_no_compiler(runs: dict[str, Any]) -> None:
     """It has nobody to exchange anything with, and the first run of a newcomer need not wait for collectives."""
     assert not (runs["out"] / "compiled").exists()
+
+
+BUILDER = """
+import sys, time
+from torch.utils.file_baton import FileBaton
+assert FileBaton(sys.argv[1]).try_acquire()
+print("has it", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    lock = tmp_path / "py311_cpu" / "some_extension" / "lock"
+    lock.parent.mkdir(parents=True)
+    process = subprocess.Popen([sys.executable, "-c", BUILDER, str(lock)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "has it\n"
+        assert remove_stale_locks(tmp_path) == [] and lock.exists()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert lock.exists(), "torch waits for it for ever"
+        assert remove_stale_locks(tmp_path) == [lock] and not lock.exists()
+    finally:
+        process.kill()
+        process.wait()
+    assert remove_stale_locks(tmp_path / "nowhere") == []
+
+
+def test_whoever_waits_for_another_process_to_compile_logs_for_whom(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits, entered = threading.Event(), threading.Event()
+    caplog.handler.addFilter(lambda record: waits.set() or True)
+
+    def other() -> None:
+        with one_at_a_time(tmp_path / "lock", patience_s=0.0):
+            entered.set()
+
+    with one_at_a_time(tmp_path / "lock"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert waits.wait(60) and not entered.is_set()
+    thread.join(60)
+    assert entered.is_set()
+    assert f"waiting for process {os.getpid()} (rank 0)" in caplog.text
+
+
+def test_clipping_is_left_to_the_optimizer_where_deepspeed_would_not_check_the_norm() -> None:
+    optimizer = OptimizerConfig(max_grad_norm=0.5)
+    assert deepspeed_config(optimizer, TrainerConfig(), stage=0)["gradient_clipping"] == 0.0
+    assert deepspeed_config(optimizer, TrainerConfig(), stage=1)["gradient_clipping"] == 0.5
+
+
+def test_offloading_needs_a_partitioned_optimizer() -> None:
+    config = TrainerConfig(offload_optimizer=True)
+    with pytest.raises(ConfigError, match="offload_optimizer = True: ZeRO stage 0 keeps the optimizer on its device"):
+        deepspeed_config(OptimizerConfig(), config, stage=0)
+    assert deepspeed_config(OptimizerConfig(), config, stage=2)["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+    }
+
+
+def test_groups_keep_their_weight_decay_and_parameters_count_their_own_steps() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    groups = [{"params": [first], "weight_decay": 0.1}, {"params": [second], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    with _own_groups_and_steps(optimizer):  # inside, what DeepSpeed's stage 3 does
+        shared = torch.tensor(3.0)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.1
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {
+                    "step": shared,
+                    "exp_avg": torch.zeros(2),
+                    "exp_avg_sq": torch.zeros(2),
+                }
+    first.grad, second.grad = torch.ones(2), torch.ones(2)
+    optimizer.step()
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [float(optimizer.state[parameter]["step"]) for parameter in (first, second)] == [4.0, 4.0]

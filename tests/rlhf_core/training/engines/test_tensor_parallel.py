@@ -1,8 +1,11 @@
-"""What cannot be split is refused; that two ranks are one is in test_sequence_parallel.py."""
+"""Architectures that train alike on two ranks that share every weight, and those that are refused."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +16,112 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.loading import load_model
 from rlhf_core.training.engines.base import open_engine
-from rlhf_core.training.engines.tensor_parallel import check_partition, partition_settings, whole_layers
+from rlhf_core.training.engines.tensor_parallel import PROVEN, check_partition, partition_settings, whole_layers
+from rlhf_core.training.objectives.base import SftObjective
+from rlhf_core.types import TokenSample
+from tests.rlhf_core.training.ranks import load, run_ranks
+from tests.support.tolerances import assert_same_movement, roundings
 
-SPLIT = TrainerConfig(tensor_parallel=2, zero_stage=1)
+PROGRAM = Path(__file__).parents[1] / "sequence_parallel_program.py"
+SPLIT = TrainerConfig(engine="deepspeed", tensor_parallel=2, zero_stage=1, micro_batch=3)
+VOCABULARY = 64
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # Large, so that attention is not the mean of what it sees and the norms before it matter.
+    "initializer_range": 0.3,
+}
+# Windows shorter than the longest row, where an architecture has them.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 8},  # with its caps, which only eager attention has
+    "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 8},
+    "granite": {},
+    "smollm3": {},
+    "olmo": {},
+    "stablelm": {"use_qkv_bias": True},
+    "cohere": {},
+    "cohere2": {"sliding_window": 8},
+    "helium": {},
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "olmo2": {},
+    "phi3": {},
+    "starcoder2": {},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "cohere": {"use_qk_norm": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+}
+
+
+def model_of(family: str, settings: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto import CONFIG_MAPPING
+
+    shape = CONFIG_MAPPING[family](**SHAPE | settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return AutoModelForCausalLM.from_config(shape)
+
+
+def samples() -> list[TokenSample]:
+    generator = random.Random(11)
+    return [
+        TokenSample(tuple(generator.randrange(3, VOCABULARY) for _ in range(length)), (0, *(1,) * (length - 1)))
+        for length in (5, 17, 9, 12, 8, 21)
+    ]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_two_ranks_that_share_weights_are_one_rank_in_every_family(tmp_path: Path) -> None:
+    """A parameter whose gradient sees one rank's heads only lacks the other's part, half of its way: Qwen3's and Gemma 3's
+    norms over one head, where their gradients are not summed."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    torch.set_num_threads(1)
+    rows, sft, cases = samples(), SftObjective(pack_to=None), {}
+    for name, settings in FAMILIES.items():
+        model = model_of(name, settings)
+        model.save_pretrained(tmp_path / f"{name}_model")
+        split = SPLIT.model_copy(update={"attention": "eager"}) if name == "gemma2" else SPLIT
+        cases[name] = (ModelSpec(str(tmp_path / f"{name}_model"), "lm", None, 3), split, sft, rows)
+    made = run_ranks(PROGRAM, cases, tmp_path)
+    share = roundings(1000)  # more than the way through two layers of width 32 and a head of 64
+    for name, (left, right) in made.items():
+        spec, split, *rest = cases[name]
+        alone = TrainerConfig(engine="torch", micro_batch=split.micro_batch, attention=split.attention)
+        one = load(PROGRAM).made(spec, alone, *rest, tmp_path / f"{name}_alone")
+        assert left["steps"] == right["steps"], name
+        assert left["resumed"] == left["steps"][2:], name
+        for step, (own, whole) in enumerate(zip(left["steps"], one["steps"], strict=True)):
+            assert own == pytest.approx(whole, rel=4 * share if "grad_norm" in own else share, abs=share), (name, step)
+        assert left["weights"].keys() == one["weights"].keys(), name
+        for key, weight in one["weights"].items():
+            assert_same_movement(left["weights"][key], weight, one["start"][key], name=f"{name}: {key}")
+
+
+def test_the_families_are_those_of_the_list() -> None:
+    assert set(FAMILIES) == PROVEN
+
+
+@pytest.mark.parametrize(("family", "settings"), REFUSED.items())
+def test_other_architectures_are_refused(family: str, settings: dict[str, Any]) -> None:
+    model = model_of(family, settings)
+    with pytest.raises(ConfigError, match=r"runtime\.trainer\.tensor_parallel = "):
+        check_partition(model, 2, world=2)
 
 
 def test_heads_workers_and_layers_must_be_divisible(policy_spec: ModelSpec) -> None:

@@ -20,6 +20,7 @@ from rlhf_core.models import forward
 from rlhf_core.models.batches import collate
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.models.loading import load_model
+from rlhf_core.training.objectives.base import PlacedModel
 from rlhf_core.training.objectives.cross_tokenizer import CrossTokenizerObjective, teacher_outcomes
 from rlhf_core.training.objectives.distillation import top_logprobs
 from rlhf_core.types import Message, TokenSample
@@ -134,7 +135,7 @@ def test_the_loss_is_that_of_the_models_own_distributions_at_the_groups(
     divergence = 0.75 * wanted[0] + 0.25 * wanted[1]
     objective = replace(OBJECTIVE, kind=kind, k=k)
     output = objective.compute(
-        models[0], taught(models, samples, k), objective.denominators(samples), pad_id=0, device=CPU
+        PlacedModel(models[0], 0, CPU), taught(models, samples, k), objective.denominators(samples)
     )
     found = {name: value.item() for name, value in output.metrics.items()}
     assert found == near(
@@ -159,7 +160,7 @@ def gradients(
     counts = objective.denominators(samples)
     models[0].zero_grad()
     for batch in batches:
-        objective.compute(models[0], batch, counts, pad_id=0, device=CPU).loss.backward()
+        objective.compute(PlacedModel(models[0], 0, CPU), batch, counts).loss.backward()
     return torch.cat([p.grad.flatten() for p in models[0].parameters() if p.grad is not None])
 
 
@@ -186,7 +187,7 @@ def test_steps_on_the_loss_bring_the_student_nearer_to_the_teacher_that_has_a_we
     measured = []
     for _ in range(40):
         optimizer.zero_grad()
-        output = objective.compute(models[0], told, objective.denominators(samples), pad_id=0, device=CPU)
+        output = objective.compute(PlacedModel(models[0], 0, CPU), told, objective.denominators(samples))
         output.loss.backward()
         optimizer.step()
         measured.append({name: value.item() for name, value in output.metrics.items()})

@@ -14,6 +14,7 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models import forward
 from rlhf_core.models.batches import collate
 from rlhf_core.models.loading import load_model
+from rlhf_core.training.objectives.base import PlacedModel
 from rlhf_core.training.objectives.distillation import DistillationObjective, top_logprobs
 from rlhf_core.types import DistillationSample, TokenSample, TopLogprobs
 from tests.rlhf_core.training.conftest import TINY
@@ -46,7 +47,7 @@ def gradients(model: nn.Module, batches: list[list[DistillationSample]]) -> Tens
     counts = FORWARD.denominators([sample for batch in batches for sample in batch])
     model.zero_grad()
     for batch in batches:
-        FORWARD.compute(model, batch, counts, pad_id=0, device=CPU).loss.backward()
+        FORWARD.compute(PlacedModel(model, 0, CPU), batch, counts).loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -93,7 +94,7 @@ def test_the_loss_is_that_of_the_two_models_own_distributions(
         agreement += (q.argmax(-1) == likeliest).sum().item()
     # LENGTHS sum to 120, and two tokens of each of the ten are not trained on
     objective = replace(FORWARD, kind=kind)
-    output = objective.compute(model, samples, objective.denominators(samples), pad_id=0, device=CPU)
+    output = objective.compute(PlacedModel(model, 0, CPU), samples, objective.denominators(samples))
     assert output.metrics["divergence"].item() == pytest.approx(divergence / 100, rel=1e-5)
     assert output.metrics["nll"].item() == pytest.approx(nll / 100, rel=1e-5)
     assert output.metrics["agreement"].item() == pytest.approx(agreement / 100)
@@ -114,8 +115,8 @@ def test_the_gradient_depends_neither_on_micro_batches_nor_on_chunks(
 def test_what_the_student_never_trained_on_has_no_weight(model: nn.Module, token_samples: list[TokenSample]) -> None:
     """Padding, prompts and the weight of what is left out: only the masked positions count."""
     samples = taught(model, token_samples, 5)
-    alone = [FORWARD.compute(model, [one], {"tokens": 100.0}, pad_id=0, device=CPU).loss.item() for one in samples]
-    together = FORWARD.compute(model, samples, {"tokens": 100.0}, pad_id=7, device=CPU).loss.item()
+    alone = [FORWARD.compute(PlacedModel(model, 0, CPU), [one], {"tokens": 100.0}).loss.item() for one in samples]
+    together = FORWARD.compute(PlacedModel(model, 7, CPU), samples, {"tokens": 100.0}).loss.item()
     assert together == near(sum(alone), of_model(TINY))
 
 
