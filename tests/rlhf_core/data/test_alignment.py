@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from rlhf_core.data.alignment import AlignedSample, aligned_answer, aligned_examples, characters
 from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate
 from rlhf_core.types import Message, TokenSample
-from tests.rlhf_core.data.sentencepiece import KINDS, LLAMA2, VICUNA, ZEPHYR, tokenizer_of
+from tests.rlhf_core.data.small_tokenizers import FORGETFUL, KINDS, LLAMA2, VICUNA, ZEPHYR, tokenizer_of, with_template
 
 ASK, ANSWER = Message("user", "What is 12 + 30?"), Message("assistant", "It is 42, and thank you for writing!")
 THANKS, BYE = Message("user", "Thank you."), Message("assistant", "Hello Maria: äöü, 日本語 and 🙂🙃 too.")
@@ -41,6 +40,32 @@ def only(samples: list[AlignedSample]) -> AlignedSample:
     return sample
 
 
+def written(chat: ChatTemplate, *ids: int) -> TokenSample:
+    """Return the prompt `ASK` and an answer of these tokens."""
+    prompt = chat.prompt_ids((ASK,))
+    return TokenSample(prompt + ids, (0,) * len(prompt) + (1,) * len(ids))
+
+
+def encoded(chat: ChatTemplate, text: str) -> tuple[int, ...]:
+    return tuple(chat.tokenizer.encode(text, add_special_tokens=False))
+
+
+def spans(sample: AlignedSample) -> list[tuple[int, int, int, int]]:
+    """Return the groups of the only teacher: the student's tokens, and the teacher's."""
+    (teacher,) = sample.teachers
+    return [(one.start, one.end, one.teacher_start, one.teacher_end) for one in teacher.groups]
+
+
+def said(student: ChatTemplate, teacher: ChatTemplate, sample: AlignedSample, number: int = 0) -> list[tuple[str, str]]:
+    """Return the text of each group in the tokens of the student and of a teacher."""
+    one = sample.teachers[number]
+    own, theirs = (list(itertools.chain(*answers(made))) for made in (sample, one.sample))
+    return [
+        (text(student, own[group.start : group.end]), text(teacher, theirs[group.teacher_start : group.teacher_end]))
+        for group in one.groups
+    ]
+
+
 def answers(sample: TokenSample | AlignedSample) -> list[list[int]]:
     """Return the masked tokens of each answer."""
     found: list[list[int]] = []
@@ -59,7 +84,7 @@ def slow_ends(chat: ChatTemplate, ids: list[int]) -> dict[int, int]:
     """Return number of characters -> number of tokens with them, by decoding every beginning of the answer from its start."""
     whole = text(chat, ids)
     beginnings = {number: text(chat, ids[:number]) for number in range(1, len(ids) + 1)}
-    return {len(said): number for number, said in beginnings.items() if whole.startswith(said) and said}
+    return {len(one): number for number, one in beginnings.items() if whole.startswith(one) and one}
 
 
 def slow_groups(chats: tuple[ChatTemplate, ChatTemplate], sides: tuple[list[int], list[int]]) -> list[tuple[int, ...]]:
@@ -81,7 +106,7 @@ def test_groups_are_the_finest_that_both_tokenizers_have_in_common(chat: ChatTem
                 for a, b, c, d in slow_groups(chats, (ours, theirs))
             ]
             first, teacher_first = first + len(ours), teacher_first + len(theirs)
-        found = [(one.start, one.end, one.teacher_start, one.teacher_end) for one in teacher.groups]
+        found = spans(sample)
         assert found == expected
         # both kinds of groups occur, and all masked tokens are in one
         assert {(b - a, d - c) for a, b, c, d in found} >= {(1, 1)}
@@ -91,25 +116,18 @@ def test_groups_are_the_finest_that_both_tokenizers_have_in_common(chat: ChatTem
 
 def test_the_same_tokenizer_has_a_group_for_each_token_that_ends_a_character(chat: ChatTemplate) -> None:
     sample = only(aligned_examples(chat, [chat], (ASK, ANSWER), max_length=1000))
-    assert [(one.start, one.end) for one in sample.teachers[0].groups] == [
-        (at, at + 1) for at in range(sum(sample.loss_mask))
-    ]
+    assert spans(sample) == [(at, at + 1, at, at + 1) for at in range(sum(sample.loss_mask))]
 
 
 def test_only_answers_are_aligned_and_the_ends_of_turns_with_each_other(
     chat: ChatTemplate, large: ChatTemplate
 ) -> None:
     sample = only(aligned_examples(chat, [large, chat], TURNS, max_length=1000))
-    own = [token for answer in answers(sample) for token in answer]
-    for teacher, template in zip(sample.teachers, (large, chat), strict=True):
-        theirs = [token for answer in answers(teacher.sample) for token in answer]
-        said = [
-            (text(chat, own[one.start : one.end]), text(template, theirs[one.teacher_start : one.teacher_end]))
-            for one in teacher.groups
-        ]
-        assert all(ours == other for ours, other in said)
-        assert [ours for ours, _ in said].count("<|end|>") == 2
-        assert "".join(ours for ours, _ in said) == f"{ANSWER.content}<|end|>{BYE.content}<|end|>"
+    for number, template in enumerate((large, chat)):
+        found = said(chat, template, sample, number)
+        assert all(ours == other for ours, other in found)
+        assert [ours for ours, _ in found].count("<|end|>") == 2
+        assert "".join(ours for ours, _ in found) == f"{ANSWER.content}<|end|>{BYE.content}<|end|>"
 
 
 @pytest.mark.parametrize("template", [LLAMA2, ZEPHYR, VICUNA], ids=["llama2", "zephyr", "vicuna"])
@@ -126,8 +144,8 @@ def test_tokenizers_that_mark_beginnings_are_aligned_too(chat: ChatTemplate, kin
         theirs = [token for answer in answers(sample.teachers[0].sample) for token in answer]
         for at, one in enumerate(groups):
             # Every beginning up to a group's end is the same text but for spaces at the edges of answers.
-            said = [text(student, own[: one.end]), text(teacher, theirs[: one.teacher_end])]
-            assert len({x.replace("</s>", "<|end|>").replace(" ", "") for x in said}) == 1, (at, said)
+            both = [text(student, own[: one.end]), text(teacher, theirs[: one.teacher_end])]
+            assert len({x.replace("</s>", "<|end|>").replace(" ", "") for x in both}) == 1, (at, both)
         assert len(groups) > 30
 
 
@@ -146,11 +164,9 @@ def test_a_cut_answer_has_no_group_at_its_end_and_none_beyond(chat: ChatTemplate
 def test_an_answer_of_the_students_own_is_the_same_text_for_the_teacher(
     chat: ChatTemplate, large: ChatTemplate
 ) -> None:
-    prompt = chat.prompt_ids((ASK,))
-    said = tuple(chat.tokenizer.encode("Hel", add_special_tokens=False))
-    said += tuple(chat.tokenizer.encode("lo to ", add_special_tokens=False))  # not how the tokenizer would cut it
-    for ids, ended in ((said, False), ((*said, chat.eos_id), True)):
-        own = TokenSample(prompt + ids, (0,) * len(prompt) + (1,) * len(ids))
+    cut = encoded(chat, "Hel") + encoded(chat, "lo to ")  # not how the tokenizer would cut it
+    for ids, ended in ((cut, False), ((*cut, chat.eos_id), True)):
+        own = written(chat, *ids)
         sample = aligned_answer(chat, [large], (ASK,), own)
         assert sample is not None
         assert (sample.token_ids, sample.loss_mask) == (own.token_ids, own.loss_mask)
@@ -158,7 +174,7 @@ def test_an_answer_of_the_students_own_is_the_same_text_for_the_teacher(
         assert text(large, answers(teacher.sample)[0]) == "Hello to <|end|>"
         assert teacher.sample.token_ids[: len(large.prompt_ids((ASK,)))] == large.prompt_ids((ASK,))
         assert (teacher.groups[-1].end == len(ids)) == ended
-    assert aligned_answer(chat, [large], (ASK,), TokenSample(prompt, (0,) * len(prompt))) is None
+    assert aligned_answer(chat, [large], (ASK,), written(chat)) is None
 
 
 def test_every_declared_end_of_the_student_is_the_end_of_its_answer(large: ChatTemplate) -> None:
@@ -167,25 +183,20 @@ def test_every_declared_end_of_the_student_is_the_end_of_its_answer(large: ChatT
     stop = tokenizer.convert_tokens_to_ids("<|stop|>")
     student = ChatTemplate(tokenizer, ends=[stop])
     assert student.eos_id != stop
-    prompt = student.prompt_ids((ASK,))
     for end in (student.eos_id, stop):
-        ids = (*tokenizer.encode("It is 42.", add_special_tokens=False), end)
-        own = TokenSample(prompt + ids, (0,) * len(prompt) + (1,) * len(ids))
-        sample = aligned_answer(student, [large], (ASK,), own)
+        ids = (*encoded(student, "It is 42."), end)
+        sample = aligned_answer(student, [large], (ASK,), written(student, *ids))
         assert sample is not None
-        (teacher,) = sample.teachers
-        assert text(large, answers(teacher.sample)[0]) == "It is 42.<|end|>"
-        last = teacher.groups[-1]
-        assert (last.start, last.end) == (len(ids) - 1, len(ids))
-        assert last.teacher_end == sum(teacher.sample.loss_mask)
+        theirs = sample.teachers[0].sample
+        assert text(large, answers(theirs)[0]) == "It is 42.<|end|>"
+        count = sum(theirs.loss_mask)
+        assert spans(sample)[-1] == (len(ids) - 1, len(ids), count - 1, count)
 
 
 def test_bytes_that_are_no_text_are_one_group_up_to_the_next_character(chat: ChatTemplate, large: ChatTemplate) -> None:
-    prompt = chat.prompt_ids((ASK,))
-    start, broken = (tuple(chat.tokenizer.encode(x, add_special_tokens=False)) for x in ("It", "🙂"))
+    start, broken = encoded(chat, "It"), encoded(chat, "🙂")
     ids = (*start, *broken[:1], *start, chat.eos_id)
-    own = TokenSample(prompt + ids, (0,) * len(prompt) + (1,) * len(ids))
-    sample = aligned_answer(chat, [large], (ASK,), own)
+    sample = aligned_answer(chat, [large], (ASK,), written(chat, *ids))
     assert sample is not None
     groups = sample.teachers[0].groups
     assert text(large, answers(sample.teachers[0].sample)[0]) == "It\N{REPLACEMENT CHARACTER}It<|end|>"
@@ -193,35 +204,19 @@ def test_bytes_that_are_no_text_are_one_group_up_to_the_next_character(chat: Cha
 
 
 def test_an_answer_that_ends_at_once_has_the_end_of_turn_in_common(chat: ChatTemplate, large: ChatTemplate) -> None:
-    prompt = chat.prompt_ids((ASK,))
-    own = TokenSample((*prompt, chat.eos_id), (0,) * len(prompt) + (1,))
-    sample = aligned_answer(chat, [large], (ASK,), own)
-    assert sample is not None
-    assert [(one.start, one.end, one.teacher_start, one.teacher_end) for one in sample.teachers[0].groups] == [
-        (0, 1, 0, 1)
-    ]
+    sample = aligned_answer(chat, [large], (ASK,), written(chat, chat.eos_id))
+    assert sample is not None and spans(sample) == [(0, 1, 0, 1)]
 
 
 def test_beyond_the_first_character_that_differs_nothing_is_aligned(chat: ChatTemplate) -> None:
-    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
-    tokenizer.chat_template = chat.tokenizer.chat_template.replace(
-        "message['content']", "message['content'] | replace('for', 'FOR')"
-    )
-    shouting = ChatTemplate(tokenizer)
-    sample = only(aligned_examples(chat, [shouting], (ASK, ANSWER), max_length=1000))
-    own = answers(sample)[0]
-    said = text(chat, own[: sample.teachers[0].groups[-1].end])
-    assert ANSWER.content.startswith(said) and said == ANSWER.content.partition("for")[0][: len(said)]
-    assert len(said) > 10
+    loud = chat.tokenizer.chat_template.replace("message['content']", "message['content'] | replace('for', 'FOR')")
+    sample = only(aligned_examples(chat, [with_template(chat, loud)], (ASK, ANSWER), max_length=1000))
+    aligned = text(chat, answers(sample)[0][: spans(sample)[-1][1]])
+    assert ANSWER.content.partition("for")[0].startswith(aligned) and len(aligned) > 10
 
 
 def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each_answer(chat: ChatTemplate) -> None:
-    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '...' if m['role'] == 'assistant' and not loop.last else m['content'] }}"
-        "{{ eos_token }}{% endfor %}"
-    )
-    samples = aligned_examples(chat, [ChatTemplate(tokenizer)], TURNS, max_length=1000)
+    samples = aligned_examples(chat, [with_template(chat, FORGETFUL)], TURNS, max_length=1000)
     assert [text(chat, answers(one)[0]) for one in samples] == [f"{ANSWER.content}<|end|>", f"{BYE.content}<|end|>"]
     assert all(sum(one.loss_mask) == one.teachers[0].groups[-1].end for one in samples)
 
@@ -240,22 +235,17 @@ def test_an_answer_without_a_mask_and_answers_without_a_border_move_no_other_ans
     """Answers were paired by their order: the second of one tokenizer with the third of the other."""
     chats = [ChatTemplate(tokenizer_of("bpe-first", one)) for one in (ZEPHYR, template)]
     student, teacher = reversed(chats) if swapped else chats
-    said = ["CALL: 12 + 30", "It is 42.", "I am sorry.", "Thank you."]
-    turns = [Message("user", "a"), *(Message("assistant", one) for one in said[:1]), Message("user", "b")]
-    turns += [Message("assistant", one) for one in said[1:3]] + [Message("user", "c"), Message("assistant", said[3])]
+    texts = ["CALL: 12 + 30", "It is 42.", "I am sorry.", "Thank you."]
+    call, *others = (Message("assistant", one) for one in texts)
+    turns = [Message("user", "a"), call, Message("user", "b"), *others[:2], Message("user", "c"), others[2]]
     found: list[str] = []
     for sample in aligned_examples(student, [teacher], turns, max_length=1000):
-        own = [token for answer in answers(sample) for token in answer]
-        theirs = [token for answer in answers(sample.teachers[0].sample) for token in answer]
-        pairs = [
-            (text(student, own[one.start : one.end]), text(teacher, theirs[one.teacher_start : one.teacher_end]))
-            for one in sample.teachers[0].groups
-        ]
+        pairs = said(student, teacher, sample)
         assert all(ours.strip() == other.strip() for ours, other in pairs)
-        assert sum(one.end - one.start for one in sample.teachers[0].groups) == len(own)
+        assert sum(end - start for start, end, *_ in spans(sample)) == sum(sample.loss_mask)
         found.append("".join(ours for ours, _ in pairs))
     whole = "".join(found).replace(" ", "")
-    expected = said[1:] if template == CALLS else said
+    expected = texts[1:] if template == CALLS else texts
     assert whole == "".join(f"{one}</s>" for one in expected).replace(" ", "")
 
 
@@ -278,7 +268,7 @@ def test_the_characters_of_a_decoder_that_does_not_add_up_are_only_known_at_the_
         def decode(self, ids: list[int], **options: Any) -> str:
             return "." * len(ids) ** 2 + str(chat.tokenizer.decode(ids))
 
-    ids = chat.tokenizer.encode("It is 42", add_special_tokens=False)
+    ids = encoded(chat, "It is 42")
     whole, ends = characters(Odd(), ids)
     assert ends[-1] == len(whole) and set(ends[:-1]) == {None}
     assert characters(chat.tokenizer, ()) == ("", ())

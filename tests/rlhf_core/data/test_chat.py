@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken
 
-from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate, answer_message
+from rlhf_core.data.shards import plain_messages
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.types import Message, TokenSample
+from rlhf_core.types import ActionSpan, Message, TokenSample
+from tests.rlhf_core.data.small_tokenizers import FORGETFUL, with_template
+from tests.support.workshop import rollout
+
+# ---------------------------------------------------------------- chat
 
 USER, ANSWER = Message("user", "What is 12 + 30?"), Message("assistant", "42")
 THANKS, BYE = Message("user", "Thank you."), Message("assistant", "Hello Maria.")
@@ -37,25 +44,15 @@ def golden(chat: ChatTemplate, ids: Any) -> str:
     return str(chat.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def test_the_rendered_conversation_is_golden(chat: ChatTemplate) -> None:
-    sample = conversation(chat, USER, ANSWER)
-    assert golden(chat, sample.token_ids) == "<|user|>What is 12 + 30?<|end|><|assistant|>42<|end|>"
-
-
-def test_the_rendered_chatml_conversation_is_golden(chatml: ChatTemplate) -> None:
-    sample = conversation(chatml, USER, ANSWER)
-    assert golden(chatml, sample.token_ids) == "<|user|>\nWhat is 12 + 30?<|end|>\n<|assistant|>\n42<|end|>\n"
-
-
-def test_every_answer_is_trained_with_its_end_of_turn_token(chat: ChatTemplate) -> None:
-    spans = trained_spans(chat, conversation(chat, USER, ANSWER, THANKS, BYE))
-    assert [golden(chat, span) for span in spans] == ["42<|end|>", "Hello Maria.<|end|>"]
-    assert [span[-1] for span in spans] == [chat.eos_id, chat.eos_id]
-
-
-def test_what_a_template_writes_after_the_end_of_turn_is_not_trained(chatml: ChatTemplate) -> None:
-    spans = trained_spans(chatml, conversation(chatml, USER, ANSWER, THANKS, BYE))
-    assert [golden(chatml, span) for span in spans] == ["42<|end|>", "Hello Maria.<|end|>"]
+def test_a_conversation_is_rendered_and_its_answers_are_trained_with_their_ends(
+    chat: ChatTemplate, chatml: ChatTemplate
+) -> None:
+    for one, line in ((chat, ""), (chatml, "\n")):  # what a template writes after the end of a turn is not trained
+        text = golden(one, conversation(one, USER, ANSWER).token_ids)
+        assert text == f"<|user|>{line}What is 12 + 30?<|end|>{line}<|assistant|>{line}42<|end|>{line}"
+        spans = trained_spans(one, conversation(one, USER, ANSWER, THANKS, BYE))
+        assert [golden(one, span) for span in spans] == ["42<|end|>", "Hello Maria.<|end|>"]
+        assert [span[-1] for span in spans] == [one.eos_id, one.eos_id]
 
 
 def test_a_transcript_has_the_tokens_of_the_conversation_and_trains_all_but_the_first(chatml: ChatTemplate) -> None:
@@ -66,33 +63,24 @@ def test_a_transcript_has_the_tokens_of_the_conversation_and_trains_all_but_the_
     assert chatml.transcript([USER], max_length=1) is None
 
 
-def test_a_continuation_trains_the_answer_only(chatml: ChatTemplate) -> None:
-    sample = chatml.continuation((USER, ANSWER, THANKS), (BYE,), max_length=1000)
-    assert sample is not None
-    assert [golden(chatml, span) for span in trained_spans(chatml, sample)] == ["Hello Maria.<|end|>"]
-
-
-def test_a_continuation_begins_with_exactly_the_prompt_that_the_sampler_is_given(chatml: ChatTemplate) -> None:
+def test_a_continuation_is_the_prompt_of_the_sampler_and_the_trained_answer(chatml: ChatTemplate) -> None:
     for prompt in ((USER,), (USER, ANSWER, THANKS)):
         prompt_ids = chatml.prompt_ids(prompt)
         sample = chatml.continuation(prompt, (BYE,), max_length=1000)
         assert sample is not None
         assert sample.token_ids[: len(prompt_ids)] == prompt_ids
         assert sample.loss_mask.index(1) == len(prompt_ids)
-
-
-def test_the_prompt_ends_with_the_generation_prompt(chat: ChatTemplate) -> None:
-    assert golden(chat, chat.prompt_ids((USER,))).endswith("<|end|><|assistant|>")
+        assert [golden(chatml, span) for span in trained_spans(chatml, sample)] == ["Hello Maria.<|end|>"]
+        assert golden(chatml, prompt_ids).endswith("<|end|>\n<|assistant|>\n")
 
 
 def test_the_prompt_is_not_merged_with_the_first_token_of_the_answer(chat: ChatTemplate) -> None:
-    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
-    tokenizer.chat_template = (
+    glued = with_template(
+        chat,
         "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'H' + m['content'] + eos_token }}"
-        "{% else %}{{ m['content'] + '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'H' }}{% endif %}"
+        "{% else %}{{ m['content'] + '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'H' }}{% endif %}",
     )
-    glued = ChatTemplate(tokenizer)
-    assert len(tokenizer("Hello", add_special_tokens=False)["input_ids"]) == 1  # H and ello would merge
+    assert len(glued.tokenizer("Hello", add_special_tokens=False)["input_ids"]) == 1  # H and ello would merge
     sample = glued.continuation((USER,), (Message("assistant", "ello"),), max_length=1000)
     assert sample is not None
     assert sample.token_ids[: sample.loss_mask.index(1)] == glued.prompt_ids((USER,))
@@ -130,19 +118,8 @@ def test_decoding_leaves_special_tokens_out(chat: ChatTemplate) -> None:
 @pytest.mark.parametrize(
     ("token", "shown"),
     [
-        *(
-            (token, True)
-            for token in (
-                "<think>",
-                "</think>",
-                "[THINK]",
-                "<tool_call>",
-                "<|channel|>",
-                "<|python_tag|>",
-                "<plan>",
-                "[BEGIN_SOLUTION]",
-            )
-        ),
+        *((token, True) for token in ("<think>", "</think>", "[THINK]", "<tool_call>", "<|channel|>")),
+        *((token, True) for token in ("<|python_tag|>", "<plan>", "[BEGIN_SOLUTION]")),
         *((token, True) for token in ("<｜tool▁calls▁begin｜>", "<|END_THINKING|>", "<file_sep>")),
         *((token, False) for token in ("<start_of_turn>", "<|system|>", "<|eom|>")),
     ],
@@ -165,42 +142,32 @@ def test_a_text_shows_the_special_tokens_that_are_an_answers_own(chat: ChatTempl
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(chat: ChatTemplate) -> None:
-    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '...' if m['role'] == 'assistant' and not loop.last else m['content'] }}"
-        "{{ eos_token }}{% endfor %}"
-    )
-    forgetful = ChatTemplate(tokenizer)
+    forgetful = with_template(chat, FORGETFUL)
     sample = forgetful.continuation((USER, ANSWER, THANKS), (BYE,), max_length=1000)  # earlier turns are only read
     assert sample is not None
-    assert (
-        golden(forgetful, sample.token_ids) == "What is 12 + 30?<|end|>...<|end|>Thank you.<|end|>Hello Maria.<|end|>"
-    )
+    shown = "What is 12 + 30?<|end|>...<|end|>Thank you.<|end|>Hello Maria.<|end|>"
+    assert golden(forgetful, sample.token_ids) == shown
     with pytest.raises(DataError, match=r"turn 2 of 4.*prepare_data.chat_template"):
         forgetful.conversation((USER, ANSWER, THANKS, BYE), max_length=1000)
 
 
 def test_a_template_that_prints_the_date_gives_the_same_tokens_every_day(chat: ChatTemplate) -> None:
-    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
-    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') + '\n' }}" + tokenizer.chat_template
-    dated = ChatTemplate(tokenizer)
+    dated = with_template(chat, "{{ strftime_now('%d %b %Y') + '\n' }}" + chat.tokenizer.chat_template)
     assert golden(dated, dated.prompt_ids((USER,))) == ("26 Jul 2024\n<|user|>What is 12 + 30?<|end|><|assistant|>")
     text = golden(dated, conversation(dated, USER, ANSWER).token_ids)
     assert text == "26 Jul 2024\n<|user|>What is 12 + 30?<|end|><|assistant|>42<|end|>"
 
 
-def test_a_tokenizer_without_a_template_is_refused_with_a_remedy(chat: ChatTemplate) -> None:
-    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
-    tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match='chat_template = "chatml"'):
-        ChatTemplate(tokenizer)
-
-
-def test_a_template_whose_answers_do_not_end_with_eos_is_refused(chat: ChatTemplate) -> None:
-    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(ConfigError, match="contains no EOS token: sampling would not stop"):
-        ChatTemplate(tokenizer)
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        (None, 'chat_template = "chatml"'),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "contains no EOS token: sampling would not stop"),
+    ],
+)
+def test_a_template_that_is_missing_or_ends_no_answer_is_refused(chat: ChatTemplate, source: Any, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        with_template(chat, source)
 
 
 def test_the_digest_changes_with_the_template_only(chat: ChatTemplate, chatml: ChatTemplate) -> None:
@@ -235,7 +202,138 @@ def test_a_template_that_changes_the_end_of_an_answer_has_no_next_turn(chat: Cha
         with_template(chat, source).turn_ids((THANKS,))
 
 
-def with_template(chat: ChatTemplate, source: str) -> ChatTemplate:
-    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
-    tokenizer.chat_template = source
-    return ChatTemplate(tokenizer)
+# ---------------------------------------------------------------- tool rendering
+
+
+# The parts of Qwen 2.5's template that matter here: results of consecutive tools share one turn of the user.
+TOOL_TEMPLATE = """{%- if tools %}{{ '<|system|>\\nTools: ' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ eos_token }}
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|user|>' }}{% endif %}
+{{- '\\n<result>' + message.content + '</result>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ eos_token + '\\n' }}{% endif %}
+{%- else %}{{ '<|' + message.role + '|>\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}{{ '<call>' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson + '</call>' }}{% endfor %}
+{{- eos_token + '\\n' }}
+{%- endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+NO_CALLS = TOOL_TEMPLATE.replace("message.tool_calls or []", "[]")
+NO_WORDS = TOOL_TEMPLATE.replace(
+    "+ message.content }}\n{%- for call", "+ ('' if message.tool_calls else message.content) }}\n{%- for call"
+)
+NO_END = TOOL_TEMPLATE.replace("{{- eos_token + '\\n' }}", "{{- '' if message.tool_calls else eos_token + '\\n' }}")
+
+
+def call(a: int) -> str:
+    return json.dumps({"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": a}}}]})
+
+
+SCHEMA = json.dumps({"tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]})
+ASK = Message("user", "12 + 30?", SCHEMA)
+TALK = (ASK, Message("assistant", "I add.", call(12)), Message("tool", "42"), Message("tool", "43"))
+TALK = (*TALK, Message("assistant", "", call(30)), Message("tool", "44"), Message("assistant", "It is 42."))
+
+
+@pytest.fixture(scope="module")
+def calling(chat: ChatTemplate) -> ChatTemplate:
+    return with_template(chat, TOOL_TEMPLATE)
+
+
+def test_only_what_the_assistant_says_and_calls_is_trained(calling: ChatTemplate) -> None:
+    sample = conversation(calling, *TALK)
+    eos = calling.tokenizer.eos_token
+    assert [golden(calling, span) for span in trained_spans(calling, sample)] == [
+        f'I add.<call>{{"name": "add", "arguments": {{"a": 12}}}}</call>{eos}',
+        f'<call>{{"name": "add", "arguments": {{"a": 30}}}}</call>{eos}',
+        f"It is 42.{eos}",
+    ]
+    whole = golden(calling, sample.token_ids)
+    assert '"name": "add", "parameters": {}' in whole and "<result>43</result>" in whole
+    assert sample.token_ids[: len(calling.prompt_ids(TALK[:1]))] == calling.prompt_ids(TALK[:1])
+    # The last answer follows the results that the sampler would see.
+    last = calling.continuation(TALK[:-1], TALK[-1:], max_length=4096)
+    assert last is not None and last.token_ids[: last.loss_mask.index(1)] == calling.prompt_ids(TALK[:-1])
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "missing"),
+    [
+        (NO_CALLS, TALK, "the assistant's tool calls"),
+        (NO_END, TALK, "the end of the turn of a tool call"),
+        (NO_WORDS, TALK, "the assistant's words beside a tool call"),
+        (CHATML_LIKE, TALK, "the tools, so conversations with tools cannot be trained on"),
+        (CHATML_LIKE, (Message("user", "12 + 30?"), *TALK[1:]), "the assistant's tool calls"),
+    ],
+)
+def test_a_template_that_leaves_a_part_of_a_conversation_with_tools_out_is_refused(
+    chat: ChatTemplate, text: str, messages: tuple[Message, ...], missing: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"does not render {missing}.*prepare_data.chat_template"):
+        with_template(chat, text).conversation(messages, max_length=4096)
+
+
+def test_a_template_without_words_beside_calls_serves_rows_that_have_none(chat: ChatTemplate) -> None:
+    wordless = with_template(chat, NO_WORDS)
+    assert len(trained_spans(wordless, conversation(wordless, ASK, *TALK[4:]))) == 2
+
+
+PARTS = (  # as multimodal models have it: a text is a sequence of characters, none of which has a type
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt }}"
+)
+STRICT = "{% for m in messages if m['content'] is string %}{{ raise_exception('parts, please') }}{% endfor %}" + PARTS
+FIRST = PARTS.replace("{% for part in m['content'] %}", "{% for part in m['content'][:1] %}")
+SAID = (Message("system", "Add."), Message("user", "12 + 30?"), Message("assistant", "42"))
+
+
+@pytest.mark.parametrize("text", [PARTS, STRICT, FIRST])
+def test_a_template_that_shows_only_parts_gets_them(chat: ChatTemplate, text: str) -> None:
+    parts = with_template(chat, text)
+    assert conversation(parts, *SAID) == conversation(chat, *SAID)
+    assert parts.prompt_ids(SAID[:2]) == chat.prompt_ids(SAID[:2])
+    assert parts.turn_ids(SAID[1:2]) == chat.turn_ids(SAID[1:2])
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+@pytest.mark.parametrize("text", ["{{ m['content'] }}", "{{ m['content'][0]['text'] }}"])
+def test_a_template_that_leaves_out_the_words_of_a_role_is_refused(chat: ChatTemplate, role: str, text: str) -> None:
+    silent = (
+        f"{{% for m in messages %}}{{{{ '<|' + m['role'] + '|>' }}}}{{% if m['role'] != '{role}' %}}{text}{{% endif %}}"
+        "{{ '<|end|>' }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+    )
+    with pytest.raises(ConfigError, match=f"does not render the words of the role {role}.*prepare_data.chat_template"):
+        with_template(chat, silent).conversation(SAID, max_length=64)
+    if role == "system":
+        assert with_template(chat, silent).conversation(SAID[1:], max_length=64)
+
+
+@pytest.mark.parametrize("shown", ["loop.first", "loop.last", "loop.index0 > 1"])
+def test_a_template_that_leaves_out_one_of_several_questions_is_refused(chat: ChatTemplate, shown: str) -> None:
+    words = f"(message.content if {shown} or message.role != 'user' or messages | length < 3 else '')"
+    silent = with_template(chat, TOOL_TEMPLATE.replace("+ message.content }}", f"+ {words} }}}}"))
+    assert silent.conversation(SAID[1:], max_length=64)
+    with pytest.raises(ConfigError, match="does not render every question of a user"):
+        silent.prompt_ids((*SAID[1:], SAID[1]))
+
+
+def test_a_table_without_tool_calls_refuses_them() -> None:
+    with pytest.raises(DataError, match="this table holds no tool calls; use them in demonstrations"):
+        plain_messages(TALK)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_an_answer_is_one_message_of_the_assistant_whoever_of_the_policy_s_versions_wrote_it() -> None:
+    one = rollout("p", "text", 1.0, tokens=4)
+    in_rounds = replace(one.completion, spans=(ActionSpan(0, 2, 0), ActionSpan(2, 4, 1)))
+    for completion in (one.completion, in_rounds):
+        assert answer_message(replace(one, completion=completion)) == Message("assistant", "text")
+
+
+def test_an_episode_is_no_answer() -> None:
+    one = rollout("p", "move, board, move", 1.0, tokens=4)
+    episode = replace(one, completion=replace(one.completion, spans=(ActionSpan(0, 1, 0), ActionSpan(3, 4, 0))))
+    with pytest.raises(DataError, match="rollouts = 'p': 2 of its 4 tokens come from an environment"):
+        answer_message(episode)

@@ -1,7 +1,8 @@
-"""Shares and weights."""
+"""Shares, weights, the order of epochs, and prompts that are held out."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -9,8 +10,21 @@ import pytest
 from rlhf_core.config.data import Use
 from rlhf_core.data.formats import Example
 from rlhf_core.data.limits import Origin
-from rlhf_core.data.mixing import is_evaluation, misfit, mix, place, shuffled, table_of
+from rlhf_core.data.mixing import (
+    held_out,
+    is_evaluation,
+    misfit,
+    mix,
+    place,
+    rows_at,
+    shuffled,
+    shuffled_indices,
+    table_of,
+)
+from rlhf_core.training.fit import batch_at
 from rlhf_core.types import Message
+
+# ---------------------------------------------------------------- mixing
 
 
 def example(prompt: str, *, chosen: str = "", rejected: str = "") -> Example:
@@ -69,3 +83,54 @@ def test_a_mixture_belongs_to_its_seed() -> None:
 
 def test_nothing_mixes_to_nothing() -> None:
     assert mix({"a": []}, {"a": 1.0}, seed=0) == []
+
+
+# ---------------------------------------------------------------- order
+
+ROWS = ["a", "b", "c", "d", "e"]
+
+
+def test_rows_come_epoch_by_epoch_each_once() -> None:
+    taken = [row for step in range(5) for row in rows_at(step, ROWS, count=2, seed=3)]
+    assert sorted(taken[:5]) == sorted(taken[5:]) == ROWS
+    assert taken[:5] != taken[5:]
+
+
+def test_the_order_of_an_epoch_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    class Counted(random.Random):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            drawn.append(seed)
+
+    monkeypatch.setattr(random, "Random", Counted)
+    shuffled_indices.cache_clear()
+    for step in range(4):  # rows 0 to 15, of four epochs
+        rows_at(step, ROWS, count=4, seed=3)
+        batch_at(step, ROWS, batch_size=2, seed=3)
+    assert len(drawn) == len(set(drawn)) == 4 + 2
+
+
+def test_an_order_holds_every_position_once_and_depends_on_the_seed() -> None:
+    assert sorted(shuffled_indices(50, 1)) == list(range(50))
+    assert shuffled_indices(50, 1) != shuffled_indices(50, 2)
+    expected = list(range(50))
+    random.Random(1).shuffle(expected)
+    assert list(shuffled_indices(50, 1)) == expected
+
+
+# ---------------------------------------------------------------- holdout
+
+NAMES = [f"p{i}" for i in range(40)]
+
+
+@pytest.mark.parametrize(("count", "fraction", "expected"), [(40, 0.05, 2), (40, 0.01, 1), (40, 0.0, 0), (1, 0.5, 0)])
+def test_a_fraction_is_held_out_and_at_least_one(count: int, fraction: float, expected: int) -> None:
+    assert len(held_out(NAMES[:count], fraction=fraction, seed=17)) == expected
+
+
+def test_it_depends_on_the_seed_and_not_on_order_or_repetition() -> None:
+    chosen = held_out(NAMES, fraction=0.25, seed=17)
+    assert held_out(NAMES[::-1] * 2, fraction=0.25, seed=17) == chosen
+    assert held_out(NAMES, fraction=0.25, seed=18) != chosen

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import StepSplitter
 from rlhf_core.types import Message, TokenSample
-from tests.rlhf_core.data.sentencepiece import KINDS, LLAMA2, VICUNA, ZEPHYR, tokenizer_of
+from tests.rlhf_core.data.small_tokenizers import KINDS, LLAMA2, VICUNA, ZEPHYR, tokenizer_of
 
 USER, ANSWER = Message("user", "What is 12 + 30?"), Message("assistant", "Hello, 42 is ä.")
 THANKS, BYE = Message("user", "Thank you."), Message("assistant", "Hello Maria.\n12")

@@ -1,9 +1,12 @@
-"""Small tokenizers that mark the beginning of a text with "▁", of each kind that is in use, and templates of their models."""
+"""Small tokenizers that mark the beginning of a text with "▁", of each kind that is in use, and chat templates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from pathlib import Path
 from typing import Any
+
+from rlhf_core.data.chat import ChatTemplate
 
 SPECIAL = ("<unk>", "<s>", "</s>")
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
@@ -23,18 +26,31 @@ VICUNA = (
 )
 """Its generation prompt ends with a space, which belongs to the first token of an answer in the whole text."""
 
+FORGETFUL = (
+    "{% for m in messages %}{{ '...' if m['role'] == 'assistant' and not loop.last else m['content'] }}"
+    "{{ eos_token }}{% endfor %}"
+)
+"""Rewrites every answer but the last."""
+
 KINDS = ("bpe-prepend", "bpe-always", "bpe-first", "unigram-always")
 """`prepend`: a normalizer does it, as in Llama 2 and TinyLlama; `always` and `first`: the pre-tokenizer, before each text
 between special tokens (legacy), or before the whole."""
 
 
+def with_template(chat: ChatTemplate, source: str) -> ChatTemplate:
+    """Return the tokenizer of `chat`, which comes from a folder, with another template."""
+    tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
+    tokenizer.chat_template = source
+    return ChatTemplate(tokenizer)
+
+
 def tokenizer_of(kind: str, template: str) -> Any:
     """Return a transformers tokenizer with byte fallback."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     model, _, mark = kind.partition("-")
-    tokenizer = Tokenizer(_bpe() if model == "bpe" else _unigram())
+    tokenizer = Tokenizer(_model(model))
     if mark == "prepend":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
@@ -43,7 +59,6 @@ def tokenizer_of(kind: str, template: str) -> Any:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    assert models is not None
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",
@@ -54,41 +69,19 @@ def tokenizer_of(kind: str, template: str) -> Any:
     )
 
 
-def _bpe() -> Any:
-    from tokenizers import models, trainers
+def _model(kind: str) -> Any:
+    """Return a model of the pieces that BPE learns from `TEXTS`, and of all bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    vocabulary, merges = _learnt(models.BPE(), trainers.BpeTrainer(vocab_size=160, initial_alphabet=_letters()))
-    pieces = [*SPECIAL, *BYTES, *sorted(vocabulary, key=vocabulary.__getitem__)]
-    return models.BPE({piece: at for at, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True)
-
-
-def _unigram() -> Any:
-    from tokenizers import models
-
-    vocabulary, _ = _learnt_bpe()
-    pieces = [(token, 0.0) for token in (*SPECIAL, *BYTES)]
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Metaspace()
+    letters = [chr(code) for code in range(33, 127)]
+    learner.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=160, initial_alphabet=letters))
+    learnt = json.loads(learner.to_str())["model"]
+    learnt_pieces = sorted(learnt["vocab"], key=learnt["vocab"].__getitem__)
+    if kind == "bpe":
+        pieces = {piece: at for at, piece in enumerate([*SPECIAL, *BYTES, *learnt_pieces])}
+        return models.BPE(pieces, [tuple(merge) for merge in learnt["merges"]], unk_token="<unk>", byte_fallback=True)
     # Longer pieces are likelier than what they are made of.
-    pieces += [(token, -8.0 + len(token) * 0.1) for token in sorted(vocabulary, key=vocabulary.__getitem__)]
-    return models.Unigram(pieces, unk_id=0, byte_fallback=True)
-
-
-def _learnt_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    from tokenizers import models, trainers
-
-    return _learnt(models.BPE(), trainers.BpeTrainer(vocab_size=160, initial_alphabet=_letters()))
-
-
-def _learnt(model: Any, trainer: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    import json
-
-    from tokenizers import Tokenizer, pre_tokenizers
-
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    learnt = json.loads(tokenizer.to_str())["model"]
-    return learnt["vocab"], [tuple(merge) for merge in learnt["merges"]]
-
-
-def _letters() -> Sequence[str]:
-    return [chr(code) for code in range(33, 127)]
+    scored = [(token, 0.0) for token in (*SPECIAL, *BYTES)] + [(one, -8.0 + len(one) * 0.1) for one in learnt_pieces]
+    return models.Unigram(scored, unk_id=0, byte_fallback=True)
