@@ -1,4 +1,4 @@
-"""Generations and rollouts in shards: what is written is what is read."""
+"""Files of the store: there as a whole or not at all, and what is written is what is read."""
 
 from __future__ import annotations
 
@@ -6,21 +6,33 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
+from rlhf_core.data import shards as files
 from rlhf_core.data.shards import (
+    MESSAGES,
+    RolloutLog,
+    ScoredStep,
+    plain_messages,
     read_generations,
     read_index,
     read_rollouts,
+    read_table,
+    replace_file,
     shard_path,
     shards,
+    to_messages,
     write_generations,
     write_index,
     write_rollouts,
+    write_table,
 )
 from rlhf_core.errors import DataError
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt, Rollout
+
+# ---------------------------------------------------------------- shards
 
 PROMPT = Prompt("p1", (Message("user", "Hi"),), '{"answer": 3}', "world")
 COMPLETION = Completion((5, 6, 2), (-0.1, -0.2, -1 / 3), "Hello.", "stop", 4, 2**31 - 1)
@@ -55,11 +67,6 @@ def test_scores_come_back_and_are_none_in_shards_from_before_there_were_any(tmp_
     assert read_rollouts(tmp_path / "old") == [Rollout(PROMPT, (), EPISODE, 0.0, {})]
 
 
-def test_the_index_comes_back(tmp_path: Path) -> None:
-    write_index(tmp_path, {"count": 3, "policy": "ab", "sampling": {"temperature": 1.0}})
-    assert read_index(tmp_path) == {"count": 3, "policy": "ab", "sampling": {"temperature": 1.0}}
-
-
 def test_an_interrupted_write_leaves_no_shard(tmp_path: Path) -> None:
     unwritable = Generation(PROMPT, ("not a number",), COMPLETION)  # type: ignore[arg-type]
     with pytest.raises(Exception, match="not a number"):
@@ -81,3 +88,98 @@ def test_a_folder_without_shards_or_index_is_named(tmp_path: Path) -> None:
         read_generations(tmp_path)
     with pytest.raises(DataError, match="index"):
         read_index(tmp_path)
+    write_index(tmp_path, {"count": 3, "sampling": {"temperature": 1.0}})
+    assert read_index(tmp_path) == {"count": 3, "sampling": {"temperature": 1.0}}
+
+
+# ---------------------------------------------------------------- parquet
+
+SCHEMA = pa.schema([("id", pa.string()), ("messages", MESSAGES)])
+TALK = (Message("user", "Hi"), Message("assistant", "Hello."))
+
+
+def talks(*ids: str) -> list[dict[str, object]]:
+    return [{"id": one, "messages": plain_messages(TALK)} for one in ids]
+
+
+def test_the_columns_that_were_asked_for_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.parquet"
+    for rows in ([], talks("1", "2")):
+        write_table(path, SCHEMA, rows)
+        assert read_table(path, SCHEMA) == rows
+    assert to_messages(read_table(path, SCHEMA)[0]["messages"]) == TALK
+    assert read_table(path, pa.schema([("id", pa.string())])) == [{"id": "1"}, {"id": "2"}]
+
+
+def test_a_missing_table_and_a_foreign_table_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.parquet.*must exist"):
+        read_table(tmp_path / "a.parquet", SCHEMA)
+    write_table(tmp_path / "a.parquet", pa.schema([("id", pa.string())]), [{"id": "1"}])
+    with pytest.raises(DataError, match=r"a\.parquet.*lacks the columns \['messages'\]"):
+        read_table(tmp_path / "a.parquet", SCHEMA)
+
+
+def test_a_write_that_is_interrupted_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(tmp_path / "a.parquet", SCHEMA, talks("old"))
+    replace_file(tmp_path / "b.json", b"old")
+
+    def power_cut(path: Path) -> None:
+        raise OSError("no space left on the disk")
+
+    monkeypatch.setattr(files, "fsync_path", power_cut)
+    with pytest.raises(OSError, match="no space"):
+        write_table(tmp_path / "a.parquet", SCHEMA, talks("new"))
+    with pytest.raises(OSError, match="no space"):
+        replace_file(tmp_path / "b.json", b"new")
+    assert read_table(tmp_path / "a.parquet", SCHEMA) == talks("old")
+    assert (tmp_path / "b.json").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.glob("*.parquet")] == ["a.parquet"]  # half a file is not taken for a table
+
+
+def test_a_file_has_its_name_only_once_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, bool]] = []
+    target = tmp_path / "b.json"
+    monkeypatch.setattr(files, "fsync_path", lambda path: synced.append((path.name, target.exists())))
+    replace_file(target, b"new")
+    assert [there for _, there in synced] == [False, True] and synced[1][0] == tmp_path.name
+    assert target.read_bytes() == b"new" and [path.name for path in tmp_path.iterdir()] == ["b.json"]
+
+
+# ---------------------------------------------------------------- rollout log
+
+# 0.1 + 0.2 needs all 17 digits: a rollout that comes back changed in the last bit would change the training
+ROLLOUTS = [
+    Rollout(
+        PROMPT, (1, 2), Completion((3, 4), (-0.1 - 0.2, -1e-30), "so", "stop", 7, 2**63 - 1), 0.1 + 0.2, {"rm": 0.3}
+    ),
+    Rollout(PROMPT, (1, 2), Completion((5,), (-2.0,), "no", "length", 7, 5), -1.0, {"rm": -1.0}),
+]
+SCORER = {"count": 2, "mean": 0.1 + 0.2}
+
+
+def test_what_a_policy_made_comes_back_bit_for_bit_for_its_step_and_policy_alone(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path / "log")
+    log.write(7, ROLLOUTS, SCORER, policy="abc")
+    assert RolloutLog(tmp_path / "log").read(7, policy="abc") == ScoredStep(ROLLOUTS, SCORER)
+    assert log.read(8, policy="abc") is log.read(7, policy="abd") is None
+    log.write(7, ROLLOUTS[:1], SCORER, policy="new")  # replaces the step of another policy
+    assert log.read(7, policy="new") == ScoredStep(ROLLOUTS[:1], SCORER)
+
+
+def test_a_write_that_was_cut_short_is_nothing_and_is_written_over(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path / "log")
+    half = tmp_path / "log" / ".step-000007"
+    half.mkdir(parents=True)
+    (half / "shard-00000.parquet").write_bytes(b"PAR1")
+    assert log.read(7, policy="abc") is None
+    log.write(7, ROLLOUTS, SCORER, policy="abc")
+    assert log.read(7, policy="abc") is not None
+    assert not half.exists()
+
+
+def test_steps_before_are_forgotten(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path / "log")
+    for step in (8, 9, 10, 100):
+        log.write(step, ROLLOUTS, SCORER, policy="abc")
+    log.forget(before=10)
+    assert [step for step in (8, 9, 10, 100) if log.read(step, policy="abc")] == [10, 100]
