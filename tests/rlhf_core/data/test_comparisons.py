@@ -1,16 +1,20 @@
-"""Rows that compare answers: every spelling of a verdict, and none that can be read in two ways."""
+"""Verdicts, rankings and ratings become pairs; what can be read in two ways is refused."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from rlhf_core.config.data import RankingPairs
 from rlhf_core.data.columns import detect
-from rlhf_core.data.comparisons import Tie, compared, ranked, responses, verdict_coding
+from rlhf_core.data.comparisons import Tie, Unrated, compared, ranked, responses, verdict_coding
 from rlhf_core.data.formats import Example, convert_all
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
+
+# ---------------------------------------------------------------- comparisons
 
 ASK = (Message("user", "2+2?"),)
 GOOD, BAD = (Message("assistant", "4"),), (Message("assistant", "5"),)
@@ -165,3 +169,151 @@ def test_a_verdict_of_four_hundred_digits_is_no_number() -> None:
         read(row(10**400), [row("response1")])
     with pytest.raises(DataError, match="not a rank: 1000"):
         ranked({"prompt": "x", "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 10**400}]}, "all")
+
+
+# ---------------------------------------------------------------- ratings
+
+
+def ultrafeedback(*answers: tuple[str, Any, Any]) -> dict[str, Any]:
+    """Return a row as openbmb/UltraFeedback writes it: an overall score, and a rating for each aspect."""
+    return {
+        "source": "evol_instruct",
+        "instruction": "2+2?",
+        "models": ["m"] * len(answers),
+        "completions": [
+            {
+                "model": "m",
+                "response": text,
+                "overall_score": overall,
+                "annotations": {"helpfulness": {"Rating": str(helpful), "Rationale": "so"}, "honesty": {"Rating": "3"}},
+            }
+            for text, overall, helpful in answers
+        ],
+        "correct_answers": ["None"],
+    }
+
+
+FOUR = ultrafeedback(("four", 8.5, 4), ("4", 9, 5), ("five", 2, 1), ("4!", 9.0, 5))
+
+
+def pairs_of(row: dict[str, Any], mode: RankingPairs = "max_min", **options: Any) -> list[Example]:
+    return convert_all(row, detect(row), coding="auto", ranking_pairs=mode, **options)
+
+
+def answers(contents: list[Example]) -> list[tuple[str, str, float]]:
+    return [(one.chosen[0].content, one.rejected[0].content, one.margin) for one in contents]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected", "tied"),
+    [
+        ("max_min", [("4", "five", 7.0)], 0),
+        ("adjacent", [("4!", "four", 0.5), ("four", "five", 6.5)], 1),
+        (
+            "all",
+            [("4", "four", 0.5), ("4", "five", 7.0), ("4!", "four", 0.5), ("4!", "five", 7.0), ("four", "five", 6.5)],
+            1,
+        ),
+    ],
+)
+def test_the_pairs_of_overall_scores_have_their_difference_as_margin(
+    mode: RankingPairs, expected: list[tuple[str, str, float]], tied: int
+) -> None:
+    made = pairs_of(FOUR, mode)
+    assert detect(FOUR) == "ratings"
+    assert answers(made) == expected
+    assert made[0].prompt == (Message("user", "2+2?"),)
+    assert sum(one.tied for one in made) == tied
+
+
+def test_closer_ratings_than_the_smallest_margin_are_ties() -> None:
+    made = pairs_of(FOUR, "all", min_margin=1.0)
+    assert [margin for *_, margin in answers(made)] == [7.0, 7.0, 6.5]
+    assert made[0].tied == 3
+    with pytest.raises(Tie):
+        pairs_of(FOUR, min_margin=7.5)
+
+
+def test_weights_rate_by_aspects_in_place_of_the_overall_score() -> None:
+    row = ultrafeedback(("wrong overall score", 10, 1), ("good", 2, 5))
+    assert answers(pairs_of(row, rating_weights={"helpfulness": 0.5, "honesty": 1.0})) == [
+        ("good", "wrong overall score", 2.0)
+    ]
+    with pytest.raises(DataError, match="no such aspect: 'wit' of rating_weights"):
+        pairs_of(row, rating_weights={"wit": 1.0})
+
+
+def test_equal_ratings_are_a_tie_and_missing_ones_are_not_judged() -> None:
+    with pytest.raises(Tie):
+        pairs_of(ultrafeedback(("a", 5, 3), ("b", 5.0, 4)))
+    with pytest.raises(Unrated):
+        pairs_of(ultrafeedback(("a", "N/A", 3), ("b", 5, 4)))
+    assert answers(pairs_of(ultrafeedback(("a", "N/A", 3), ("b", 5, 4), ("c", "4", 4)))) == [("b", "c", 1.0)]
+
+
+def test_a_rating_that_is_nan_is_missing_and_an_infinite_one_is_refused() -> None:
+    rows = ultrafeedback(("a", math.nan, 3), ("b", 5, 4), ("c", 4.0, 4))
+    assert answers(pairs_of(rows)) == [("b", "c", 1.0)]
+    with pytest.raises(Unrated):
+        pairs_of({"prompt": "2+2?", "completions": ["five", "4"], "ratings": [math.nan, 5.0]})
+    with pytest.raises(DataError, match="not a rating: 'inf'"):
+        pairs_of(ultrafeedback(("a", math.inf, 3), ("b", 5, 4)))
+
+
+def test_two_lists_of_answers_and_ratings_are_read() -> None:
+    row = {"instruction": "2+2?", "generations": ["five", "4"], "ratings": [1, 5]}
+    assert answers(pairs_of(row)) == [("4", "five", 4.0)]
+    with pytest.raises(DataError, match="1 ratings for 2 answers"):
+        pairs_of(row | {"ratings": [1]})
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"response": "4", "overall_score": 3, "rating": 4}, "ambiguous rating.*rating_weights"),
+        ({"response": "4", "annotations": {"honesty": {"Rating": "3"}}}, "no overall rating.*rating_weights"),
+        ({"response": "4", "overall_score": "high"}, "not a rating: 'high'"),
+        ({"response": "4", "overall_score": True}, "not a rating: 'True'"),
+        ({"overall_score": 3}, "no text in an answer"),
+        ("plain", "not rated: an answer is plain text"),
+    ],
+)
+def test_ambiguous_ratings_are_refused(answer: Any, reason: str) -> None:
+    row = {"prompt": "2+2?", "completions": [{"response": "five", "overall_score": 1}, answer]}
+    with pytest.raises(DataError, match=reason):
+        pairs_of(row)
+
+
+def test_a_pair_with_two_scores_has_their_difference_as_margin_and_equal_scores_are_a_tie() -> None:
+    pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "score_chosen": 8.0, "score_rejected": 6.5}
+    assert pairs_of(pair)[0].margin == 1.5
+    assert pairs_of(pair | {"margin": 3})[0].margin == 3.0
+    with pytest.raises(Tie):
+        pairs_of(pair | {"score_rejected": 8})
+    with pytest.raises(DataError, match="chosen is rated below rejected: score_chosen is 8, score_rejected is 9"):
+        pairs_of(pair | {"score_rejected": 9})
+
+
+def test_aspects_in_columns_are_a_reward_with_weights() -> None:
+    row = {"prompt": "2+2?", "completion": "4", "helpfulness": 4, "verbosity": 1}
+    weights = {"helpfulness": 1.0, "verbosity": -0.5}
+    (scored,) = convert_all(row, "scored", coding="auto", ranking_pairs="max_min", rating_weights=weights)
+    assert scored.reward == 3.5
+
+
+@pytest.mark.parametrize(
+    ("thumbs", "good"), [("up", True), ("thumbs-down", False), ("👍", True), (-1, False), (True, True)]
+)
+def test_thumbs_are_unpaired_feedback(thumbs: Any, good: bool) -> None:
+    row = {"prompt": "2+2?", "completion": "4", "thumbs": thumbs, "annotator": 7}
+    (content,) = pairs_of(row)
+    assert detect(row) == "unpaired_preference"
+    assert content.judged and bool(content.chosen) is good and bool(content.rejected) is not good
+    assert content.annotator == "7"
+
+
+def test_no_thumb_is_not_judged_and_an_unclear_one_is_refused() -> None:
+    with pytest.raises(Unrated):
+        pairs_of({"prompt": "2+2?", "completion": "4", "thumbs": ""})
+    with pytest.raises(DataError, match=r"not a thumb: 0; .*for 1 and 0: columns"):
+        pairs_of({"prompt": "2+2?", "completion": "4", "thumbs": 0})

@@ -26,6 +26,15 @@ def tables_of(seed: int = 3, **config: Any) -> tuple[Tables, dict[str, Origin], 
     return tables, origins, report
 
 
+def source(folder: Path, rows: list[Any], table: str, *, name: str = "s", **options: Any) -> dict[str, Any]:
+    return {"name": name, "path": write(folder / f"{name}.jsonl", rows), "use": {table: 1.0}} | options
+
+
+def both(tables: Tables, name: str) -> tuple[Any, ...]:
+    """Return the rows of a table for training and for evaluation."""
+    return (*tables.named()[name], *tables.named()[f"eval_{name}"])
+
+
 def questions(count: int, prefix: str = "q") -> list[dict[str, str]]:
     return [{"question": f"{prefix} {number}", "answer": f"so\n#### {number}"} for number in range(count)]
 
@@ -39,8 +48,8 @@ def test_one_source_serves_several_tables_and_no_prompt_is_in_two(tmp_path: Path
     assert names["preferences"] == names["eval_preferences"] == 0
     assert min(names[name] for name in ("demonstrations", "eval_demonstrations", "prompts", "eval_prompts")) > 0
     asked = [
-        *(row.messages[0].content for row in (*tables.demonstrations, *tables.eval_demonstrations)),
-        *(row.messages[0].content for row in (*tables.prompts, *tables.eval_prompts)),
+        *(row.messages[0].content for row in both(tables, "demonstrations")),
+        *(row.messages[0].content for row in both(tables, "prompts")),
     ]
     assert len(set(asked)) == 200
     assert report.drops == []
@@ -73,8 +82,8 @@ PAIR_OF_TURNS = {
 def test_a_prompt_is_conversational_where_the_row_has_it_as_turns(
     tmp_path: Path, row: dict[str, Any], conversational: bool
 ) -> None:
-    source = {"name": "q", "path": write(tmp_path / "q.jsonl", [row]), "use": {"prompts": 1.0}}
-    tables = tables_of(sources=[source])[0]
+    one = source(tmp_path, [row], "prompts")
+    tables = tables_of(sources=[one])[0]
     assert [prompt.conversational for prompt in tables.prompts] == [conversational]
 
 
@@ -90,22 +99,20 @@ def test_splits_do_not_depend_on_the_seed_and_the_order_does(tmp_path: Path) -> 
 def test_malformed_rows_are_reported_with_file_line_and_reason(tmp_path: Path) -> None:
     rows: list[Any] = [*questions(30), "{oops", {"question": "x", "answer": None}]
     path = write(tmp_path / "q.jsonl", rows)
-    source = {"name": "q", "path": path, "use": {"demonstrations": 1.0}}
-    *_, report = tables_of(sources=[source], max_bad_fraction=0.1)
+    one = {"name": "q", "path": path, "use": {"demonstrations": 1.0}}
+    *_, report = tables_of(sources=[one], max_bad_fraction=0.1)
     assert [(drop.origin.file, drop.origin.line) for drop in report.drops] == [(path, 31), (path, 32)]
-    assert report.drops[0].reason.startswith("malformed: not JSON")
-    assert report.drops[1].reason == "malformed: not text: answer is NoneType"
+    first, second = (drop.reason for drop in report.drops)
+    assert first.startswith("malformed: not JSON") and second == "malformed: not text: answer is NoneType"
     with pytest.raises(DataError, match=r"q\.jsonl:31.*2 of 32 rows are malformed.*max_bad_fraction"):
-        tables_of(sources=[source], max_bad_fraction=0.05)
+        tables_of(sources=[one], max_bad_fraction=0.05)
 
 
 def test_duplicates_and_contaminated_rows_are_reported(tmp_path: Path) -> None:
     shown = [{"prompt": f"what is {n}", "completion": "x"} for n in range(20)]
-    train = write(tmp_path / "train.jsonl", [*shown, shown[4]])
-    test = write(tmp_path / "test.jsonl", [{"prompt": "WHAT is 7"}])
     sources = [
-        {"name": "train", "path": train, "use": {"demonstrations": 1.0}},
-        {"name": "test", "path": test, "use": {"eval_prompts": 1.0}},
+        source(tmp_path, [*shown, shown[4]], "demonstrations", name="train"),
+        source(tmp_path, [{"prompt": "WHAT is 7"}], "eval_prompts", name="test"),
     ]
     tables, _, report = tables_of(sources=sources)
     told = {(drop.origin.line, drop.kind) for drop in report.drops}
@@ -113,15 +120,11 @@ def test_duplicates_and_contaminated_rows_are_reported(tmp_path: Path) -> None:
     assert "what is 7" not in [row.messages[0].content for row in tables.demonstrations]
     kept, _, off = tables_of(sources=sources, decontaminate="off", deduplicate=False)
     assert off.drops == []
-    assert len(kept.demonstrations) + len(kept.eval_demonstrations) == 21
-    assert len({row.id for row in (*kept.demonstrations, *kept.eval_demonstrations)}) == 21
+    assert len(both(kept, "demonstrations")) == len({row.id for row in both(kept, "demonstrations")}) == 21
 
 
 def test_what_is_in_two_sources_is_taken_from_the_first(tmp_path: Path) -> None:
-    sources = [
-        {"name": name, "path": write(tmp_path / f"{name}.jsonl", [{"prompt": "p"}]), "use": {"prompts": 1.0}}
-        for name in ("one", "two")
-    ]
+    sources = [source(tmp_path, [{"prompt": "p"}], "prompts", name=name) for name in ("one", "two")]
     tables, _, report = tables_of(sources=sources)
     assert [row.source for row in tables.prompts] == ["one"]
     assert [(drop.source, drop.kind) for drop in report.drops] == [("two", "duplicate")]
@@ -129,12 +132,7 @@ def test_what_is_in_two_sources_is_taken_from_the_first(tmp_path: Path) -> None:
 
 def test_weights_set_the_shares_of_a_table(tmp_path: Path) -> None:
     sources = [
-        {
-            "name": name,
-            "path": write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {n}"} for n in range(count)]),
-            "use": {"prompts": 1.0},
-            "weight": weight,
-        }
+        source(tmp_path, [{"prompt": f"{name} {n}"} for n in range(count)], "prompts", name=name, weight=weight)
         for name, count, weight in (("small", 10, 1.0), ("large", 90, 2.0))
     ]
     tables, _, report = tables_of(sources=sources, mixture="weights")
@@ -144,44 +142,34 @@ def test_weights_set_the_shares_of_a_table(tmp_path: Path) -> None:
     assert len(tables_of(sources=sources, max_rows=7)[0].prompts) == 7
 
 
-def test_good_and_bad_answers_to_one_prompt_become_a_pair(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "p", "completion": "good", "label": True},
-        {"prompt": "p", "completion": "bad", "label": False},
-        {"prompt": "lonely", "completion": "bad", "label": False},
-    ]
-    source = {"name": "kto", "path": write(tmp_path / "kto.jsonl", rows), "use": {"preferences": 1.0}}
-    tables, _, report = tables_of(sources=[source])
-    (pair,) = (*tables.preferences, *tables.eval_preferences)
-    assert (pair.chosen[0].content, pair.rejected[0].content) == ("good", "bad")
-    (lonely,) = (*tables.feedback, *tables.eval_feedback)
-    assert (lonely.prompt[0].content, lonely.answer[0].content, lonely.desirable) == ("lonely", "bad", False)
+def kto(prompt: str, answer: str, label: bool | None) -> dict[str, Any]:
+    return {"prompt": prompt, "completion": answer, "label": label}
+
+
+@pytest.mark.parametrize(
+    ("rows", "pairs", "feedback"),
+    [
+        ([kto("p", "good", True), kto("p", "bad", False)], [("good", "bad")], []),
+        ([kto("lonely", "bad", False)], [], [("bad", False)]),
+        ([kto(f"p {n}", f"a {n}", n < 4) for n in range(6)], [], [(f"a {n}", n < 4) for n in range(6)]),
+        # An answer that two people disagree about is no pair with itself.
+        ([kto("p", "a", True), kto("p", "a", False)], [], [("a", False), ("a", True)]),
+    ],
+)
+def test_judged_answers_to_one_prompt_become_pairs_and_the_others_feedback(
+    tmp_path: Path, rows: list[Any], pairs: list[Any], feedback: list[Any]
+) -> None:
+    tables, origins, report = tables_of(sources=[source(tmp_path, rows, "preferences")])
+    assert [(row.chosen[0].content, row.rejected[0].content) for row in both(tables, "preferences")] == pairs
+    made = both(tables, "feedback")
+    assert sorted((row.answer[0].content, row.desirable) for row in made) == feedback
+    assert all(rows[origins[row.id].line - 1]["completion"] == row.answer[0].content for row in made)
     assert report.drops == []
 
 
-def test_six_thumbs_on_six_prompts_are_six_rows_of_feedback(tmp_path: Path) -> None:
-    rows = [{"prompt": f"p {n}", "completion": f"a {n}", "label": n < 4} for n in range(6)]
-    source = {"name": "thumbs", "path": write(tmp_path / "t.jsonl", rows), "use": {"preferences": 1.0}}
-    tables, origins, report = tables_of(sources=[source])
-    made = (*tables.feedback, *tables.eval_feedback)
-    assert sorted((row.answer[0].content, row.desirable) for row in made) == [(f"a {n}", n < 4) for n in range(6)]
-    assert all(origins[row.id].line == int(row.answer[0].content[2:]) + 1 for row in made)
-    assert (report.drops, tables.preferences, tables.eval_preferences) == ([], (), ())
-
-
-def test_an_answer_that_two_people_disagree_about_is_no_pair_with_itself(tmp_path: Path) -> None:
-    rows = [{"prompt": "p", "completion": "a", "label": label} for label in (True, False)]
-    source = {"name": "thumbs", "path": write(tmp_path / "t.jsonl", rows), "use": {"preferences": 1.0}}
-    tables, _, _ = tables_of(sources=[source])
-    assert sorted(row.desirable for row in (*tables.feedback, *tables.eval_feedback)) == [False, True]
-    assert (tables.preferences, tables.eval_preferences) == ((), ())
-
-
 def test_an_answer_that_nobody_judged_is_no_feedback(tmp_path: Path) -> None:
-    source = {"name": "q", "path": write(tmp_path / "q.jsonl", questions(2)), "use": {"preferences": 1.0}}
-    tables, _, report = tables_of(sources=[source])
-    assert not any(tables.named().values())
-    assert {drop.kind for drop in report.drops} == {"no pair of answers"} and len(report.drops) == 2
+    tables, _, report = tables_of(sources=[source(tmp_path, questions(2), "preferences")])
+    assert not any(tables.named().values()) and report.counts() == {"no pair of answers": 2}
 
 
 def comparisons(said: list[Any]) -> list[dict[str, Any]]:
@@ -192,18 +180,17 @@ def comparisons(said: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_what_a_number_prefers_is_decided_over_the_whole_source(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.jsonl", comparisons([1, 1, 1, 2, "tie", 1]))
-    source = {"name": "c", "path": path, "use": {"preferences": 1.0}}
-    tables, _, report = tables_of(sources=[source])
-    chosen = {row.chosen[0].content for row in (*tables.preferences, *tables.eval_preferences)}
-    assert chosen == {"one 0", "one 1", "one 2", "two 3", "one 5"}
+    def chosen(tables: Tables) -> set[str]:
+        return {row.chosen[0].content for row in both(tables, "preferences")}
+
+    tables, _, report = tables_of(sources=[source(tmp_path, comparisons([1, 1, 1, 2, "tie", 1]), "preferences")])
+    assert chosen(tables) == {"one 0", "one 1", "one 2", "two 3", "one 5"}
     assert [(drop.origin.line, drop.kind) for drop in report.drops] == [(5, "tie")]
-    ambiguous = source | {"path": write(tmp_path / "d.jsonl", comparisons([1, 0, 1]))}
+    ambiguous = source(tmp_path, comparisons([1, 0, 1]), "preferences", name="c")
     with pytest.raises(DataError, match=r"data\.sources\[c\]\.preference_coding = 'auto'.*more than one way"):
         tables_of(sources=[ambiguous])
     tables, _, _ = tables_of(sources=[ambiguous | {"preference_coding": "first_is_one"}])
-    chosen = {row.chosen[0].content for row in (*tables.preferences, *tables.eval_preferences)}
-    assert chosen == {"one 0", "two 1", "one 2"}
+    assert chosen(tables) == {"one 0", "two 1", "one 2"}
 
 
 def test_a_ranking_gives_its_pairs_to_preferences_and_its_best_answer_to_demonstrations(tmp_path: Path) -> None:
@@ -211,11 +198,9 @@ def test_a_ranking_gives_its_pairs_to_preferences_and_its_best_answer_to_demonst
         {"prompt": f"p {n}", "answers": [{"answer": f"{place}", "rank": place} for place in (3, 1, 2)]}
         for n in range(40)
     ]
-    source = {"name": "r", "path": write(tmp_path / "r.jsonl", rows), "ranking_pairs": "all"}
-    use = {"preferences": 0.5, "demonstrations": 0.5}
-    tables, _, report = tables_of(sources=[source | {"use": use}])
-    pairs = (*tables.preferences, *tables.eval_preferences)
-    shown = (*tables.demonstrations, *tables.eval_demonstrations)
+    one = source(tmp_path, rows, "preferences", ranking_pairs="all")
+    tables, _, report = tables_of(sources=[one | {"use": {"preferences": 0.5, "demonstrations": 0.5}}])
+    pairs, shown = both(tables, "preferences"), both(tables, "demonstrations")
     assert len(pairs) / 3 + len(shown) == 40
     assert {(row.chosen[0].content, row.rejected[0].content) for row in pairs} == {("1", "2"), ("1", "3"), ("2", "3")}
     assert {row.messages[-1].content for row in shown} == {"1"}
@@ -225,30 +210,27 @@ def test_a_ranking_gives_its_pairs_to_preferences_and_its_best_answer_to_demonst
 def test_rewarded_answers_become_the_best_against_the_worst_of_each_prompt(tmp_path: Path) -> None:
     rewards = [(0, 0.5), (0, 2.0), (0, -1.0), (1, 1.0), (1, 1.0), (2, 3.0)]
     rows = [{"input": f"p {n}", "output": f"worth {r}, {i}", "reward": r} for i, (n, r) in enumerate(rewards)]
-    path = write(tmp_path / "r.jsonl", rows)
-    tables, _, report = tables_of(sources=[{"name": "r", "path": path, "use": {"preferences": 1.0}}])
-    (pair,) = (*tables.preferences, *tables.eval_preferences)
+    tables, _, report = tables_of(sources=[source(tmp_path, rows, "preferences", name="r")])
+    (pair,) = both(tables, "preferences")
     assert (pair.chosen[0].content, pair.rejected[0].content, pair.margin) == ("worth 2.0, 1", "worth -1.0, 2", 3.0)
     assert report.unused == {"r": 1}
-    assert [(drop.origin.line, drop.kind) for drop in report.drops] == [
-        (line, "no better answer") for line in (4, 5, 6)
-    ]
-    tables, _, _ = tables_of(sources=[{"name": "r", "path": path, "use": {"demonstrations": 1.0}}])
-    (shown,) = (*tables.demonstrations, *tables.eval_demonstrations)
+    dropped = [(drop.origin.line, drop.kind) for drop in report.drops]
+    assert dropped == [(line, "no better answer") for line in (4, 5, 6)]
+    tables, _, _ = tables_of(sources=[source(tmp_path, rows, "demonstrations")])
+    (shown,) = both(tables, "demonstrations")
     assert shown.messages[-1].content == "worth 2.0, 1"
-    tables, _, _ = tables_of(sources=[{"name": "r", "path": path, "use": {"prompts": 1.0}}])
+    tables, _, _ = tables_of(sources=[source(tmp_path, rows, "prompts")])
     assert sorted(row.messages[0].content for row in tables.prompts) == ["p 0", "p 1", "p 2"]
 
 
 def test_answers_beside_a_bare_prompt_are_refused_wherever_they_are(tmp_path: Path) -> None:
     rows: list[Any] = [{"prompt": f"p {n}", "response": None} for n in range(30)] + [{"prompt": "q", "response": "a"}]
-    source = {"name": "s", "path": write(tmp_path / "s.jsonl", rows), "use": {"prompts": 1.0}}
-    tables, _, report = tables_of(sources=[source])
+    one = source(tmp_path, rows, "prompts")
+    tables, _, report = tables_of(sources=[one])
     assert len(tables.prompts) == 30
     ((line, reason),) = [(drop.origin.line, drop.reason) for drop in report.drops]
-    assert line == 31
-    assert reason.startswith("malformed: answers beside a bare prompt: ['response'] would be left out")
-    assert len(tables_of(sources=[source | {"format": "prompt"}])[0].prompts) == 31
+    assert line == 31 and reason.startswith("malformed: answers beside a bare prompt: ['response'] would be left out")
+    assert len(tables_of(sources=[one | {"format": "prompt"}])[0].prompts) == 31
 
 
 @pytest.mark.parametrize(
@@ -267,43 +249,46 @@ def test_answers_beside_a_bare_prompt_are_refused_wherever_they_are(tmp_path: Pa
 def test_a_row_with_more_than_the_format_of_the_first_reads_is_refused(
     tmp_path: Path, rows: list[Any], reason: str
 ) -> None:
-    source = {"name": "s", "path": write(tmp_path / "s.jsonl", rows), "use": {"demonstrations": 1.0}}
+    one = source(tmp_path, rows, "demonstrations")
     with pytest.raises(DataError, match=f"malformed: {reason}"):
-        tables_of(sources=[source])
+        tables_of(sources=[one])
 
 
-def test_columns_that_are_not_read_are_counted(tmp_path: Path) -> None:
-    rows = [{"prompt": f"p {n}", "completion": "c", "score": n, "note": "x" if n % 2 else None} for n in range(10)]
-    source = {"name": "s", "path": write(tmp_path / "s.jsonl", rows), "use": {"demonstrations": 1.0}}
-    report = tables_of(sources=[source])[2]
-    assert report.to_json()["not_read"] == {"s": {"score": 10, "note": 5}}
+RESULT = {"from_name": "c", "type": "choices", "to_name": "x", "value": {"choices": ["response1"]}}
+DATA = {"prompt": "\n\nHuman: p\n\nAssistant:", "response1": "a", "response2": "b", "system": "Add.", "note": ""}
 
 
-def test_fields_of_an_export_that_are_not_read_are_counted(tmp_path: Path) -> None:
-    result = {"from_name": "c", "type": "choices", "to_name": "x", "value": {"choices": ["response1"]}}
-    data = {"prompt": "\n\nHuman: p\n\nAssistant:", "response1": "a", "response2": "b", "system": "Add.", "note": ""}
-    rows = [{"id": n, "data": data | {"response1": f"a {n}"}, "annotations": [{"result": [result]}]} for n in range(3)]
-    source = {"name": "desk", "path": write(tmp_path / "s.jsonl", rows), "use": {"preferences": 1.0}}
-    report = tables_of(sources=[source])[2]
-    assert report.to_json()["not_read"] == {"desk": {"data.system": 3}}
+@pytest.mark.parametrize(
+    ("rows", "table", "unread"),
+    [
+        (
+            [{"prompt": f"p {n}", "completion": "c", "score": n, "note": "x" if n % 2 else None} for n in range(10)],
+            "demonstrations",
+            {"score": 10, "note": 5},
+        ),
+        (
+            [{"data": DATA | {"response1": f"a {n}"}, "annotations": [{"result": [RESULT]}]} for n in range(3)],
+            "preferences",
+            {"data.system": 3},
+        ),
+    ],
+    ids=["columns", "fields of an export"],
+)
+def test_what_is_not_read_is_counted(tmp_path: Path, rows: list[Any], table: str, unread: dict[str, int]) -> None:
+    report = tables_of(sources=[source(tmp_path, rows, table)])[2]
+    assert report.to_json()["not_read"] == {"s": unread}
 
 
 def test_bad_conversations_are_not_imitated(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "p"}]
-    rows = [
-        {"messages": [*turns, {"role": "assistant", "content": f"{n}"}], "label": n % 3 == 1}
-        for n in range(1, 9)
-        if n % 3
-    ]
-    source = {"name": "s", "path": write(tmp_path / "s.jsonl", rows)}
-    tables = tables_of(sources=[source | {"use": {"demonstrations": 1.0}}])[0]
-    assert {row.messages[-1].content for row in (*tables.demonstrations, *tables.eval_demonstrations)} == {
-        "1",
-        "4",
-        "7",
-    }
-    tables = tables_of(sources=[source | {"use": {"preferences": 1.0}}])[0]
-    assert {row.rejected[0].content for row in (*tables.preferences, *tables.eval_preferences)} == {"2", "5", "8"}
+    def talk(n: int) -> dict[str, Any]:
+        turns = [{"role": "user", "content": "p"}, {"role": "assistant", "content": f"{n}"}]
+        return {"messages": turns, "label": n % 3 == 1}
+
+    rows = [talk(n) for n in range(1, 9) if n % 3]
+    tables = tables_of(sources=[source(tmp_path, rows, "demonstrations")])[0]
+    assert {row.messages[-1].content for row in both(tables, "demonstrations")} == {"1", "4", "7"}
+    tables = tables_of(sources=[source(tmp_path, rows, "preferences")])[0]
+    assert {row.rejected[0].content for row in both(tables, "preferences")} == {"2", "5", "8"}
 
 
 def test_shares_below_one_leave_rows_unused_and_counted(tmp_path: Path) -> None:
@@ -321,17 +306,17 @@ def stepwise(count: int) -> list[dict[str, Any]]:
 
 
 def test_stepwise_rows_become_judged_answers_each_by_itself(tmp_path: Path) -> None:
-    path = write(tmp_path / "s.jsonl", [*stepwise(80), {"prompt": "q", "completions": ["a", " "], "labels": [1, 0.5]}])
-    source = {"name": "s", "path": path, "use": {"steps": 1.0}}
-    tables, origins, report = tables_of(sources=[source], eval_fraction=0.2)
-    rows = (*tables.steps, *tables.eval_steps)
+    rows = [*stepwise(80), {"prompt": "q", "completions": ["a", " "], "labels": [1, 0.5]}]
+    one = source(tmp_path, rows, "steps")
+    tables, origins, report = tables_of(sources=[one], eval_fraction=0.2)
+    rows = list(both(tables, "steps"))
     assert len(rows) == 80  # a good and a bad answer to one prompt are not made a pair here
     assert min(len(tables.steps), len(tables.eval_steps)) > 0
     assert not {row.prompt for row in tables.steps} & {row.prompt for row in tables.eval_steps}
     for row in rows:
         number = int(row.steps[1])
         assert (row.steps[0], row.labels) == ("so", (1.0, float(number % 2 == 0)))
-        assert origins[row.id] == Origin(path, number + 1)
+        assert origins[row.id] == Origin(one["path"], number + 1)
     assert [drop.reason for drop in report.drops] == ["blank step"]
 
 
@@ -347,17 +332,16 @@ def test_stepwise_rows_still_serve_the_tables_of_answers_and_shares_keep_their_p
 
 
 def test_rows_without_judged_steps_cannot_serve_them_and_held_out_prompts_are_kept_out(tmp_path: Path) -> None:
-    rows: list[Any] = [*stepwise(20)]
     sources = [
-        {"name": "s", "path": write(tmp_path / "s.jsonl", rows), "use": {"steps": 1.0}},
-        {"name": "q", "path": write(tmp_path / "q.jsonl", questions(1)), "use": {"steps": 1.0}},
-        {"name": "e", "path": write(tmp_path / "e.jsonl", [{"prompt": "P 3"}]), "use": {"eval_prompts": 1.0}},
+        source(tmp_path, stepwise(20), "steps"),
+        source(tmp_path, questions(1), "steps", name="q"),
+        source(tmp_path, [{"prompt": "P 3"}], "eval_prompts", name="e"),
     ]
     tables, _, report = tables_of(sources=sources, eval_fraction=0.01)
     reasons = [drop.reason for drop in report.drops]
     assert reasons[0] == "no judged steps: a prompt, completions and their labels are needed"
     assert reasons[1:] == ["contaminated: it begins with an evaluation prompt"] * 2
-    assert len(tables.steps) + len(tables.eval_steps) == 18
+    assert len(both(tables, "steps")) == 18
 
 
 def test_rows_that_cannot_be_read_are_counted_and_the_others_stay(tmp_path: Path) -> None:
@@ -377,8 +361,8 @@ def test_rows_that_cannot_be_read_are_counted_and_the_others_stay(tmp_path: Path
 
 def test_a_reason_is_not_as_long_as_the_row(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "completion": "y", "reward": "z" * 10_000}, {"prompt": "x", "completion": "y", "reward": 1}]
-    source = {"name": "p", "path": write(tmp_path / "p.jsonl", rows), "use": {"demonstrations": 1.0}}
-    *_, report = tables_of(sources=[source], max_bad_fraction=0.5)
+    one = source(tmp_path, rows, "demonstrations", name="p")
+    *_, report = tables_of(sources=[one], max_bad_fraction=0.5)
     assert report.drops[0].reason.startswith("malformed: not a number: reward is 'zzz")
     assert len(report.drops[0].reason) < 600
 
@@ -389,9 +373,9 @@ def test_ratings_become_pairs_with_margins_and_pseudonyms_and_ties_are_counted(t
         return {"instruction": f"question {number}", "completions": answers, "annotator": "jo@example.com"}
 
     rows = [*(rated(number, 1, 4, 4) for number in range(10)), rated(10, 2, 2)]
-    source = {"name": "u", "path": write(tmp_path / "u.jsonl", rows), "use": {"preferences": 1.0}}
-    tables, _, report = tables_of(sources=[source | {"ranking_pairs": "all"}])
-    pairs = [*tables.preferences, *tables.eval_preferences]
+    one = source(tmp_path, rows, "preferences", name="u")
+    tables, _, report = tables_of(sources=[one | {"ranking_pairs": "all"}])
+    pairs = both(tables, "preferences")
     assert len(pairs) == 20 and {pair.margin for pair in pairs} == {3.0}
     assert len({pair.annotator for pair in pairs}) == 1 and pairs[0].annotator.startswith("annotator-")
     assert report.counts() == {"tie": 1}
@@ -404,8 +388,8 @@ def test_a_pair_of_answers_that_two_people_judged_has_no_annotator(tmp_path: Pat
 
     rows = [thumbs(number, way, 1) for number in range(4) for way in ("up", "down")]
     rows += [thumbs(9, "up", 1), thumbs(9, "down", 2), thumbs(10, "up", 3)]
-    source = {"name": "t", "path": write(tmp_path / "t.jsonl", rows), "use": {"preferences": 1.0}}
-    tables, *_ = tables_of(sources=[source])
-    pairs = [*tables.preferences, *tables.eval_preferences]
+    one = source(tmp_path, rows, "preferences", name="t")
+    tables, *_ = tables_of(sources=[one])
+    pairs = both(tables, "preferences")
     assert sorted(bool(pair.annotator) for pair in pairs) == [False, True, True, True, True]
-    assert [bool(row.annotator) for row in (*tables.feedback, *tables.eval_feedback)] == [True]
+    assert [bool(row.annotator) for row in both(tables, "feedback")] == [True]

@@ -1,4 +1,4 @@
-"""One test per row format, and one per way in which a row can be wrong."""
+"""Rows of every format: what is read, by which columns, and what a label means."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.data.columns import detect
+from rlhf_core.config.data import Columns, Source, Use
+from rlhf_core.data.columns import Reading, detect, label_reading, refuse_verdict
 from rlhf_core.data.formats import Example, convert, convert_all
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
+
+# ---------------------------------------------------------------- formats
 
 
 def turn(role: str, content: str) -> dict[str, str]:
@@ -216,9 +219,8 @@ def test_tool_calls_beside_the_turns_are_refused_and_empty_ones_are_none() -> No
             read_as({"prompt": "2+2?", "completion": "4", "tool_calls": value}, "prompt_completion")
     for name in ("tools", "tool_calls", "function_call"):
         for empty in (None, "", "[]", " null ", [], {}):
-            assert read_as({"prompt": "2+2?", "completion": "4", name: empty}, "prompt_completion") == [
-                Example(ASK, GOOD)
-            ]
+            row = {"prompt": "2+2?", "completion": "4", name: empty}
+            assert read_as(row, "prompt_completion") == [Example(ASK, GOOD)]
 
 
 @pytest.mark.parametrize(("name", "row", "reason"), BAD_ROWS)
@@ -228,9 +230,8 @@ def test_a_bad_row_says_what_is_wrong(name: str, row: dict[str, Any], reason: st
 
 
 def test_columns_of_no_format_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        DataError, match=r"unknown columns: \['foo'\]; known formats are \['alpaca', 'argilla', 'comparison'"
-    ):
+    rule = r"unknown columns: \['foo'\]; known formats are \['alpaca', 'argilla', 'comparison'"
+    with pytest.raises(DataError, match=rule):
         detect({"foo": 1})
 
 
@@ -251,3 +252,127 @@ def test_an_empty_column_does_not_decide_the_format() -> None:
 def test_a_column_called_tied_is_one_like_any_other(said: Any) -> None:
     (content,) = read_as({"prompt": "2+2?", "chosen": "4", "rejected": "5", "tied": said}, "preference")
     assert content.tied == 0
+
+
+# ---------------------------------------------------------------- columns
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "unread"),
+    [
+        ({"messages": [U, A], "id": 0, "empty": None, "none": "", "rest": []}, ["id"]),
+        ({"messages": [U | {"name": "Zoë"}, A | {"prefix": True, "audio": None}]}, ["messages[].name", "messages[].prefix"]),
+        ({"messages": json.dumps([U, A | {"refusal": "no"}])}, ["messages[].refusal"]),
+        ({"messages": [U, A | {"from": "gpt", "value": "5"}]}, ["messages[].from", "messages[].value"]),
+        ({"messages": [U, A | {"tool_calls": [CALL | {"index": 3}]}]}, ["messages[].tool_calls[].index"]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+2?", "cache": 1}]}, A]},
+            ["messages[].content[].cache"],
+        ),
+        ({"prompt": "2+2?", "completion": "4", "reasoning": "I add."}, ["reasoning"]),
+        ({"instruction": "2+2?", "output": "4", "prompt": "2+2? 4"}, ["prompt"]),
+        ({"question": "2+2?", "answer": "4", "label": "4", "hint": "add"}, ["hint", "label"]),
+        ({"prompt": "2+2?", "question": "2+2?", "chosen": "4", "rejected": "5"}, ["question"]),
+        ({"prompt": [U], "reward_model": {"style": "rule", "ground_truth": "4"}, "extra": {"n": 1}}, ["extra", "reward_model.style"]),
+        ({"prompt": "2+2?", "label": "4", "reward_model": {"ground_truth": "5"}}, ["reward_model"]),
+        ({"prompt": "2+2?", "response1": "4", "response2": "5", "preference": "A", "why": "x", "annotator": "jo"}, ["why"]),
+        ({"chosen": [U, A], "rejected": [U, A | {"content": "5"}], "chosen_rating": 4, "rejected_rating": 2, "score": 1}, ["score"]),
+    ],
+)  # fmt: skip
+def test_what_is_not_read_is_listed(row: dict[str, Any], unread: list[str]) -> None:
+    reading = Reading(row, Columns())
+    contents = convert_all(reading, detect(reading), coding="auto", ranking_pairs="max_min")
+    assert list(contents[0].unread) == unread
+
+
+def test_a_column_that_the_profile_names_as_prompt_goes_before_an_instruction() -> None:
+    row = {"instruction": "Add.", "task": "2+2?", "output": "4"}
+    assert convert(Reading(row, Columns(prompt="task")), "alpaca").prompt == (Message("user", "2+2?"),)
+
+
+def test_columns_have_the_names_of_the_formats_and_those_left_out_their_own() -> None:
+    row = {"instruction": "2+2?", "output": "4", "prompt": "old", "meta": {"answer": {"value": "4"}}}
+    names = Columns(prompt="instruction", completion="output", label="meta.answer.value")
+    reading = Reading(row, names)
+    assert dict(reading) == {"prompt": "2+2?", "completion": "4", "label": "4", "meta": row["meta"]}
+    assert "instruction" not in reading
+    (content,) = convert_all(reading, "prompt_completion", coding="auto", ranking_pairs="max_min")
+    assert (content.prompt[0].content, content.label, content.unread) == ("2+2?", "4", ("prompt",))
+
+
+@pytest.mark.parametrize("name", ["query", "prompt.text"])
+def test_a_mapped_column_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(DataError, match=f"no such column: '{name}'; the row has"):
+        Reading({"prompt": "x"}, Columns(prompt=name))
+
+
+# ---------------------------------------------------------------- labels
+
+LEARN, COMPARE, SAMPLE = {"demonstrations": 1.0}, {"preferences": 1.0}, {"prompts": 1.0}
+
+
+def source(use: dict[str, float] = LEARN, **options: Any) -> Source:
+    return Source(name="s", path="s.jsonl", use=Use(**use), **options)
+
+
+def rows(*labels: Any) -> list[dict[str, Any]]:
+    return [{"prompt": "p", "completion": "c", "label": label} for label in labels]
+
+
+@pytest.mark.parametrize(
+    ("labels", "reading"),
+    [
+        ((True, False, None), "verdict"),
+        ((None, "", "desirable", "Undesirable "), "verdict"),
+        (("true", 1, 0), "verdict"),
+        (("chosen", "rejected"), "verdict"),
+        (("👍", "👎"), "verdict"),
+        (("1", "2", "0"), "answer"),
+        ((1.0, 0.5), "answer"),
+        (("Paris", "4", "Rome"), "answer"),
+        (("x",) * 20, "answer"),
+        (({"a": 1}, [1]), "answer"),
+        ((None, ""), "answer"),
+        ((True, False, "maybe"), "verdict"),
+        ((True, "maybe"), "verdict"),
+        (("4", "5", "true"), "answer"),
+    ],
+)
+def test_all_labels_decide(labels: tuple[Any, ...], reading: str) -> None:
+    for order in (labels, labels[::-1]):
+        assert label_reading(source(), "messages", rows(*order)) == reading
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        *((0, 1), ("1", "1"), ("1.0", "0.0"), (-1, 1), ("yes", "no") * 4, ("ok", "toxic") * 4),
+        *(("bad",) * 8, ("good", "bad", "neutral") * 3, ("correct", "incorrect", "4", "5") * 2),
+    ],
+)
+def test_labels_that_can_be_read_both_ways_need_a_word_of_the_profile(labels: tuple[Any, ...]) -> None:
+    with pytest.raises(DataError, match=r"sources\[s\].label_coding = 'auto': the labels are .*; set it to 'verdict'"):
+        label_reading(source(), "prompt_completion", rows(*labels))
+    for coding in ("verdict", "answer"):
+        assert label_reading(source(label_coding=coding), "messages", rows(*labels)) == coding
+    assert label_reading(source(format="unpaired_preference"), "unpaired_preference", rows(*labels)) == "verdict"
+    assert label_reading(source(format="prompt_completion"), "prompt_completion", rows(*labels)) == "answer"
+
+
+def test_where_only_one_reading_is_of_use_it_is_taken() -> None:
+    for labels in ((0, 1), ("good", "bad", "neutral") * 3):
+        assert label_reading(source(SAMPLE), "prompt_completion", rows(*labels)) == "answer"
+    assert label_reading(source(SAMPLE), "prompt_completion", rows(True, False)) == "verdict"
+    with pytest.raises(DataError, match="the labels are false, true"):  # a KTO table, or questions of yes and no
+        label_reading(source(SAMPLE), "prompt_completion", rows("True", "False"))
+    assert label_reading(source(COMPARE), "prompt_completion", rows(0, 1)) == "verdict"
+    assert label_reading(source(), "prompt", rows(True, False)) == "answer"  # there is no answer to judge
+
+
+def test_a_verdict_among_expected_answers_is_refused() -> None:
+    with pytest.raises(DataError, match="mixed labels: True is a verdict, where most labels are expected answers"):
+        refuse_verdict({"label": True}, source())
+    refuse_verdict({"label": True}, source(label_coding="answer"))
+    refuse_verdict({"label": "4"}, source())
