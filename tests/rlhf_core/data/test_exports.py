@@ -31,6 +31,10 @@ def pairs_of(row: dict[str, Any], **options: Any) -> list[tuple[str, str, float,
 DATA = {"prompt": "2+2?", "answer1": "4", "answer2": "5"}
 
 
+TWO = {"response1": "answer1", "response2": "answer2"}
+QUESTIONS = {"q1": "answer1", "q2": "answer2"}
+
+
 def annotation(value: dict[str, Any], *, kind: str = "pairwise", who: Any = 1, **options: Any) -> dict[str, Any]:
     to_name = options.pop("to_name", "answer1,answer2")
     result = {"id": "x", "from_name": options.pop("name", "pw"), "to_name": to_name, "type": kind, "value": value}
@@ -47,20 +51,15 @@ def test_a_pairwise_task_is_a_preference_for_the_selected_side() -> None:
     assert pairs_of(task(annotation({"selected": "right"}))) == [("5", "4", 1.0, "1")]
     swapped = annotation({"selected": "left"}, to_name=["answer2", "answer1"])
     assert pairs_of(task(swapped)) == [("5", "4", 1.0, "1")]
-    assert pairs_of(task(swapped), columns={"response1": "answer1", "response2": "answer2"}) == [("5", "4", 1.0, "1")]
+    assert pairs_of(task(swapped), columns=TWO) == [("5", "4", 1.0, "1")]
 
 
 def test_the_readers_give_the_choice_and_the_time_of_each_annotator() -> None:
-    rows = [
-        annotation({"selected": "right"}, who={"id": 3, "email": "jo@example.com"}),
-        annotation({"selected": "left"}),
-    ]
+    rows = annotation({"selected": "right"}, who={"id": 3, "email": "jo@example.com"}), annotation({"selected": "left"})
     judged = read_record(task(*rows), "label_studio", source())
     assert (judged.id, judged.prompt, judged.answers) == ("7", "2+2?", ("4", "5"))
-    assert [(one.annotator, one.choice, one.seconds) for one in judged.verdicts] == [
-        ("3", "second", 4.5),
-        ("1", "first", 4.5),
-    ]
+    said = [(one.annotator, one.choice, one.seconds) for one in judged.verdicts]
+    assert said == [("3", "second", 4.5), ("1", "first", 4.5)]
 
 
 def test_several_annotators_vote_and_an_even_vote_is_a_tie() -> None:
@@ -72,65 +71,61 @@ def test_several_annotators_vote_and_an_even_vote_is_a_tie() -> None:
     assert margin == pytest.approx(1 / 3)
 
 
-def test_cancelled_and_empty_annotations_are_not_judged() -> None:
-    cancelled = annotation({"selected": "left"}, was_cancelled=True)
+@pytest.mark.parametrize(
+    "one",
+    [
+        annotation({"selected": "left"}, was_cancelled=True),
+        {"id": 1, "completed_by": 1, "result": []},
+        annotation({"text": ["nice"]}, kind="textarea", name="comment"),
+    ],
+    ids=["cancelled", "empty", "a comment alone"],
+)
+def test_an_annotation_without_a_judgment_judges_nothing(one: dict[str, Any]) -> None:
     with pytest.raises(Unrated):
-        pairs_of(task(cancelled), columns={"response1": "answer1", "response2": "answer2"})
-    empty = {"id": 1, "completed_by": 1, "result": []}
-    with pytest.raises(Unrated):
-        pairs_of(task(empty), columns={"response1": "answer1", "response2": "answer2"})
+        pairs_of(task(one), columns=TWO)
+
+
+def rated(first: int, second: int, who: int = 1) -> dict[str, Any]:
+    found = annotation({"rating": first}, kind="rating", name="q1", to_name="answer1", who=who)
+    found["result"].append({"from_name": "q2", "to_name": "answer2", "type": "rating", "value": {"rating": second}})
+    return found
 
 
 def test_choices_and_ratings_are_read() -> None:
-    names = {"columns": {"response1": "answer1", "response2": "answer2"}}
-    assert pairs_of(task(annotation({"choices": ["answer2"]}, kind="choices")), **names) == [("5", "4", 1.0, "1")]
+    assert pairs_of(task(annotation({"choices": ["answer2"]}, kind="choices")), columns=TWO) == [("5", "4", 1.0, "1")]
     with pytest.raises(Tie):
-        pairs_of(task(annotation({"choices": ["Tie"]}, kind="choices")), **names)
-    rated = annotation({"rating": 4}, kind="rating", name="q1", to_name="answer1")
-    rated["result"].append({"from_name": "q2", "to_name": "answer2", "type": "rating", "value": {"rating": 1}})
-    assert pairs_of(task(rated), rating_questions={"q1": "answer1", "q2": "answer2"}) == [("4", "5", 3.0, "1")]
+        pairs_of(task(annotation({"choices": ["Tie"]}, kind="choices")), columns=TWO)
+    assert pairs_of(task(rated(4, 1)), rating_questions=QUESTIONS) == [("4", "5", 3.0, "1")]
+    assert pairs_of(task(rated(5, 1), rated(2, 4, who=2)), rating_questions=QUESTIONS) == [("4", "5", 1.0, "")]
 
 
-def test_a_second_rating_by_the_same_annotator_is_refused_and_does_not_replace_the_first() -> None:
-    def rated(first: int, second: int, who: int) -> dict[str, Any]:
-        found = annotation({"rating": first}, kind="rating", name="q1", to_name="answer1", who=who)
-        found["result"].append({"from_name": "q2", "to_name": "answer2", "type": "rating", "value": {"rating": second}})
-        return found
-
-    questions = {"q1": "answer1", "q2": "answer2"}
-    with pytest.raises(DataError, match="two responses: annotator '1' answered 'q1' twice; keep one of them"):
-        pairs_of(task(rated(5, 1, 1), rated(1, 5, 1)), rating_questions=questions)
-    assert pairs_of(task(rated(5, 1, 1), rated(2, 4, 2)), rating_questions=questions) == [("4", "5", 1.0, "")]
+LEFT = annotation({"selected": "left"})
+ELSEWHERE = annotation({"selected": "left"}, to_name="txt-1,txt-2")
+BY_NAME = {"prompt": "x", "response1": "a", "response2": "b"}
+CHOICE = annotation({"choices": ["A"]}, kind="choices", name="other")
+RANKER = annotation({"ranker": {"rank": ["a", "b"]}}, kind="ranker", name="order", to_name="answers")
+TEXT = annotation({"text": ["4"]}, kind="textarea", name="q1")
 
 
-AMBIGUOUS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (task(annotation({"selected": "left"}, to_name="txt-1,txt-2")), {}, "no answers: .*set columns = {response1"),
-    (
-        task(
-            annotation({"selected": "left"}, to_name="txt-1,txt-2"),
-            data={"prompt": "x", "response1": "a", "response2": "b"},
-        ),
-        {},
-        r"no side: the tags \['txt-1', 'txt-2'\] are not fields.*set columns",
-    ),
-    (task(annotation({"selected": "left"}), data={"a": "x"}), {}, "no prompt: .*set columns = {prompt"),
-    (
-        task(annotation({"selected": "left"}), annotation({"choices": ["A"]}, kind="choices", name="other")),
-        {},
-        r"several questions: \['other', 'pw'\].*preference",
-    ),
-    (task(annotation({"selected": "left"}), annotation({"selected": "right"})), {}, "two responses: annotator '1'"),
-    (task(annotation({"selected": "up"})), {}, "not a selection: 'up'"),
-    ({"id": 1, "data": DATA, "annotations": [{"id": 1}]}, {}, "not an annotation"),
-    (
-        task(annotation({"rating": 3}, kind="rating", to_name="answer1")),
-        {"columns": {"response1": "answer1", "response2": "answer2"}},
-        "not a comparison: .*rating_questions",
-    ),
-]
-
-
-@pytest.mark.parametrize(("row", "options", "reason"), AMBIGUOUS)
+@pytest.mark.parametrize(
+    ("row", "options", "reason"),
+    [
+        (task(ELSEWHERE), {}, "no answers: .*set columns = {response1"),
+        (task(ELSEWHERE, data=BY_NAME), {}, r"no side: the tags \['txt-1', 'txt-2'\] are not fields.*set columns"),
+        (task(LEFT, data={"a": "x"}), {}, "no prompt: .*set columns = {prompt"),
+        (task(LEFT, CHOICE), {}, r"several questions: \['other', 'pw'\].*preference"),
+        (task(LEFT, annotation({"selected": "right"})), {}, "two responses: annotator '1' answered 'pw' twice; keep one"),
+        (task(rated(5, 1), rated(1, 5)), {"rating_questions": QUESTIONS}, "two responses: annotator '1' answered 'q1' twice"),
+        (task(annotation({"selected": "up"})), {}, "not a selection: 'up'"),
+        ({"id": 1, "data": DATA, "annotations": [{"id": 1}]}, {}, "not an annotation"),
+        (task(annotation({"rating": 3}, kind="rating")), {"columns": TWO}, "not a comparison: .*rating_questions"),
+        # Responses that the options do not reach are not "unjudged".
+        (task(LEFT), {"columns": {"preference": "wp"}}, r"no such question: the responses are to \['pw'\], none to \['wp'\]"),
+        (task(LEFT), {"rating_questions": QUESTIONS}, r"no such question: .*none to \['q1', 'q2'\]"),
+        (task(RANKER), {"columns": TWO}, r"not a comparison: \['order \(ranker\)'\] cannot be read; use questions of"),
+        (task(TEXT), {"rating_questions": QUESTIONS}, r"not a comparison: \['q1 \(textarea\)'\]"),
+    ],
+)  # fmt: skip
 def test_an_ambiguous_task_is_refused_with_the_option_that_decides_it(
     row: dict[str, Any], options: dict[str, Any], reason: str
 ) -> None:
@@ -138,50 +133,11 @@ def test_an_ambiguous_task_is_refused_with_the_option_that_decides_it(
         pairs_of(row, **options)
 
 
-RANKER = {"kind": "ranker", "name": "order", "to_name": "answers"}
-TWO = {"response1": "answer1", "response2": "answer2"}
-
-
-@pytest.mark.parametrize(
-    ("row", "options", "reason"),
-    [
-        (
-            task(annotation({"selected": "left"})),
-            {"columns": {"preference": "wp"}},
-            r"no such question: the responses are to \['pw'\], none to \['wp'\]",
-        ),
-        (
-            task(annotation({"selected": "left"})),
-            {"rating_questions": {"q1": "answer1", "q2": "answer2"}},
-            r"no such question: .*none to \['q1', 'q2'\]",
-        ),
-        (
-            task(annotation({"ranker": {"rank": ["a", "b"]}}, **RANKER)),
-            {"columns": TWO},
-            r"not a comparison: \['order \(ranker\)'\] cannot be read; use questions of the kinds",
-        ),
-        (
-            task(annotation({"text": ["4"]}, kind="textarea", name="q1")),
-            {"rating_questions": {"q1": "answer1", "q2": "answer2"}},
-            r"not a comparison: \['q1 \(textarea\)'\]",
-        ),
-    ],
-)
-def test_responses_that_the_options_do_not_reach_are_an_error_and_not_unjudged(
-    row: dict[str, Any], options: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(DataError, match=reason):
-        pairs_of(row, **options)
-
-
-def test_a_comment_alone_judges_nothing() -> None:
-    with pytest.raises(Unrated):
-        pairs_of(task(annotation({"text": ["nice"]}, kind="textarea", name="comment")), columns=TWO)
-
-
 # ---------------------------------------------------------------- Argilla
 
 FIELDS = {"instruction": "2+2?", "response_1": "5", "response_2": "4"}
+SUBMITTED = {"user_id": "u", "status": "submitted"}
+COLUMNS = {"rank": [1, 2], "value": ["response-2", "response-1"]}
 RANKED = [{"value": "response-2", "rank": 1}, {"value": "response-1", "rank": 2}]
 
 
@@ -189,19 +145,9 @@ RANKED = [{"value": "response-2", "rank": 1}, {"value": "response-1", "rank": 2}
     "row",
     [
         {"id": "r", "fields": FIELDS, "responses": {"ranking": [{"value": RANKED, "user_id": "u"}]}},
-        {
-            "fields": FIELDS,
-            "responses": [{"user_id": "u", "status": "submitted", "values": {"ranking": {"value": RANKED}}}],
-        },
-        FIELDS | {"ranking": [{"user_id": "u", "value": RANKED, "status": "submitted"}], "metadata": "{}"},
-        FIELDS
-        | {
-            "ranking": {
-                "user_id": ["u"],
-                "status": ["submitted"],
-                "value": [{"rank": [1, 2], "value": ["response-2", "response-1"]}],
-            }
-        },
+        {"fields": FIELDS, "responses": [SUBMITTED | {"values": {"ranking": {"value": RANKED}}}]},
+        FIELDS | {"ranking": [SUBMITTED | {"value": RANKED}], "metadata": "{}"},
+        FIELDS | {"ranking": {"user_id": ["u"], "status": ["submitted"], "value": [COLUMNS]}},
         FIELDS
         | {"ranking.responses": [RANKED], "ranking.responses.users": ["u"], "ranking.responses.status": ["submitted"]},
     ],
@@ -218,11 +164,13 @@ def record(question: str, *values: Any, **states: str) -> dict[str, Any]:
     return {"id": "r", "fields": FIELDS, "responses": {question: [one | states for one in given]}}
 
 
-def test_equal_ranks_and_a_label_tie_are_ties() -> None:
+def test_equal_ranks_and_a_label_tie_are_ties_and_drafts_do_not_count() -> None:
     with pytest.raises(Tie):
         pairs_of(record("ranking", [{"value": "response-1", "rank": 1}, {"value": "response-2", "rank": 1}]))
     with pytest.raises(Tie):
         pairs_of(record("preference", "tie"))
+    with pytest.raises(Unrated):
+        pairs_of(record("preference", "response_2", status="discarded"))
     assert pairs_of(record("preference", "response_2", "response_2", "tie")) == [("4", "5", pytest.approx(2 / 3), "")]
 
 
@@ -235,15 +183,9 @@ def test_a_ranking_without_ranks_needs_a_decision() -> None:
 
 def test_a_ranking_of_other_answers_is_refused() -> None:
     others = record("ranking", [{"value": "a", "rank": 1}, {"value": "b", "rank": 2}])
-    with pytest.raises(
-        DataError, match=r"no such answer: the ranking names \['a', 'b'\], the answers are \['response_1'"
-    ):
+    rule = r"no such answer: the ranking names \['a', 'b'\], the answers are \['response_1'"
+    with pytest.raises(DataError, match=rule):
         pairs_of(others, columns={"response1": "response_1", "response2": "response_2"})
-
-
-def test_drafts_and_discarded_responses_do_not_count() -> None:
-    with pytest.raises(Unrated):
-        pairs_of(record("preference", "response_2", status="discarded"))
 
 
 def test_a_rating_of_no_named_answer_is_refused() -> None:

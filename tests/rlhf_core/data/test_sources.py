@@ -25,19 +25,16 @@ def source(path: Path | str, **options: Any) -> Source:
     return Source(name="s", path=str(path), use=Use(demonstrations=1.0), **options)
 
 
-def write_csv(path: Path) -> None:
-    path.write_text('prompt,completion\n"a, b",1\n"c\nd",2\n')
+def rows_of(path: Path | str, **options: Any) -> list[dict[str, Any]]:
+    return [record.row for record in read(source(path, **options))]
 
 
-def write_arrow_file(path: Path) -> None:
-    table = pa.Table.from_pylist(ROWS)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
+def problems(path: Path) -> list[str]:
+    return [record.problem for record in read(source(path))]
 
 
-def write_arrow_stream(path: Path) -> None:
-    table = pa.Table.from_pylist(ROWS)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+def write_arrow(path: Path, table: pa.Table, kind: Callable[..., Any] = pa.ipc.new_file) -> None:
+    with pa.OSFile(str(path), "wb") as sink, kind(sink, table.schema) as writer:
         writer.write_table(table)
 
 
@@ -47,20 +44,20 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "b.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES.encode(), mtime=0)),
     "c.json": lambda path: path.write_text(json.dumps(ROWS)),
     "d.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps({"version": 1, "data": ROWS}).encode())),
-    "e.csv": write_csv,
+    "e.csv": lambda path: path.write_text('prompt,completion\n"a, b",1\n"c\nd",2\n'),
     "e.tsv": lambda path: path.write_text('prompt\tcompletion\n"a, b"\t1\n"c\nd"\t2\n'),
     "bom.jsonl": lambda path: path.write_bytes(b"\xef\xbb\xbf" + LINES.replace("\n", "\r\n").encode()),
     "i.jsonl.zst": lambda path: path.write_bytes(pa.Codec("zstd").compress(LINES.encode(), asbytes=True)),
     "f.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path),
-    "g.arrow": write_arrow_file,
-    "h.arrow": write_arrow_stream,
+    "g.arrow": lambda path: write_arrow(path, pa.Table.from_pylist(ROWS)),
+    "h.arrow": lambda path: write_arrow(path, pa.Table.from_pylist(ROWS), pa.ipc.new_stream),
 }
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_kind_of_file_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path / name)
-    assert [record.row for record in read(source(tmp_path / name))] == ROWS
+    assert rows_of(tmp_path / name) == ROWS
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -96,7 +93,7 @@ def test_a_file_of_another_type_is_refused_with_what_it_is(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"sources\[s\]\.path = '.*{name}': {reason}"):
-        list(read(source(tmp_path / name)))
+        problems(tmp_path / name)
 
 
 def test_a_folder_and_a_pattern_are_read_file_by_file(tmp_path: Path) -> None:
@@ -141,10 +138,13 @@ def test_a_saved_dataset_and_one_split_of_a_saved_dictionary_are_read(tmp_path: 
 
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     DatasetDict({"test": Dataset.from_list(ROWS[:1])}).save_to_disk(tmp_path / "many")
-    assert [record.row for record in read(source(tmp_path / "one"))] == ROWS
-    assert [record.row for record in read(source(tmp_path / "many", split="test"))] == ROWS[:1]
+    assert rows_of(tmp_path / "one") == ROWS
+    assert rows_of(tmp_path / "many", split="test") == ROWS[:1]
     with pytest.raises(DataError, match=r"choose from \['test'\]"):
-        list(read(source(tmp_path / "many")))
+        rows_of(tmp_path / "many")
+    (tmp_path / "one" / "state.json").write_text("[]")
+    with pytest.raises(DataError, match=r"is a folder, but not one that `Dataset\.save_to_disk` wrote"):
+        rows_of(tmp_path / "one")
 
 
 def test_a_line_that_is_not_json_is_a_problem_of_that_line(tmp_path: Path) -> None:
@@ -156,38 +156,44 @@ def test_a_line_that_is_not_json_is_a_problem_of_that_line(tmp_path: Path) -> No
     assert records[2].problem.startswith("not a row: list")
 
 
-def test_a_csv_row_with_too_few_or_too_many_cells_is_a_problem(tmp_path: Path) -> None:
+def test_cells_of_csv_are_counted_and_turns_in_one_are_read_as_json(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("prompt,completion\na\na,b,c\na,b\n")
-    assert [bool(record.problem) for record in read(source(tmp_path / "x.csv"))] == [True, True, False]
-
-
-def test_turns_in_a_csv_cell_are_read_as_json(tmp_path: Path) -> None:
+    assert [bool(problem) for problem in problems(tmp_path / "x.csv")] == [True, True, False]
     (tmp_path / "x.csv").write_text('messages\n"[{""role"": ""user"", ""content"": ""Hi""}]"\n[sic]\n')
-    rows = [record.row for record in read(source(tmp_path / "x.csv"))]
-    assert rows == [{"messages": [{"role": "user", "content": "Hi"}]}, {"messages": "[sic]"}]
+    assert rows_of(tmp_path / "x.csv") == [{"messages": [{"role": "user", "content": "Hi"}]}, {"messages": "[sic]"}]
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent\.jsonl.*does not exist"):
-        list(read(source(tmp_path / "absent.jsonl")))
-    (tmp_path / "x.parquet").write_text("no")
-    with pytest.raises(DataError, match=r"x\.parquet.*cannot be read as parquet"):
-        list(read(source(tmp_path / "x.parquet")))
-    (tmp_path / "x.json").write_text('[{"a": 1},\n oops]')
-    with pytest.raises(DataError, match=r"x\.json:2"):
-        list(read(source(tmp_path / "x.json")))
-    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(LINES.encode(), mtime=0)[:-9])
-    with pytest.raises(DataError, match=r"x\.jsonl\.gz.*cannot be read as jsonl"):
-        list(read(source(tmp_path / "x.jsonl.gz")))
+def damaged_archive() -> bytes:
+    packed = bytearray(gzip.compress("".join(f'{{"prompt": "{n * n}"}}\n' for n in range(500)).encode()))
+    packed[40:60] = b"\xff" * 20
+    return bytes(packed)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("absent.jsonl", None, "'.*absent.jsonl': does not exist"),
+        ("x.parquet", b"no", r"x\.parquet.*cannot be read as parquet"),
+        ("x.json", b'[{"a": 1},\n oops]', r"x\.json:2"),
+        ("x.json", b"[" * 100_000, r"x\.json:1.*brackets too deep"),
+        ("x.json", b'[{"prompt": "a", "label": {"b": 1, "b": 2}}]', r"x\.json.*a key twice"),
+        ("x.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], r"x\.jsonl\.gz.*cannot be read as jsonl"),
+        ("x.jsonl.gz", damaged_archive(), r"x\.jsonl\.gz.*cannot be read as jsonl"),
+        ("x.csv", b"prompt,prompt\na,b\n", "has more than one column 'prompt'; rename one of them"),
+        ("x.csv", b'prompt,completion\na,1\n"b,2\n' + b"c,3\n" * 100, "a quote that begins in line 3 or later is not"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        problems(tmp_path / name)
 
 
 @pytest.mark.parametrize("revision", ["", "main", "v1.0", "0" * 39, "G" * 40])
 def test_a_hub_name_needs_a_full_commit(revision: str) -> None:
     with pytest.raises(ConfigError, match=rf"data\.sources\[s\]\.revision = '{revision}'.*copy the 40-digit hash"):
         file_type(source("owner/name", revision=revision))
-
-
-def test_a_hub_name_with_its_commit_is_a_hub_source() -> None:
     assert is_hub(source("owner/name", revision="0" * 40))
 
 
@@ -197,15 +203,8 @@ def test_a_pipe_or_a_device_is_refused_and_not_read(place: str, tmp_path: Path) 
     (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match=r"data\.sources\[s\]\.path = .*: a pipe, a device or a socket"):
         file_type(source(tmp_path / place))
-
-
-def test_a_name_that_says_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a folder, a Hub name, nor a file"):
         file_type(source(tmp_path / "data.xyz"))
-
-
-def problems(path: Path) -> list[str]:
-    return [record.problem for record in read(source(path))]
 
 
 def test_a_row_that_python_cannot_read_is_a_problem_of_that_row_alone(tmp_path: Path) -> None:
@@ -214,7 +213,7 @@ def test_a_row_that_python_cannot_read_is_a_problem_of_that_row_alone(tmp_path: 
     deep, none = problems(tmp_path / "x.jsonl")[1:4:2]
     assert deep == "not JSON: brackets too deep"
     assert none.startswith("not JSON: Expecting value")
-    assert [record.row for record in read(source(tmp_path / "x.jsonl"))][::2] == [{"prompt": one} for one in "abc"]
+    assert rows_of(tmp_path / "x.jsonl")[::2] == [{"prompt": one} for one in "abc"]
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
@@ -230,69 +229,43 @@ def test_a_key_that_an_object_has_twice_spoils_its_row(tmp_path: Path) -> None:
     twice = '{"prompt": "a", "label": {"b": 1, "b": 2}}'
     (tmp_path / "x.jsonl").write_text(f'{{"prompt": "c"}}\n{twice}\n')
     (tmp_path / "x.csv").write_text('prompt,label\nc,1\na,"{""b"": 1, ""b"": 2}"\n')
+    reason = "a key twice: an object of JSON has 'b' more than once; keep one of them"
     for name in ("x.jsonl", "x.csv"):
-        assert problems(tmp_path / name) == [
-            "",
-            "a key twice: an object of JSON has 'b' more than once; keep one of them",
-        ]
-    (tmp_path / "x.json").write_text(f"[{twice}]")
-    with pytest.raises(DataError, match=r"x\.json.*a key twice"):
-        problems(tmp_path / "x.json")
-
-
-def test_a_json_file_with_brackets_too_deep_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("[" * 100_000)
-    with pytest.raises(DataError, match=r"x\.json:1.*brackets too deep"):
-        list(read(source(tmp_path / "x.json")))
+        assert problems(tmp_path / name) == ["", reason]
 
 
 def test_a_date_that_python_has_not_is_a_problem_of_its_row_alone(tmp_path: Path) -> None:
+    from datasets import Dataset
+
     days = pa.array([0, 10**8, 1], pa.int32()).cast(pa.date32())
     table = pa.table({"prompt": ["a", "b", "c"], "day": days})
     pq.write_table(table, tmp_path / "x.parquet")
-    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    for name in ("x.parquet", "x.arrow"):
+    write_arrow(tmp_path / "x.arrow", table)
+    Dataset(table).save_to_disk(tmp_path / "saved")
+    for name in ("x.parquet", "x.arrow", "saved"):
         first, second, third = read(source(tmp_path / name))
         assert (first.row["prompt"], third.row["prompt"]) == ("a", "c")
         assert (first.problem, third.problem) == ("", "")
         assert second.problem.startswith("not readable: ") and second.row == {}
 
 
-def test_a_date_that_python_has_not_in_a_saved_dataset_too(tmp_path: Path) -> None:
-    from datasets import Dataset
-
-    days = pa.array([0, 10**8, 1], pa.int32()).cast(pa.date32())
-    Dataset(pa.table({"prompt": ["a", "b", "c"], "day": days})).save_to_disk(tmp_path / "x")
-    assert [bool(problem) for problem in problems(tmp_path / "x")] == [False, True, False]
-
-
-def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
-    packed = bytearray(gzip.compress("".join(f'{{"prompt": "{n * n}"}}\n' for n in range(500)).encode()))
-    packed[40:60] = b"\xff" * 20
-    (tmp_path / "x.jsonl.gz").write_bytes(packed)
-    with pytest.raises(DataError, match=r"x\.jsonl\.gz.*cannot be read as jsonl"):
-        list(read(source(tmp_path / "x.jsonl.gz")))
-
-
 def test_damaged_offsets_of_an_arrow_file_are_not_followed(tmp_path: Path) -> None:
-    write_arrow_file(tmp_path / "x.arrow")
+    write_arrow(tmp_path / "x.arrow", pa.Table.from_pylist(ROWS))
     content = bytearray((tmp_path / "x.arrow").read_bytes())
     at = content.index(b"\0\0\0\0\x04\0\0\0\x07\0\0\0")  # where the two prompts begin and end
     content[at + 4 : at + 8] = b"\xff\xff\xff\x7f"
     (tmp_path / "x.arrow").write_bytes(content)
     with pytest.raises(DataError, match=r"x\.arrow.*cannot be read as arrow"):
-        list(read(source(tmp_path / "x.arrow")))
+        problems(tmp_path / "x.arrow")
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("prompt,prompt\na,b\n")
-    pq.write_table(
-        pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"]), tmp_path / "x.parquet"
-    )
-    for name in ("x.csv", "x.parquet"):
+    twins = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    pq.write_table(twins, tmp_path / "x.parquet")
+    write_arrow(tmp_path / "x.arrow", twins)
+    for name in ("x.arrow", "x.parquet"):
         with pytest.raises(DataError, match="has more than one column 'prompt'; rename one of them"):
-            list(read(source(tmp_path / name)))
+            problems(tmp_path / name)
 
 
 def test_quotes_that_are_out_of_place_swallow_no_rows_in_silence(tmp_path: Path) -> None:
@@ -300,15 +273,3 @@ def test_quotes_that_are_out_of_place_swallow_no_rows_in_silence(tmp_path: Path)
     first, second = read(source(tmp_path / "x.csv"))
     assert first.problem.startswith("not CSV: ") and first.problem.endswith("in lines 2 to 2")
     assert second.row == {"prompt": "c", "completion": "2"}
-    (tmp_path / "y.csv").write_text('prompt,completion\na,1\n"b,2\n' + "c,3\n" * 100)
-    with pytest.raises(DataError, match="a quote that begins in line 3 or later is not closed"):
-        list(read(source(tmp_path / "y.csv")))
-
-
-def test_a_damaged_description_of_a_saved_dataset_is_named(tmp_path: Path) -> None:
-    from datasets import Dataset
-
-    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-    (tmp_path / "one" / "state.json").write_text("[]")
-    with pytest.raises(DataError, match=r"is a folder, but not one that `Dataset\.save_to_disk` wrote"):
-        list(read(source(tmp_path / "one")))
