@@ -1,16 +1,18 @@
-"""The gold reward by hand, and the properties of the data that the pipeline relies on."""
+"""The gold reward by hand, the properties of the data that the pipeline relies on, and simulated readers."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from rlhf_core.config.data import SupportWorld
 from rlhf_core.data.tables import Tables
+from rlhf_core.data.worlds import support_phrases as phrases
 from rlhf_core.data.worlds.support import (
     BEST,
     Facts,
@@ -21,8 +23,11 @@ from rlhf_core.data.worlds.support import (
     sum_of,
     write_reply,
 )
+from rlhf_core.data.worlds.support_readers import read_facts, reader_reward
 from rlhf_core.errors import RewardError
 from rlhf_core.types import Completion, Generation, Message, Prompt
+
+# ---------------------------------------------------------------- support
 
 FACTS = Facts("Maria", "blue kettle", "broken")
 PERFECT = (
@@ -32,8 +37,8 @@ PERFECT = (
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[tuple[Tables, dict[str, float]]]:
-    yield make_tables(SupportWorld(), seed=5)
+def world() -> tuple[Tables, dict[str, float]]:
+    return make_tables(SupportWorld(), seed=5)
 
 
 def gold(text: str) -> float:
@@ -61,6 +66,8 @@ def generation(text: str, label: str) -> Generation:
         ("We value every customer. Your opinion matters to us.", -1.0),
         ("I am sorry to hear that. I am sorry to hear that.", 0.0),  # 1 once, -1 for saying it again
         ("I am sorry to hear that. We are sorry for the trouble.", 1.0),  # a virtue counts once
+        # Offering every remedy is worse than offering none: 1.5 - 2.0.
+        ("We will send a replacement. We will refund the shipping fee. We will exchange it for free.", -0.5),
         ("kettle blue sorry Maria replacement", -0.5),
         ("Maria " * 9, -1.0),  # 9 unknown words: -0.5 for each 8 begun
         ("", -2.0),
@@ -72,6 +79,14 @@ def test_the_gold_reward_by_hand(text: str, value: float) -> None:
     assert gold(text) == pytest.approx(value)
 
 
+def asked(tables: Tables, prefix: str = "") -> set[tuple[str, str]]:
+    """Return the pairs of a name and a thing: words 0 and 4 of "Maria writes: my blue kettle arrived ..."."""
+    rows = tables.named()
+    texts = [row.messages[0].content for name in ("demonstrations", "prompts") for row in rows[f"{prefix}{name}"]]  # type: ignore[union-attr]
+    texts += [row.prompt[0].content for row in rows[f"{prefix}preferences"]]  # type: ignore[union-attr]
+    return {(text.split()[0], text.split()[4]) for text in texts}
+
+
 def test_words_beyond_thirty_cost_a_twentieth_each() -> None:
     filler = " We value every customer. Your opinion matters to us."
     assert len(PERFECT.split()) == 24
@@ -79,11 +94,6 @@ def test_words_beyond_thirty_cost_a_twentieth_each() -> None:
     assert len(longer.split()) == 33
     assert gold_components(longer, FACTS)["long"] == pytest.approx(-0.15)
     assert gold(longer) == pytest.approx(5.0 - 2 * 0.5 - 0.15)
-
-
-def test_offering_every_remedy_is_worse_than_offering_none() -> None:
-    every = "We will send a replacement. We will refund the shipping fee. We will exchange it for free."
-    assert gold(every) == pytest.approx(1.5 - 2.0)
 
 
 def test_the_reward_function_reads_facts_from_the_label_and_refuses_prompts_without() -> None:
@@ -108,19 +118,8 @@ def test_every_table_has_the_size_asked_for(world: tuple[Tables, dict[str, float
 
 
 def test_evaluation_pairs_names_with_things_that_training_does_not(world: tuple[Tables, dict[str, float]]) -> None:
-    def pairs(texts: Iterator[str]) -> set[tuple[str, str]]:
-        # "Maria writes: my blue kettle arrived ...": words 0 and 4
-        return {(text.split()[0], text.split()[4]) for text in texts}
-
-    tables, _ = world
-    train = pairs(row.messages[0].content for row in tables.demonstrations)
-    train |= pairs(row.prompt[0].content for row in tables.preferences)
-    train |= pairs(row.messages[0].content for row in tables.prompts)
-    held_out = pairs(row.messages[0].content for row in tables.eval_prompts)
-    held_out |= pairs(row.messages[0].content for row in tables.eval_demonstrations)
-    held_out |= pairs(row.prompt[0].content for row in tables.eval_preferences)
-    assert train.isdisjoint(held_out)
-    assert len(held_out) > 50
+    held_out = asked(world[0], "eval_")
+    assert asked(world[0]).isdisjoint(held_out) and len(held_out) > 50
 
 
 def test_demonstrations_are_mediocre_and_best_of_eight_is_much_better(world: tuple[Tables, dict[str, float]]) -> None:
@@ -146,24 +145,56 @@ def test_the_annotator_is_wrong_in_a_fifteenth_of_the_pairs(world: tuple[Tables,
 
 
 def test_evaluation_pairs_are_labelled_by_gold(world: tuple[Tables, dict[str, float]]) -> None:
-    # Facts of an evaluation pair are in its prompt: "Maria writes: my blue kettle arrived broken. Reply to her."
-    problem_of = {"arrived broken": "broken", "came in pieces": "broken"}
-    seen = 0
     for pair in world[0].eval_preferences:
-        words = pair.prompt[0].content.split(".")[0].split()
-        problem = " ".join(words[5:])
-        if problem in problem_of:
-            facts = Facts(words[0], f"{words[3]} {words[4]}", problem_of[problem])
-            chosen, rejected = (
-                sum_of(gold_components(side[0].content, facts)) for side in (pair.chosen, pair.rejected)
-            )
-            assert chosen > rejected
-            seen += 1
-    assert seen > 20
+        facts = read_facts(pair.prompt[0].content)
+        sides = (sum_of(gold_components(side[0].content, facts)) for side in (pair.chosen, pair.rejected))
+        assert next(sides) > next(sides)
 
 
 def test_the_world_belongs_to_its_seed() -> None:
-    small = SupportWorld(
-        demonstrations=5, preferences=5, prompts=5, eval_demonstrations=5, eval_preferences=5, eval_prompts=5
-    )
+    sizes = ("demonstrations", "preferences", "prompts", "eval_demonstrations", "eval_preferences", "eval_prompts")
+    small = SupportWorld.model_validate(dict.fromkeys(sizes, 5))
     assert make_tables(small, seed=1) == make_tables(small, seed=1) != make_tables(small, seed=2)
+
+
+# ---------------------------------------------------------------- support phrases
+
+
+def test_no_sentence_has_two_meanings() -> None:
+    remedies = [sentence for wordings in phrases.REMEDIES.values() for sentence in wordings]
+    lists = (phrases.GREETINGS, phrases.BLANK_GREETINGS, phrases.APOLOGIES, phrases.ITEMS, phrases.THANKS)
+    sentences = [*remedies, *(sentence for one in (*lists, phrases.BLAMES, phrases.FILLERS) for sentence in one)]
+    assert len(sentences) == len(set(sentences)) == 10 + 2 + 1 + 2 + 2 + 2 + 2 + 2
+
+
+def test_every_sentence_is_one_sentence() -> None:
+    every = [*phrases.APOLOGIES, *phrases.ITEMS, *phrases.THANKS, *phrases.BLAMES, *phrases.FILLERS]
+    every += [sentence for wordings in phrases.REMEDIES.values() for sentence in wordings]
+    assert all(re.fullmatch(r"[^.,!?]+\.", sentence) for sentence in every)
+
+
+def test_every_problem_has_a_remedy_and_names_and_things_do_not_repeat() -> None:
+    assert list(phrases.PROBLEMS) == list(phrases.REMEDIES)
+    assert len({*phrases.WOMEN, *phrases.MEN}) == 30
+    assert len(set(phrases.THINGS)) == 20
+    assert len(set(phrases.COLOURS)) == 8
+
+
+# ---------------------------------------------------------------- support readers
+
+
+def test_a_reader_gives_every_reply_the_gold_reward_without_its_facts() -> None:
+    tables, _ = make_tables(SupportWorld(demonstrations=64, preferences=8, prompts=8, eval_prompts=64), seed=3)
+    replies = [row.messages[-1].content for row in tables.demonstrations]
+    judged = [
+        Generation(prompt, (), Completion((), (), reply, "stop", 0, 0))
+        for prompt, reply in zip(tables.eval_prompts, replies, strict=True)
+    ]
+    blind = [replace(one, prompt=replace(one.prompt, label="")) for one in judged]
+    assert reader_reward(blind) == gold_reward(judged)
+    assert len(set(reader_reward(blind))) > 3
+
+
+def test_another_message_is_refused() -> None:
+    with pytest.raises(RewardError, match="is not a customer's message of the support world"):
+        read_facts("What is 2 + 2?")
