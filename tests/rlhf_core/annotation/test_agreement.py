@@ -37,19 +37,10 @@ def test_the_report_counts_what_people_did() -> None:
         comparison("c1-again", repeats="c1"),
         comparison("check", expected="second"),
     ]
-    said: dict[str, dict[str, Choice]] = {
-        "ada": {
-            "c0": "first",
-            "c1": "first",
-            "c2": "first",
-            "c3": "tie",
-            "c0-again": "second",
-            "c1-again": "first",
-            "check": "second",
-        },
-        "bob": {"c0": "first", "c1": "second", "c3": "tie", "check": "first"},
-    }
-    judgments = [Judgment(name, who, choice) for who, row in said.items() for name, choice in row.items()]
+    ada: list[Choice] = ["first", "first", "first", "tie", "second", "first", "second"]
+    judgments = [Judgment(one.id, "ada", choice) for one, choice in zip(asked, ada, strict=True)]
+    bob: dict[str, Choice] = {"c0": "first", "c1": "second", "c3": "tie", "check": "first"}
+    judgments += [Judgment(name, "bob", choice) for name, choice in bob.items()]
     report = judgment_report(asked, judgments)
     assert report["judgments"] == 11 and report["comparisons"] == 4
     assert report["choices"] == {"first": 4, "tie": 2, "second": 1}

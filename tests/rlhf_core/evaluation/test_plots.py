@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.text import Text
@@ -28,19 +29,27 @@ def image(png: bytes) -> tuple[tuple[int, int], int]:
 def test_a_frontier_shows_one_colour_more_per_policy() -> None:
     one = plots.FrontierPoint("sft", 0.0, 1.0, 0.9, 1.1)
     two = plots.FrontierPoint("ppo", 9.0, 2.0, 1.8, 2.1)
+    below = plots.FrontierPoint("sft", -1e-3, 1.0, 1.0, 1.0)  # a negative estimate is drawn at zero
+    assert plots.frontier([below], reward_name="gold", reference="sft").startswith(b"\x89PNG")
     size, few = image(plots.frontier([one], reward_name="gold", reference="sft"))
     _, more = image(plots.frontier([one, two], reward_name="gold", reference="sft"))
     assert size == (1024, 672)  # 6.4 by 4.2 inches at 160 per inch
     assert more > few
 
 
-def test_names_meet_neither_each_other_nor_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are drawn, in place of their bytes."""
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "_png", lambda figure: figures.append(figure) or b"")
+    return figures
+
+
+def test_names_meet_neither_each_other_nor_a_bar(drawn: list[Any]) -> None:
     crowd = [
         plots.FrontierPoint(f"policy number {i}", 0.5 * i, 1 + 0.05 * i, 0.95 + 0.04 * i, 1.1 + 0.06 * i)
         for i in range(6)
     ]
-    drawn = []
-    monkeypatch.setattr(plots, "_png", lambda figure: drawn.append(figure) or b"")
     plots.frontier(crowd, reward_name="gold", reference="sft")
     (axes,) = drawn[0].axes
     boxes = [Text.get_window_extent(name) for name in axes.texts]
@@ -50,21 +59,13 @@ def test_names_meet_neither_each_other_nor_a_bar(monkeypatch: pytest.MonkeyPatch
     assert not any(box.contains(*place) for box in boxes for place in places)
 
 
-def test_a_policy_far_out_does_not_squash_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    monkeypatch.setattr(plots, "_png", lambda figure: drawn.append(figure) or b"")
-    points = [
-        plots.FrontierPoint(name, kl, 1.0, 0.9, 1.1) for name, kl in (("base", 400.0), ("sft", 0.0), ("ppo", 4.0))
-    ]
+def test_a_policy_far_out_does_not_squash_the_others(drawn: list[Any]) -> None:
+    kls = {"base": 400.0, "sft": 0.0, "ppo": 4.0}
+    points = [plots.FrontierPoint(name, kl, 1.0, 0.9, 1.1) for name, kl in kls.items()]
     plots.frontier(points, reward_name="gold", reference="sft")
     (axes,) = drawn[0].axes
     assert axes.get_xlim()[1] < 3  # the root of 4, and room for its name
     assert axes.get_title(loc="right") == "too far out to be shown: base (KL 400, reward 1.00)"
-
-
-def test_a_negative_estimate_of_kl_is_drawn_at_zero() -> None:
-    point = plots.FrontierPoint("sft", -1e-3, 1.0, 1.0, 1.0)
-    assert plots.frontier([point], reward_name="gold", reference="sft").startswith(b"\x89PNG")
 
 
 def test_the_same_numbers_give_the_same_bytes() -> None:

@@ -48,7 +48,8 @@ class Links(HTMLParser):
         self.sources += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
 
 
-def test_the_page_asks_the_network_for_nothing() -> None:
+def test_the_page_asks_the_network_for_nothing_and_adapts_to_phones_and_the_dark() -> None:
+    assert 'name="viewport" content="width=device-width' in page() and "prefers-color-scheme: dark" in page()
     links = Links()
     links.feed(page())
     assert links.sources == ["data:image/png;base64," + base64.b64encode(b"png").decode()]
@@ -69,15 +70,7 @@ def test_the_table_shows_means_intervals_bounds_and_gaps() -> None:
     assert "<td><span>–</span></td>" in text  # sft has no win rate
 
 
-def test_a_best_of_n_row_is_not_the_best_policy() -> None:
+def test_the_best_policy_is_no_best_of_n_row_and_the_best_answer_is_marked() -> None:
     assert best_policy(REPORT) == "ppo"
     assert '<div class="value">ppo</div>' in page()
-
-
-def test_the_best_answer_of_a_prompt_is_marked() -> None:
     assert re.findall(r'class="answer( top)?"', page()) == ["", " top"]
-
-
-def test_the_page_adapts_to_phones_and_to_the_dark() -> None:
-    assert 'name="viewport" content="width=device-width' in page()
-    assert "prefers-color-scheme: dark" in page()

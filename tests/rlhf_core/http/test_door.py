@@ -1,9 +1,16 @@
-"""Who may enter a server: programs of this machine that have its token, and the server's own pages."""
+"""Who may enter a server: its own user or programs that have its token, and the server's own pages."""
 
 from __future__ import annotations
 
+import http.client
+import multiprocessing
+import os
 import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -12,24 +19,19 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from rlhf_core.http.door import NONCE, PROOF, Door, proof
+from rlhf_core.http.door import CONNECTIONS, NONCE, PROOF, Door, proof, user_at
+from tests.support.reward_servers import serving
+
+# ---------------------------------------------------------------- door
 
 OWN = "127.0.0.1:4200"
 FOREIGN_PAGES = [
-    "https://foreign.example",
-    "http://127.0.0.1:8888",
-    "http://localhost",
-    "null",
-    "file://",
-    "https://127.0.0.1:4200",
+    *("https://foreign.example", "http://127.0.0.1:8888", "http://localhost"),
+    *("null", "file://", "https://127.0.0.1:4200"),
 ]
 FOREIGN_NAMES = [
-    "foreign.example",
-    "foreign.example:4200",
-    "127.0.0.1.foreign.example:4200",
-    "localhost.:4200",
-    "",
-    "me@127.0.0.1:4200",
+    *("foreign.example", "foreign.example:4200", "127.0.0.1.foreign.example:4200"),
+    *("localhost.:4200", "", "me@127.0.0.1:4200"),
 ]
 
 
@@ -73,16 +75,9 @@ def test_a_name_that_a_page_has_bound_to_this_machine_reaches_nothing(host: str)
 @pytest.mark.parametrize(
     ("given", "status"),
     [
-        (["Bearer x y"], 200),
-        (["bearer x y"], 200),
-        (["BEARER  x y "], 200),
-        (["Bearer X y"], 401),
-        (["Bearer"], 401),
-        (["x y"], 401),
-        (["Basic x y"], 401),
-        (["Bearer x y", "Bearer x y"], 401),
-        (["Bearer x y", "Bearer z"], 401),
-        ([], 401),
+        *(([one], 200) for one in ("Bearer x y", "bearer x y", "BEARER  x y ")),
+        *(([one], 401) for one in ("Bearer X y", "Bearer", "x y", "Basic x y")),
+        *((given, 401) for given in (["Bearer x y", "Bearer x y"], ["Bearer x y", "Bearer z"], [])),
     ],
 )
 def test_the_token_enters_once_and_its_scheme_in_any_case(given: list[str], status: int) -> None:
@@ -124,3 +119,64 @@ def test_a_server_proves_that_it_knows_the_key_for_its_port_alone() -> None:
     answer = Server().client.get("/run", headers={NONCE: "n1"})
     assert answer.headers[PROOF] == proof("k", "n1", 4200)
     assert len({proof(key, nonce, port) for key in "kl" for nonce in "nm" for port in (4200, 4201)}) == 8
+
+
+# ---------------------------------------------------------------- peers
+
+linux = pytest.mark.skipif(not CONNECTIONS[0].exists(), reason="needs Linux")
+NOBODY = 65534
+
+
+def status_of(path_url: str, user: int, said: Connection, family: socket.AddressFamily) -> None:
+    """Say what status a process of another user gets."""
+    os.setuid(user)
+    parts = urlsplit(path_url)
+    with socket.socket(family) as mine:
+        mine.connect((f"::ffff:{parts.hostname}" if family == socket.AF_INET6 else parts.hostname, parts.port))
+        client = http.client.HTTPConnection(str(parts.hostname), parts.port)
+        client.sock = mine
+        client.request("GET", parts.path)
+        said.send(client.getresponse().status)
+
+
+def asked_as(url: str, user: int, family: socket.AddressFamily = socket.AF_INET) -> int:
+    if os.getuid() != 0 and user != os.getuid():
+        pytest.skip("only root can be another user")
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=status_of, args=(url, user, theirs, family))
+    process.start()
+    assert ours.poll(60)
+    status: int = ours.recv()
+    process.join()
+    return status
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    inner = Starlette(routes=[Route("/runs", lambda request: PlainTextResponse("all of them"))])
+    with serving(Door(inner)) as address:
+        yield f"{address}/runs"
+
+
+@linux
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_the_user_who_started_it_is_answered_and_nobody_else(url: str, family: socket.AddressFamily) -> None:
+    assert asked_as(url, os.getuid(), family) == 200
+    assert asked_as(url, NOBODY, family) == 403
+
+
+@linux
+def test_who_says_to_come_from_elsewhere_is_not_believed(url: str) -> None:
+    assert httpx.get(url, headers={"X-Forwarded-For": "10.1.2.3"}).status_code == 200
+
+
+@linux
+def test_a_connection_that_its_maker_has_closed_is_nobodys() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        here, _ = server.accept()
+        ends = client.getsockname(), server.getsockname()
+        assert user_at(*ends) == os.getuid() and user_at(ends[1], ("127.0.0.1", 1)) is None
+        client.close()  # what is left of it reads as root's
+        assert here.recv(1) == b"" and user_at(*ends) is None
+        here.close()
