@@ -31,7 +31,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.layout import MANIFEST, write_json
 from rlhf_core.store.leases import lease_file, ourselves
-from rlhf_core.store.maintenance import set_aside_record
+from rlhf_core.store.object_check import set_aside_record
 from rlhf_core.store.records import Provenance
 from rlhf_core.types import ArtifactRef
 
@@ -187,7 +187,7 @@ def _finish(store: ArtifactStore, spec: StageSpec, target: KeyTarget, kind: type
         (out / name).mkdir(parents=True, exist_ok=True)
         (out / name / "content.txt").write_text(f"{spec.label} {name}\n", encoding="utf-8")
     folder = store.layout.attempt(target.key)
-    attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code, known_damage=())
+    attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code)
     attempts.end(folder, attempt, label=spec.label, status="committed", failure="", seconds=1.5)
     provenance = Provenance(
         label=spec.label,
@@ -212,7 +212,7 @@ def _finish(store: ArtifactStore, spec: StageSpec, target: KeyTarget, kind: type
 def _leave(store: ArtifactStore, spec: StageSpec, target: KeyTarget) -> None:
     """Leave what a killed process leaves: a lease, an attempt that runs, checkpoints and unfinished work."""
     folder = store.layout.attempt(target.key)
-    attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code, known_damage=())
+    attempt = attempts.begin(folder, label=spec.label, resumed_from=None, code=target.code)
     (attempts.output(folder, attempt) / "half.txt").write_text("half", encoding="utf-8")
     (attempts.work(folder, attempt) / "shard-0.txt").write_text("a shard", encoding="utf-8")
     checkpoints = Checkpoints(attempts.checkpoints(folder), keep_last=2)

@@ -37,7 +37,7 @@ from rlhf_core.runtime.jobs import Job, Jobs, JobServerError, open_jobs
 from rlhf_core.schema.base import Config
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.stage import stopping
-from rlhf_core.stage.decision import Decision, decide_work, target_of, unfit
+from rlhf_core.stage.decision import Decision, decide_work, fitting_record, target_of, unfit
 from rlhf_core.stage.key import StageInput, StageSpec, Strictness
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
@@ -383,7 +383,7 @@ class RayJobExecutor:
             if ended.outcome is not None and ended.outcome.status == "failed":
                 log = f"`ray job logs {ended.submission.job.job_id}`"
                 raise error_of(ended.outcome, label=spec.label, log=log)
-            if not unfit(context.store, spec, ended.submission.job.key):
+            if not unfit(spec, context.store.record(ended.submission.job.key)):
                 return _result(context, ended, time.monotonic() - began)
             # We attached to the job of another run, and its answers failed under other settings than ours.
 
@@ -525,7 +525,7 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
     if outcome is not None and outcome.status == "waiting":
         raise stopping.StageWaiting(outcome.error, outcome.condition)
     unfinished = outcome is None or outcome.status == "stopped"
-    if unfinished and (job.force or context.store.record(job.key) is None):
+    if unfinished and (job.force or fitting_record(context.store, job.stage, job.key) is None):
         _check_stopped(submission, ended, outcome)
         raise JobLost(_lost(job.job_id, ended))
     return _Ended(submission, outcome, watcher.decision)

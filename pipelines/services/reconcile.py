@@ -14,7 +14,6 @@ from pipelines.services.user_servers import connect_user_prefect, tracking_uri, 
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import sweep_temporaries
-from rlhf_core.store.recovery import tidy
 from rlhf_core.tracking import mlflow
 
 
@@ -36,7 +35,7 @@ def reconcile_store(store: ArtifactStore) -> Iterator[str]:
     for key, gone in leases.sweep(store.layout.leases):
         yield f"lease {key[:12]} of {gone} -> removed: its owner is gone"
     for folder in sorted(store.layout.attempts.glob("*")):
-        ended = tidy(store, folder.name)
+        ended = store.tidy(folder.name)
         if ended is not None:
             label, attempt = ended
             yield f"attempt {attempt.number} at {label} ({folder.name[:12]}) -> {attempt.status}: {attempt.failure}"

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
-import threading
 import traceback
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
 
@@ -127,7 +124,10 @@ def hidden(key: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if is_plain_secret(key, value):
-        return shown(value) if _is_address_with_secret(value) else _looks_hidden(key, value)
+        if _is_address_with_secret(value):
+            return shown(value)
+        if is_secret_name(key):
+            return HIDDEN
     return without_secrets(value)
 
 
@@ -151,7 +151,6 @@ def know(value: str) -> None:
         return
     if not _Known.values:
         _hide_in_logs()
-        _hide_in_tracebacks()
     # As it stands in a text, in an address, and in the text of a Python or JSON value.
     _Known.values |= {value, quote(value, safe=""), repr(value)[1:-1]}
     longest_first = sorted(_Known.values, key=len, reverse=True)
@@ -163,39 +162,24 @@ class ErrorWithoutSecrets(Exception):
 
 
 def hide_in(error: BaseException) -> BaseException:
-    """Remove secrets from the texts of `error` and its causes, and return the error to raise.
+    """Return the error to raise in place of `error`: itself, if no text of it or of its causes has a secret.
 
-    That is `error` itself, without its causes if their texts cannot be changed (as in pydantic); if its own text cannot be
-    changed, it is an `ErrorWithoutSecrets` with all texts. Interruptions are always returned themselves.
+    Otherwise that is `error` with clean texts and without causes; if its text does not come from `args` (as in pydantic),
+    an `ErrorWithoutSecrets`. Interruptions are always returned themselves.
     """
-    linked: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop(0)
-        if one is not None and not any(one is other for other in linked):  # an error may be its own cause
-            linked.append(one)
-            waiting += [*getattr(one, "exceptions", ()), one.__cause__, one.__context__]
-    for one in linked:
-        one.args = tuple(without_secrets(value) if isinstance(value, str) else value for value in one.args)
-    if all(map(_is_clean, linked)):
+    if _is_clean(error):
         return error
-    if not isinstance(error, Exception) or (_is_clean(error) and not isinstance(error, ExceptionGroup)):
-        error.__cause__ = error.__context__ = None
+    error.args = tuple(without_secrets(value) if isinstance(value, str) else value for value in error.args)
+    error.__cause__ = error.__context__ = None
+    if _is_clean(error) or not isinstance(error, Exception):
         return error
-    texts = dict.fromkeys(f"{type(one).__name__}: {without_secrets(_text(one))}" for one in linked)
-    return ErrorWithoutSecrets("; with ".join(texts)).with_traceback(error.__traceback__)
+    text = f"{type(error).__name__}: {without_secrets(str(error))}"
+    return ErrorWithoutSecrets(text).with_traceback(error.__traceback__)
 
 
 def _is_clean(error: BaseException) -> bool:
-    texts = (_text(error), _text(error.args), *map(_text, getattr(error, "__notes__", ())))
-    return all(without_secrets(text) == text for text in texts)
-
-
-def _text(value: Any) -> str:
-    try:
-        return str(value)
-    except Exception:  # raised by an error's own `__str__`
-        return ""
+    text = "".join(traceback.format_exception(error, limit=0)) + repr(error)  # limit=0: no lines of the program
+    return without_secrets(text) == text
 
 
 class _Known:
@@ -207,10 +191,6 @@ class _Known:
 
 def _without_user(found: re.Match[str]) -> str:
     return found[0] if REFERENCE_INSIDE.search(found[2]) else f"{found[1]}{HIDDEN}@"
-
-
-def _looks_hidden(key: str, value: str) -> str:
-    return HIDDEN if is_secret_name(key) else without_secrets(value)
 
 
 def _hide_in_logs() -> None:
@@ -231,20 +211,3 @@ def _hide_in_logs() -> None:
         return record
 
     logging.setLogRecordFactory(made)
-
-
-def _hide_in_tracebacks() -> None:
-    """Print uncaught errors, also those of threads, without secrets."""
-
-    def show(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        sys.stderr.write(without_secrets("".join(traceback.format_exception(kind, error, trace))))
-
-    def show_of_thread(what: threading.ExceptHookArgs) -> None:
-        if what.exc_type is not SystemExit:
-            sys.stderr.write(f"Exception in thread {what.thread.name if what.thread else '?'}:\n")
-            show(what.exc_type, what.exc_value, what.exc_traceback)
-
-    if sys.excepthook is sys.__excepthook__:  # a custom hook may do more than print
-        sys.excepthook = show
-    if threading.excepthook is threading.__excepthook__:
-        threading.excepthook = show_of_thread

@@ -24,7 +24,6 @@ from rlhf_core.store.attempts import Attempt
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.failures import Counts, Failed, Settings
 from rlhf_core.store.leases import Lease
-from rlhf_core.store.object_check import findings
 from rlhf_core.store.records import Provenance, environment
 from rlhf_core.types import ArtifactRef
 from rlhf_core.user_code import watch
@@ -46,6 +45,7 @@ class RunningAttempt:
     target: Target
     lease: Lease
     attempt: Attempt
+    work: Path
     tracking: Mapping[str, str]
     earlier_seconds: float
     earlier_code: Mapping[str, str]
@@ -59,17 +59,19 @@ class RunningAttempt:
         return time.monotonic() - self.clock
 
     def still_ours(self) -> None:
-        """Raise ArtifactError after a takeover by another process. An unreadable lease passes; commits check again."""
+        """Raise ArtifactError after a takeover by another process, or if damage of an input was found meanwhile.
+
+        An unreadable lease passes; commits check again.
+        """
         if not self.lease.may_be_ours():
             self.lease.check()
+        self.check_work()
 
-    def check_inputs(self, store: ArtifactStore) -> None:
-        """Raise ArtifactError if the stage may have read damaged or changed inputs."""
-        store.check_inputs(self.spec.refs())
-        uris = (ref.uri for ref in self.spec.refs())
-        for finding in findings(store.layout, uris, known=self.attempt.known_damage):
-            rule = f"was read from {finding}"
-            raise ArtifactError(explain(f"{self.spec.label}.inputs", finding.object[:12], rule, "run it again"))
+    def check_work(self) -> None:
+        """Raise ArtifactError if the work was moved away, because an input was found damaged."""
+        if not self.work.is_dir():
+            rule = "was moved to quarantine, because an input was found damaged"
+            raise ArtifactError(explain(f"{self.spec.label}.work", str(self.work), rule, "run it again"))
 
     def provenance(
         self, metrics: Mapping[str, float], engines: dict[str, str], failed: dict[str, Failed], unseen: tuple[str, ...]
@@ -94,7 +96,6 @@ class RunningAttempt:
             tracking=dict(self.tracking),
             attempts=self.attempt.number,
             resumed_from=self.attempt.resumed_from,
-            known_damage=tuple(self.attempt.known_damage),
         )
 
 
@@ -172,7 +173,7 @@ class StageContext:
     def failed(self, step: int, counts: Counts) -> None:
         """Record how many answers failed at a step, before they are kept: {path in the configuration: (failed, of)}.
 
-        The result then counts only for the settings at these paths. Paths without failure settings are ignored.
+        The result then counts only for the settings at these paths. Paths without failure settings are left out.
         """
         failures.note(self.work, step, counts, self._run.failure_settings)
 
@@ -213,16 +214,20 @@ class StageContext:
         note in `pin` the artifact is pinned: what nobody can make again. Raises ArtifactError if an input was found
         damaged while the stage read it.
         """
-        self._run.check_inputs(self.store)
+        self.store.check_inputs(self._run.spec.refs())
         return self.store.commit(
             self.key,
             self.out,
             kind,
             children=children,
             record=self._run.provenance(
-                metrics, self.runtime.engines(), failures.noted(self.work), watch.noted(Path(self.notes))
+                metrics,
+                self.runtime.engines(),
+                failures.noted(self.work, self._run.failure_settings),
+                watch.noted(Path(self.notes)),
             ),
             parents=tuple(dict.fromkeys(ref.digest for ref in self._run.spec.refs())),
             lease=self._run.lease,
+            fence=self._run.check_work,
             pin=pin,
         )

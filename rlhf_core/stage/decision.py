@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
@@ -19,7 +20,6 @@ from rlhf_core.store.failures import failure_settings, misfit, noted
 from rlhf_core.store.fingerprint import canonical_json, module_digests
 from rlhf_core.store.layout import read_json, write_json
 from rlhf_core.store.leases import living_owner
-from rlhf_core.store.object_check import findings
 from rlhf_core.store.records import KeyRecord, other_versions, versions
 from rlhf_core.store.typed_json import Stored, read_stored
 
@@ -65,15 +65,13 @@ class _Note(Stored):
 class Target:
     """The current key of a spec, the payload whose hash it is, and the digests of its code's modules.
 
-    `functions` holds the digests of the user's functions that entered the key. `why` is the reason why an earlier take does not
-    fit, if the payload names a later one.
+    `functions` holds the digests of the user's functions that entered the key.
     """
 
     key: str
     payload: dict[str, Any]
     code: dict[str, str]
     functions: dict[str, str]
-    why: str = ""
 
 
 def decide(
@@ -86,7 +84,7 @@ def decide(
     """Return the decision of `execute` for the stage now, without executing it."""
     target = target_of(store, spec, strict=strict)
     if not force:
-        record = store.record(target.key)
+        record = fitting_record(store, spec, target.key)
         if record is not None:
             return hit(target, record)
         owner = living_owner(store.layout.leases, target.key)
@@ -100,12 +98,12 @@ def target_of(store: ArtifactStore, spec: StageSpec, *, strict: Strictness) -> T
 
     `strict.code` adds the code of a stage that normally only warns to the key, `strict.env` the versions of the
     libraries that compute; a result made without these options, but by exactly this code and these versions, still
-    counts. If answers failed under other settings, the key of another take is returned.
+    counts.
     """
     functions = user_functions(spec)
     payload = key_payload(spec, functions=functions)
     code = module_digests(spec.module)
-    target = fitting_take(store, spec, Target(payload_key(payload), payload, code, functions))
+    target = _fitting(store, spec, Target(payload_key(payload), payload, code, functions))
     adds_code = strict.code and spec.code != "strict"
     if not adds_code and not strict.env:
         return target
@@ -116,42 +114,33 @@ def target_of(store: ArtifactStore, spec: StageSpec, *, strict: Strictness) -> T
     payload = key_payload(spec, strict_code=strict.code, functions=functions)
     if strict.env:
         payload |= {"environment": versions()}
-    return fitting_take(store, spec, Target(payload_key(payload), payload, code, functions))
+    return _fitting(store, spec, Target(payload_key(payload), payload, code, functions))
 
 
-def fitting_take(store: ArtifactStore, spec: StageSpec, target: Target) -> Target:
-    """Return `target`, or the first take after it whose failed answers, if any, failed under the settings of `spec`.
-
-    So trying out other settings loses no result, finished or not, and each is found again under its own settings.
-    """
-    take, free = target, None
-    while True:
-        why, there = unfit(store, spec, take.key), _is_there(store, take.key)
-        if there and not why:
+def _fitting(store: ArtifactStore, spec: StageSpec, target: Target) -> Target:
+    """Return `target`; if its result does not fit, the one that an earlier version kept beside it as a numbered take."""
+    take = target
+    for number in count(2):
+        if not unfit(spec, store.record(take.key)):
             return take
-        if not there:
-            free = free or take
-        payload = target.payload | {"take": take.payload.get("take", 1) + 1}
-        after = Target(payload_key(payload), payload, target.code, target.functions, why)
-        if free is not None and not _is_there(store, after.key):
-            return free  # an earlier take may be gone, and a later one not
-        take = after
+        payload = target.payload | {"take": number}
+        take = replace(target, key=payload_key(payload), payload=payload)
+        if not store.layout.key(take.key).exists():
+            break
+    return target
 
 
-def _is_there(store: ArtifactStore, key: str) -> bool:
-    """Return whether a key has a result, or work that is not finished."""
-    past = attempts.history(store.layout.attempt(key))
-    return store.layout.key(key).exists() or (bool(past) and past[-1].status != "committed")
-
-
-def unfit(store: ArtifactStore, spec: StageSpec, key: str) -> str:
-    """Return the failure in the result or work of `key` under other settings than those of `spec`, or ""."""
-    settings = failure_settings(spec.config)
-    if not settings:
-        return ""
+def fitting_record(store: ArtifactStore, spec: StageSpec, key: str) -> KeyRecord | None:
+    """Return the record of a key, unless answers failed in its result and the settings of `spec` for them are others."""
     record = store.record(key)
-    failures = noted(attempts.latest_work(store.layout.attempt(key))) if record is None else record.failures
-    return misfit(failures, settings, label=spec.label)
+    return None if unfit(spec, record) else record
+
+
+def unfit(spec: StageSpec, record: KeyRecord | None) -> str:
+    """Return which answers failed in a result under other settings than those of `spec`, or an empty string."""
+    if record is None or not record.failures:
+        return ""
+    return misfit(record.failures, failure_settings(spec.config), label=spec.label)
 
 
 def hit(target: Target, record: KeyRecord) -> Decision:
@@ -177,32 +166,32 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
         return Decision(
             "RUN", f"forced; code changed ({_first(changed, 2)})" if changed else "forced", target.key, None
         )
-    misled = _misled(store, spec, past[-1]) if past else ""
-    if misled:
-        return Decision("RUN", f"attempt {past[-1].number} may have read {misled}", target.key, None)
     number = past[-1].number if past else 0
     changed = changed_modules(past[-1].code, target.code) if past and past[-1].code else []
-    said = f"; its code has changed since ({_first(changed, 2)}): --force starts over" if changed else ""
+    failed = noted(attempts.latest_work(folder), {})
+    notes = [f"its code has changed since ({_first(changed, 2)})"] if changed else []
+    notes += [f"{one.share()} so far ({path})" for path, one in failed.items()]
+    said = f"; {', '.join(notes)}: --force starts over" if notes else ""
     checkpoint = Checkpoints(attempts.checkpoints(folder)).latest()
     if checkpoint is not None:
         return Decision("RESUME", f"from step {checkpoint.step} of attempt {number}{said}", target.key, checkpoint.step)
     work = attempts.unfinished_work(folder)
     if work:
         return Decision("RESUME", f"from the files of attempt {number}: {', '.join(work[:3])}{said}", target.key, None)
-    why = target.why if target.why and not past else _why_run(store, spec, target, past)
+    why = unfit(spec, store.record(target.key)) or _why_run(store, spec, target, past)
     return Decision("RUN", why, target.key, None)
 
 
-def starts_over(store: ArtifactStore, spec: StageSpec, target: Target, *, force: bool) -> bool:
+def starts_over(store: ArtifactStore, target: Target, *, force: bool) -> bool:
     """Return whether an attempt at the target's key ignores the work of earlier ones.
 
-    It does if `force` is set, if the last attempt committed, or if it read inputs that were later found damaged. A forced
-    attempt that waits goes on, unless the code has changed.
+    It does if `force` is set, or if the last attempt committed. A forced attempt that waits goes on, unless the code has
+    changed.
     """
     past = attempts.history(store.layout.attempt(target.key))
     if force and not _goes_on(past, target):
         return True
-    return bool(past) and (past[-1].status == "committed" or bool(_misled(store, spec, past[-1])))
+    return bool(past) and past[-1].status == "committed"
 
 
 def _goes_on(past: Sequence[attempts.Attempt], target: Target) -> bool:
@@ -267,14 +256,6 @@ def _first(phrases: Sequence[str], count: int) -> str:
     return ", ".join(phrases[:count]) + more
 
 
-def _misled(store: ArtifactStore, spec: StageSpec, attempt: attempts.Attempt) -> str:
-    """Return which input of an unfinished attempt was later found damaged, or an empty string."""
-    if attempt.status == "committed":
-        return ""
-    found = findings(store.layout, (ref.uri for ref in spec.refs()), known=attempt.known_damage)
-    return next(map(str, found), "")
-
-
 def _lost(store: ArtifactStore, key: str) -> str:
     damage = store.damage(key)
     return f"its artifact cannot be used: {damage}" if damage else "its artifact is gone"
@@ -301,8 +282,6 @@ def differences(
     for name in sorted(old["callables"].keys() | new["callables"].keys()):
         if old["callables"].get(name) != new["callables"].get(name):
             yield f"{name} changed: {_short(old['callables'].get(name))} -> {_short(new['callables'].get(name))}"
-    if old.get("take", 1) != new.get("take", 1):
-        yield f"take: {old.get('take', 1)} -> {new.get('take', 1)}"
     if "environment" in new:
         yield from other_versions(old.get("environment", {}), new["environment"])
     if old.get("code") != new.get("code"):

@@ -12,7 +12,16 @@ from rlhf_core.schema import secrets
 from rlhf_core.secrets.redaction import hide_in
 from rlhf_core.stage import stopping
 from rlhf_core.stage.context import NOTHING, Progress, RunningAttempt, StageContext
-from rlhf_core.stage.decision import Decision, Target, decide_work, hit, remember, starts_over, target_of, unfit
+from rlhf_core.stage.decision import (
+    Decision,
+    Target,
+    decide_work,
+    fitting_record,
+    hit,
+    remember,
+    starts_over,
+    target_of,
+)
 from rlhf_core.stage.key import StageSpec, Strictness, stage_module
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
@@ -22,7 +31,6 @@ from rlhf_core.store.failures import failure_settings
 from rlhf_core.store.layout import CHECKPOINTS, naming_disk_errors
 from rlhf_core.store.leases import Lease, Owner
 from rlhf_core.store.records import KeyRecord
-from rlhf_core.store.recovery import tidy
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
@@ -72,27 +80,14 @@ def execute(
         attached.append(reported(Decision("ATTACH", f"{owner} is computing it", target.key, None)))
 
     with naming_disk_errors(store.root), store.lease(target.key, on_wait=attach) as lease:
-        if not unfit(store, spec, target.key):
-            found = None if force else _take(store, spec, target)
-            if found is not None:
-                return found[0].handle, attached[0] if attached else reported(found[1])
-            check_secrets(spec)
-            decision = reported(decide_work(store, spec, target, force=force))
-            _remember(store, spec, target)
-            run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
-            return _finish(store, run, runtime, tracker, progress), decision
-    # Answers failed in the other process under other settings than ours: decide again, with another key.
-    return execute(
-        store,
-        spec,
-        runtime=runtime,
-        tracker=tracker,
-        progress=progress,
-        force=force,
-        strict=strict,
-        on_decision=on_decision,
-        tracking=tracking,
-    )
+        found = None if force else _take(store, spec, target)
+        if found is not None:
+            return found[0].handle, attached[0] if attached else reported(found[1])
+        check_secrets(spec)
+        decision = reported(decide_work(store, spec, target, force=force))
+        _remember(store, spec, target)
+        run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
+        return _finish(store, run, runtime, tracker, progress), decision
 
 
 def check_secrets(spec: StageSpec) -> None:
@@ -101,10 +96,10 @@ def check_secrets(spec: StageSpec) -> None:
 
 
 def _take(store: ArtifactStore, spec: StageSpec, target: Target) -> tuple[KeyRecord, Decision] | None:
-    record = store.record(target.key)
+    record = fitting_record(store, spec, target.key)
     if record is None or not store.used(target.key):
         return None
-    tidy(store, target.key)  # its process may have been killed between writing the record and ending its attempt
+    store.tidy(target.key)  # its process may have been killed between writing the record and ending its attempt
     _remember(store, spec, target)
     return record, hit(target, record)
 
@@ -121,10 +116,9 @@ def _begin(
 ) -> RunningAttempt:
     """Record a new attempt; if it starts over, remove the work of earlier ones first."""
     folder = store.layout.attempt(target.key)
-    known_damage = store.known_damage(spec.refs())  # before anything is read
     store.check_inputs(spec.refs())
     with lease.undisturbed():  # a process suspended here could otherwise take or share the work of its successor
-        anew = starts_over(store, spec, target, force=force)
+        anew = starts_over(store, target, force=force)
         if anew:
             attempts.clear(folder, keep_metrics=False)
         ended = [item.seconds for item in attempts.history(folder) if item.status != "committed"]
@@ -133,7 +127,6 @@ def _begin(
             label=spec.label,
             resumed_from=decision.step,
             code=target.code,
-            known_damage=known_damage,
             inputs=tuple(ref.uri for ref in spec.refs()),
             forced=force,
             continues=force and not anew,
@@ -145,6 +138,7 @@ def _begin(
         target=target,
         lease=lease,
         attempt=attempt,
+        work=attempts.work(folder, attempt),
         tracking=tracking,
         earlier_seconds=0.0 if anew else sum(ended),
         earlier_code={} if anew else _other_code(past, target.code),
@@ -167,14 +161,13 @@ def _finish(
 ) -> ArtifactRef:
     """Run the attempt and record how it ended; after the commit, remove the work that it resumed from."""
     folder = store.layout.attempt(run.target.key)
-    work = attempts.work(folder, run.attempt)
     context = StageContext(
         label=run.spec.label,
         key=run.target.key,
         seed=run.spec.seed,
         out=attempts.output(folder, run.attempt),
-        work=work,
-        checkpoints=Checkpoints(work / CHECKPOINTS, fence=run.still_ours),
+        work=run.work,
+        checkpoints=Checkpoints(run.work / CHECKPOINTS, fence=run.still_ours),
         tracker=tracker,
         runtime=runtime,
         store=store,

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from rlhf_core.errors import ArtifactError, explain
-from rlhf_core.store import leases, maintenance
+from rlhf_core.store import attempts, leases, maintenance
+from rlhf_core.store.attempts import Attempt
 from rlhf_core.store.fingerprint import FileEntry, hash_files, hash_tree, list_files, sha256_text, tree_digest
 from rlhf_core.store.index import Unreadable
 from rlhf_core.store.layout import (
@@ -33,12 +34,13 @@ from rlhf_core.store.layout import (
     mark_schema,
     move,
     naming_disk_errors,
+    object_of,
     remove_tree,
     write_json,
 )
 from rlhf_core.store.leases import Lease, Owner
 from rlhf_core.store.maintenance import Damage, GcReport
-from rlhf_core.store.object_check import findings, object_damage, quarantine_object
+from rlhf_core.store.object_check import object_damage, quarantine_object, set_aside_record
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store.sharing import give_made, open_to_group
 from rlhf_core.store.typed_json import Stored, read_stored
@@ -111,22 +113,17 @@ class ArtifactStore:
         """Return the record of a key if its object exists and all files have the right sizes, else None.
 
         Damage is logged as a warning, and record and object are moved into quarantine, so that the stage runs again.
-        The record of a result that may have been computed from damaged inputs is treated likewise.
         """
-        path = self.layout.key(key)
-        if not path.exists():
-            return None
-        record, damage, suspicion = self._check(key)
-        if not damage and not suspicion:
+        record, damage = self._check(key)
+        if not damage:
             return record
-        with leases.alone(self.layout.leases):  # what another process has put in its place meanwhile must stay
-            record, damage, suspicion = self._check(key)
-            if not damage and not suspicion:
+        with leases.alone(self.layout.leases):  # a record that another process has put in its place meanwhile stays
+            record, damage = self._check(key)
+            if not damage:
                 return record
-            said = f"is damaged: {damage}" if damage else f"counts no more: {suspicion}"
-            logger.warning("store: the artifact of key %s %s; moved to quarantine", key[:12], said)
-            maintenance.set_aside_record(self.layout, key, damage or suspicion)
-            if record is not None and damage:
+            logger.warning("store: the artifact of key %s is damaged: %s; moved to quarantine", key[:12], damage)
+            set_aside_record(self.layout, key, damage)
+            if record is not None:
                 quarantine_object(self.layout, object_digest(record.handle), damage)
         return None
 
@@ -134,10 +131,6 @@ class ArtifactStore:
         """Return why the last artifact of `key` was moved into quarantine, or an empty string if it was not."""
         noted = read_stored(self.layout.damage(key), _DamageNote)
         return "" if noted is None else noted.problem
-
-    def known_damage(self, refs: Iterable[ArtifactRef]) -> tuple[str, ...]:
-        """Return the ids of all damage ever found in these inputs; see `rlhf_core.store.object_check`."""
-        return tuple(finding.id for finding in findings(self.layout, (ref.uri for ref in refs)))
 
     def check_inputs(self, refs: Iterable[ArtifactRef]) -> None:
         """Raise ArtifactError for an input that does not match its digest; only files written to are hashed again.
@@ -228,13 +221,16 @@ class ArtifactStore:
         record: Provenance,
         parents: Sequence[str] = (),
         lease: Lease | None = None,
+        fence: Callable[[], None] = lambda: None,
         pin: str = "",
     ) -> R:
         """Move the folder `out` into the store, write the record of `key`, and return the handle.
 
         `children` maps a field of `kind` to a folder of `out` and the type of its handle. With a `lease` the record is
-        written only while it is still held. After this call `out` is gone. The object is pinned with the note `pin` if
-        that is not empty. Raises ArtifactError, without a record, if the lease was lost, or the object damaged or removed before its record was written.
+        written only while it is still held, and if `fence`, which is called in the lock of the store, raises nothing.
+        After this call `out` is gone. The object is pinned with the note `pin` if that is not empty. Raises
+        ArtifactError, without a record, if the lease was lost, or the object damaged or removed before its record was
+        written.
         """
         with naming_disk_errors(self.root):
             self.create()
@@ -243,6 +239,7 @@ class ArtifactStore:
             self._store_object(out, files, object_digest(handle))
             committed = KeyRecord(key=key, handle=handle, **dict(record)).to_json()
             with leases.alone(self.layout.leases) if lease is None else lease.undisturbed():
+                fence()
                 damage = object_damage(self.layout.object(object_digest(handle)), deep=False)
                 if damage:
                     raise ArtifactError(
@@ -280,15 +277,38 @@ class ArtifactStore:
         """
         return maintenance.collect(self.layout, self.scan, dry_run=dry_run, keep_days=keep_days)
 
+    def tidy(self, key: str) -> tuple[str, Attempt] | None:
+        """Clean up after processes that have ended; return label and attempt if one was still recorded as running.
+
+        Checkpoints and shards stay as long as an attempt may resume from them. Nothing is changed while another process
+        computes the key.
+        """
+        folder = self.layout.attempt(key)
+        past = attempts.history(folder)
+        is_running = bool(past) and past[-1].status == "running"
+        is_left = bool(attempts.unfinished_work(folder)) or attempts.checkpoints(folder).exists()
+        is_untidy = is_running or is_left or leases.lease_file(self.layout.leases, key).exists()
+        if not is_untidy or leases.living_owner(self.layout.leases, key) is not None:
+            return None
+        with self.lease(key) as lease:  # taking over and releasing the lease removes that of the dead process
+            record = self.record(key)
+            with lease.undisturbed():
+                past = attempts.history(folder)
+                # A record of an earlier attempt: this one was to replace it, and was killed before its own commit.
+                committed = record is not None and bool(past) and record.attempts == past[-1].number
+                ended = attempts.abandon(folder, committed=committed)
+                if record is not None and not attempts.is_resumable(folder, record.attempts):
+                    attempts.clear(folder, keep_metrics=True)
+        return ended
+
     # ------------------------------------------------------------ private
 
-    def _check(self, key: str) -> tuple[KeyRecord | None, str, str]:
-        """Return the record of a key, its damage, and why its stage may have read damaged inputs."""
+    def _check(self, key: str) -> tuple[KeyRecord | None, str]:
+        """Return the record of a key and its damage."""
         record, problem = parse_record(self.layout.key(key))
         if record is None:
-            return None, f"its record {problem}" if problem else "", ""
-        damage = object_damage(self.layout.object(object_digest(record.handle)), deep=False)
-        return record, damage, "" if damage else maintenance.suspicion_of(self.layout, record)
+            return None, f"its record {problem}" if problem else ""
+        return record, object_damage(self.layout.object(object_digest(record.handle)), deep=False)
 
     def _store_object(self, out: Path, files: Mapping[str, FileEntry], digest: str) -> None:
         write_json(out / MANIFEST, {"schema": 1, "files": {path: _entry(entry) for path, entry in files.items()}})
@@ -354,7 +374,7 @@ class ArtifactStore:
 
 def object_digest(handle: ArtifactRef) -> str:
     """Return the digest of the object that a `store://` handle lies in."""
-    return handle.uri.removeprefix(_STORE).partition("/")[0]
+    return object_of(handle.uri)
 
 
 def _seal(out: Path) -> dict[str, FileEntry]:

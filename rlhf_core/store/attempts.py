@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.store.failures import FAILURES
-from rlhf_core.store.layout import CHECKPOINTS, make_folder, read_json, remove_tree, write_json
+from rlhf_core.store.layout import CHECKPOINTS, make_folder, move_aside, object_of, read_json, remove_tree, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ class Attempt:
     """One attempt at a key. `status` stays `running` if the process is killed; `failure` is the error's class and text.
 
     `code` holds the digest of each module of the stage as the attempt ran it; it is empty in files of older versions.
-    `known_damage` holds the ids of the damage that was known of its inputs before it read them.
     """
 
     number: int
@@ -50,7 +49,6 @@ class Attempt:
     failure: str
     seconds: float
     code: Mapping[str, str] = field(default_factory=dict)
-    known_damage: Sequence[str] = ()
     forced: bool = False
     """Whether it was to replace a result, or to start over."""
     halted: bool = False
@@ -77,7 +75,6 @@ def begin(
     label: str,
     resumed_from: int | None,
     code: Mapping[str, str],
-    known_damage: Sequence[str],
     inputs: Sequence[str] = (),
     forced: bool = False,
     continues: bool = False,
@@ -97,7 +94,6 @@ def begin(
         failure="",
         seconds=0.0,
         code=dict(code),
-        known_damage=tuple(known_damage),
         inputs=tuple(inputs),
         forced=forced,
         continues=continues,
@@ -208,6 +204,24 @@ def clear(folder: Path, *, keep_metrics: bool, until: Attempt | None = None) -> 
     for number in _numbered(folder, "out"):
         if until is None or number <= until.number:
             remove_tree(folder / f"out-{number}")
+
+
+def set_aside_work(folder: Path, quarantine: Path, digest: str, why: str) -> None:
+    """Move unfinished work that was made from the object `digest` into quarantine, so that the next attempt starts over.
+
+    A process that is still at it stops before its next step (`RunningAttempt.check_work`).
+    """
+    label, past = _read(folder)
+    uris = {object_of(uri) for item in past for uri in item.inputs}
+    if past and past[-1].status != "committed" and digest in uris and _works(folder):
+        move_aside(latest_work(folder), quarantine)
+        _write(folder, label, [*past[:-1], replace(past[-1], failure=why)])
+
+
+def is_resumable(folder: Path, finished: int) -> bool:
+    """Return whether work goes on beyond attempt `finished`, which left a result: it is to replace one that misfits."""
+    past = history(folder)
+    return bool(past) and past[-1].number > finished and past[-1].status != "committed" and not past[-1].forced
 
 
 def give_way(folder: Path, attempt: Attempt) -> None:

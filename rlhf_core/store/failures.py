@@ -1,13 +1,13 @@
-"""Record the answers that failed while a stage ran, and the settings under which they failed.
+"""Record the answers that failed while a stage ran, and the settings that its result counts for.
 
 Deadlines, retries and addresses are not part of a stage's key, because they change nothing as long as no answer fails.
-If an answer fails, other settings might have avoided it: the result then counts only for the settings that it ran with.
+A result in which answers failed counts only for the settings that it was finished with; unfinished work, for any.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,7 +26,7 @@ Counts: TypeAlias = Mapping[str, tuple[int, int]]
 
 
 class Failed(BaseModel):
-    """The number of failed answers and of all answers in one place, and the settings under which they failed."""
+    """The number of failed answers and of all answers in one place, and the settings that the result counts for."""
 
     model_config = ConfigDict(frozen=True)
     failed: int
@@ -51,25 +51,24 @@ def note(folder: Path, step: int, counts: Counts, settings: Settings) -> None:
     known = {path: list(count) for path, count in counts.items() if path in settings}
     if not known:
         return
-    used = {path: settings[path] for path, (failed, _) in known.items() if failed}
-    line = json.dumps({"step": step, "counts": known, "settings": used})
+    line = json.dumps({"step": step, "counts": known})
     with (folder / FAILURES).open("a", encoding="utf-8") as stream:
         stream.write(f"\n{line}")  # the newline comes first: it ends a line that a kill left half written
 
 
-def noted(folder: Path) -> dict[str, Failed]:
-    """Return the failures so far by path; {} if there are none."""
+def noted(folder: Path, settings: Settings) -> dict[str, Failed]:
+    """Return the failures so far by path, with the present settings there; {} if there are none."""
     path = folder / FAILURES
-    steps = {entry["step"]: entry for entry in _entries(path)} if path.is_file() else {}
-    failed: defaultdict[str, int] = defaultdict(int)
-    answers: defaultdict[str, int] = defaultdict(int)
-    used: dict[str, dict[str, Any]] = {}
-    for entry in steps.values():
-        used |= entry["settings"]
-        for name, (some, of) in entry["counts"].items():
-            failed[name] += some
-            answers[name] += of
-    return {name: Failed(failed=failed[name], answers=answers[name], settings=used[name]) for name in sorted(used)}
+    steps = {entry["step"]: entry["counts"] for entry in _entries(path)} if path.is_file() else {}
+    failed, answers = Counter[str](), Counter[str]()
+    for counts in steps.values():
+        failed.update({name: some for name, (some, _) in counts.items()})
+        answers.update({name: of for name, (_, of) in counts.items()})
+    return {
+        name: Failed(failed=failed[name], answers=answers[name], settings=dict(settings.get(name, {})))
+        for name in sorted(failed)
+        if failed[name]
+    }
 
 
 def misfit(failures: Mapping[str, Failed], settings: Settings, *, label: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 from rlhf_core.store import fingerprint
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, read_json, write_text
+from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, object_of, read_json, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +144,7 @@ def _read_record(path: Path, unreadable: list[Unreadable]) -> list[Any] | None:
         return None
     handle = record.handle
     kind = type(handle).__name__.removesuffix("Ref")
-    place = handle.uri.removeprefix("store://").partition("/")[0]
-    metrics = dict(record.metrics)
+    place, metrics = object_of(handle.uri), dict(record.metrics)
     return [record.label, kind, handle.digest, place, record.started, record.seconds, record.attempts, metrics]
 
 

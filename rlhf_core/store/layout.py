@@ -114,13 +114,14 @@ class StoreLayout:
     def quarantine(self) -> Path:
         return self.root / "quarantine"
 
-    def damaged(self, digest: str) -> Path:
-        """Return the folder with one permanent note for each time that the object was found damaged."""
-        return self.root / "roots" / "damaged" / digest
-
     def damage(self, key: str) -> Path:
         """Return the file with the reason why the artifact of a key was moved into quarantine."""
         return self.quarantine / "why" / f"{key}.json"
+
+
+def object_of(uri: str) -> str:
+    """Return the digest of the object that a `store://` uri belongs to; a digest or a key is returned as it is."""
+    return uri.removeprefix("store://").partition("/")[0]
 
 
 # ---------------------------------------------------------------- which version wrote it

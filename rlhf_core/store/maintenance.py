@@ -18,13 +18,22 @@ from pathlib import Path
 
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.store import attempts
-from rlhf_core.store.attempts import checkpoints
+from rlhf_core.store.attempts import checkpoints, is_resumable
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.gate_decisions import ASKERS, QUESTION, Asker, GateDecisions, Question
 from rlhf_core.store.index import Unreadable
-from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, fsync_path, move_aside, remove_tree, write_json
+from rlhf_core.store.layout import (
+    MANIFEST,
+    StoreLayout,
+    folder_bytes,
+    fsync_path,
+    move_aside,
+    object_of,
+    remove_tree,
+    write_json,
+)
 from rlhf_core.store.leases import alone, disk_time, living_owner
-from rlhf_core.store.object_check import last_good, object_damage, quarantine_object, suspicion
+from rlhf_core.store.object_check import last_good, object_damage, quarantine_object, set_aside_record
 from rlhf_core.store.records import KeyRecord, parse_record
 from rlhf_core.store.typed_json import Stored, read_stored
 
@@ -81,11 +90,6 @@ def _asked_about(layout: StoreLayout) -> Iterator[Root]:
         if request.answer is None:
             runs = ", ".join(dict.fromkeys(asker.run for asker in request.askers))
             yield Root(request.question.digest, f"gate {request.question.gate} of {runs} waits for an answer")
-
-
-def object_of(uri: str) -> str:
-    """Return the digest of the object that a uri belongs to; a digest or a key is returned as it is."""
-    return uri.removeprefix("store://").partition("/")[0]
 
 
 # ---------------------------------------------------------------- runs that wait
@@ -222,14 +226,11 @@ class GcReport:
 def verify(layout: StoreLayout, records: Sequence[KeyRecord], unreadable: Sequence[Unreadable]) -> list[Damage]:
     """Hash all objects; move damaged ones, the records that lead to them and unreadable records into quarantine.
 
-    Records of results computed from a damaged object are moved there too, unless they precede its last good check.
+    So are the results that were made from a damaged object, unless they precede its last good check.
     """
     users: dict[str, list[KeyRecord]] = {}
-    readers: dict[str, list[KeyRecord]] = {}
     for record in records:
         users.setdefault(object_of(record.handle.uri), []).append(record)
-        for digest in {object_of(uri) for uri in record.inputs}:
-            readers.setdefault(digest, []).append(record)
     digests = {path.name for path in layout.objects.glob("*/*")} | set(users)
     damages = []
     for found in unreadable:
@@ -248,8 +249,7 @@ def verify(layout: StoreLayout, records: Sequence[KeyRecord], unreadable: Sequen
                 continue
             for record in affected:
                 set_aside_record(layout, record.key, problem)
-            quarantine_object(layout, digest, problem)
-            suspects = {reader.label for reader in readers.get(digest, []) if set_aside_suspect(layout, reader)}
+            suspects = set(quarantine_object(layout, digest, problem))
         labels = tuple(sorted({record.label for record in affected}))
         logger.warning("store: object %s (%s): %s; moved to quarantine", digest[:12], ", ".join(labels), problem)
         damages.append(Damage(digest, problem, labels, tuple(sorted(suspects))))
@@ -264,25 +264,6 @@ def _hashed(folder: Path) -> str:
         with suppress(OSError):  # this user may not write to the store: its last good check stays as it was
             os.utime(folder / MANIFEST, (began, began))
     return problem
-
-
-def set_aside_suspect(layout: StoreLayout, record: KeyRecord) -> str:
-    """Move the record into quarantine if its stage may have read damaged inputs; return why, or an empty string."""
-    said = suspicion_of(layout, record)
-    if said:
-        set_aside_record(layout, record.key, said)
-    return said
-
-
-def suspicion_of(layout: StoreLayout, record: KeyRecord) -> str:
-    """Return why the stage of a record may have read damaged inputs, or an empty string."""
-    return suspicion(layout, record.inputs, known=record.known_damage, started=record.started, seconds=record.seconds)
-
-
-def set_aside_record(layout: StoreLayout, key: str, problem: str) -> None:
-    """Move the record of `key` into quarantine and record why, so that the next decision can report it."""
-    if move_aside(layout.key(key), layout.quarantine) is not None:
-        write_json(layout.damage(key), {"key": key, "problem": problem}, durable=False)
 
 
 # ---------------------------------------------------------------- garbage collection
@@ -401,18 +382,19 @@ def _kept(
 def _dead_attempts(
     layout: StoreLayout, records: Iterable[KeyRecord], roots: Sequence[Root], horizon: float
 ) -> list[GcItem]:
-    labels = {record.key: record.label for record in records}
+    finished = {record.key: record for record in records}
     named = {root.target for root in roots}
     items = []
     for folder in sorted(layout.attempts.glob("*")):
         if living_owner(layout.leases, folder.name) is not None:
             continue
-        label = labels.get(folder.name, "")
+        record = finished.get(folder.name)
+        label = "" if record is None else record.label
         newest = max([_modified(path) for path in folder.rglob("*")], default=_modified(folder))
         if newest < horizon and (label or folder.name not in named):
             reason = f"not gone on with for {_days(folder)}"
             items.append(GcItem("attempt", folder, folder_bytes(folder), label, reason))
-        elif label and checkpoints(folder).is_dir():
+        elif record is not None and checkpoints(folder).is_dir() and not is_resumable(folder, record.attempts):
             path, reason = checkpoints(folder), "its result exists: no attempt will resume from these"
             items.append(GcItem("attempt", path, folder_bytes(path), label, reason))
     return items

@@ -1,26 +1,22 @@
-"""Check an object of the store against its manifest.
-
-Record which objects were found damaged, and find the results that may have been computed from them.
+"""Check an object of the store against its manifest, and set aside what was made from a damaged one.
 
 Bytes that have gone bad on a disk stay bad, so everything read before a good check was right. The modification time of
 an object's manifest is the time of its last good check: the manifest is written when the object is hashed, and touched
-when it is hashed again. Each finding of damage is kept forever under `roots/damaged` with an id, and an attempt records
-the ids that were known when it began. A result is suspect if one of its inputs was found damaged and the attempt did
-not know of it, unless it finished before the last good check.
+when it is hashed again.
 
-Results computed from a suspect result need no rule: if that result comes out differently now, their key changes.
+Results computed from a result that was set aside need no rule: if that one comes out differently now, their key changes.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from rlhf_core.store import attempts
 from rlhf_core.store.fingerprint import FileEntry, hash_files, list_files, tree_digest
-from rlhf_core.store.layout import MANIFEST, StoreLayout, move_aside, read_json, write_json
+from rlhf_core.store.layout import MANIFEST, StoreLayout, move_aside, object_of, read_json, write_json
+from rlhf_core.store.records import KeyRecord, parse_record
 from rlhf_core.types import encodable
 
 _LONGEST_NAME = 255
@@ -83,35 +79,40 @@ def _content_damage(folder: Path, files: Mapping[str, FileEntry]) -> str:
     return "" if tree_digest(files) == folder.name else f"its {MANIFEST} does not match its digest"
 
 
-# ---------------------------------------------------------------- damage
+# ---------------------------------------------------------------- quarantine
 
 CLOCKS_APART_S = 600.0
-"""Tolerated difference between the clocks of hosts and disk: a result this close to a good check is suspect too."""
+"""Tolerated difference between the clocks of hosts and disk: a result this close to a good check is set aside, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """An object found damaged; `good` is the time of its last good check, 0.0 if that is not known."""
+def quarantine_object(layout: StoreLayout, digest: str, problem: str) -> list[str]:
+    """Move a damaged object into quarantine with all that was made from it; return the labels of those results.
 
-    id: str
-    object: str
-    problem: str
-    good: float
-
-    def __str__(self) -> str:
-        known = datetime.fromtimestamp(self.good, UTC).strftime("%Y-%m-%d %H:%M UTC") if self.good else "unknown"
-        return f"object {self.object[:12]}, which was found damaged ({self.problem}); last known good: {known}"
-
-
-def quarantine_object(layout: StoreLayout, digest: str, problem: str) -> None:
-    """Record that the object is damaged and move it into quarantine. A missing object is ignored."""
+    Unfinished work that read it goes, and so do results that were finished after its last good check. The caller holds
+    the lock of the store. A missing object is ignored.
+    """
     folder = layout.object(digest)
     if not folder.exists():
-        return
-    name = secrets.token_hex(8)
-    finding = {"object": digest, "problem": problem, "good": last_good(folder)}
-    write_json(layout.damaged(digest) / f"{name}.json", finding)
-    move_aside(folder, layout.quarantine)
+        return []
+    good = last_good(folder)
+    known = datetime.fromtimestamp(good, UTC).strftime("%Y-%m-%d %H:%M UTC") if good else "unknown"
+    why = f"made from object {digest[:12]}, which was found damaged ({problem}); last known good: {known}"
+    suspects = []
+    for path in layout.keys.glob("*/*.json"):
+        record, _ = parse_record(path)
+        if record is not None and digest in map(object_of, record.inputs) and _finished(record) > good:
+            set_aside_record(layout, record.key, why)
+            suspects.append(record.label)
+    for attempt in layout.attempts.glob("*"):
+        attempts.set_aside_work(attempt, layout.quarantine, digest, why)
+    move_aside(folder, layout.quarantine)  # last: after a kill before this the damage is found again
+    return suspects
+
+
+def set_aside_record(layout: StoreLayout, key: str, problem: str) -> None:
+    """Move the record of `key` into quarantine and record why, so that the next decision can report it."""
+    if move_aside(layout.key(key), layout.quarantine) is not None:
+        write_json(layout.damage(key), {"key": key, "problem": problem}, durable=False)
 
 
 def last_good(folder: Path) -> float:
@@ -119,35 +120,6 @@ def last_good(folder: Path) -> float:
     return 0.0 if read_json(folder / MANIFEST) is None else (folder / MANIFEST).stat().st_mtime
 
 
-def findings(layout: StoreLayout, uris: Iterable[str], *, known: Collection[str] = ()) -> list[Finding]:
-    """Return all findings of damage in the objects that the uris belong to, except those whose ids are in `known`."""
-    digests = dict.fromkeys(
-        uri.removeprefix("store://").partition("/")[0] for uri in uris if uri.startswith("store://")
-    )
-    found = []
-    for digest in digests:
-        for path in sorted(layout.damaged(digest).glob("*.json")):
-            if path.stem in known:
-                continue
-            table = read_json(path) or {}
-            problem, good = (
-                str(table.get("problem", "the record of the damage cannot be read")),
-                float(table.get("good", 0.0)),
-            )
-            found.append(Finding(path.stem, digest, problem, good))
-    return found
-
-
-def suspicion(
-    layout: StoreLayout, inputs: Iterable[str], *, known: Collection[str], started: str, seconds: float
-) -> str:
-    """Return why a result may have been computed from damaged inputs, or an empty string.
-
-    `known` holds the ids of the findings that its attempt knew of before it read anything.
-    """
-    new = findings(layout, inputs, known=known)
-    if not new:
-        return ""
-    finished = datetime.fromisoformat(started).timestamp() + seconds + CLOCKS_APART_S
-    suspects = [finding for finding in new if finished > finding.good]
-    return f"made from {suspects[-1]}" if suspects else ""
+def _finished(record: KeyRecord) -> float:
+    """Return the latest time at which a result may have been finished, in seconds since 1970."""
+    return datetime.fromisoformat(record.started).timestamp() + record.seconds + CLOCKS_APART_S

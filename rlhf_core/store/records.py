@@ -76,8 +76,6 @@ class Provenance(BaseModel):
     attempts: int
     resumed_from: int | None
     """Step of the checkpoint from which the last attempt resumed."""
-    known_damage: tuple[str, ...] = ()
-    """Ids of damage to the inputs that was known before the attempts read them (`rlhf_core.store.object_check`)."""
 
 
 class KeyRecord(Provenance):

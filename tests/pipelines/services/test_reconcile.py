@@ -22,7 +22,7 @@ from rlhf_core.store import attempts, leases
 from rlhf_core.store.artifacts import ArtifactStore
 store, key = ArtifactStore(Path(sys.argv[1])), sys.argv[2]
 with store.lease(key):
-    attempts.begin(store.layout.attempt(key), label="toy", resumed_from=None, code={}, known_damage=())
+    attempts.begin(store.layout.attempt(key), label="toy", resumed_from=None, code={})
     os.kill(os.getpid(), 9)
 """
 
@@ -32,7 +32,7 @@ def test_the_lease_and_the_attempt_of_a_killed_process_are_ended_and_a_living_on
     key = stage_key(spec)
     subprocess.run([sys.executable, "-c", KILLED, str(store.root), key], cwd=Path.cwd(), check=False)
     with store.lease("alive"):
-        attempts.begin(store.layout.attempt("alive"), label="busy", resumed_from=None, code={}, known_damage=())
+        attempts.begin(store.layout.attempt("alive"), label="busy", resumed_from=None, code={})
         said = list(reconcile_store(store))
         assert [path.stem for path in store.layout.leases.glob("*.json")] == ["alive"]
         assert attempts.history(store.layout.attempt("alive"))[-1].status == "running"

@@ -17,13 +17,13 @@ from rlhf_core.secrets.redaction import ErrorWithoutSecrets, know
 from rlhf_core.stage import context
 from rlhf_core.stage import decision as deciding
 from rlhf_core.stage.decision import Decision, decide, differences, last_record, target_of
-from rlhf_core.stage.key import StageSpec, Strictness, stage_key
+from rlhf_core.stage.key import StageSpec, Strictness, payload_key, stage_key
 from rlhf_core.stage.run import execute
 from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store import records
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
-from rlhf_core.store.layout import remove_tree
+from rlhf_core.store.layout import remove_tree, write_json
 from rlhf_core.types import PolicyRef
 from tests.support import toy_stage
 from tests.support.toy_stage import Inner, NoEngines, RecordingTracker, ToyConfig, toy_spec
@@ -207,63 +207,54 @@ def test_a_result_with_failed_answers_is_a_hit_under_their_settings_alone(store:
     why = "toy.inner: 3 of 12 answers failed under timeout_s = 5.0, now 60.0"
     assert _said(store, _under(60.0)) == ("RUN", why)
     second = _run(store, _under(60.0))
-    assert (second.action, second.reason) == ("RUN", why)
-    # Each is found again under its own settings, and the one in which nothing failed under any other, too.
-    hits = {timeout_s: decide(store, _under(timeout_s)) for timeout_s in (5.0, 60.0, 7.0)}
-    assert [hit.action for hit in hits.values()] == ["HIT"] * 3
-    assert [hit.key for hit in hits.values()] == [first.key, second.key, second.key]
-    records = [store.record(key) for key in (first.key, second.key)]
-    assert [
-        None if record is None else {name: one.failed for name, one in record.failures.items()} for record in records
-    ] == [
-        {"inner": 3},
-        {},
-    ]
+    assert (second.action, second.reason, second.key) == ("RUN", why, first.key)
+    assert [decide(store, _under(timeout_s)).action for timeout_s in (60.0, 5.0, 7.0)] == ["HIT"] * 3  # nothing failed
+    record = store.record(first.key)
+    assert record is not None and (record.failures, record.attempts) == ({}, 2)
 
 
-def test_unfinished_work_with_failed_answers_is_gone_on_with_under_their_settings_alone(store: ArtifactStore) -> None:
+def test_unfinished_work_is_resumed_under_any_settings_and_counts_for_the_last(store: ArtifactStore) -> None:
     with pytest.raises(ValueError, match="went wrong"):
         _run(store, _under(5.0, "raise:3"))
-    assert _said(store, _under(5.0)) == ("RESUME", "from step 2 of attempt 1")
-    action, reason = _said(store, _under(60.0))
-    assert (action, reason) == ("RUN", "toy.inner: 3 of 12 answers failed under timeout_s = 5.0, now 60.0")
+    said = "from step 2 of attempt 1; 3 of 12 answers failed so far (inner): --force starts over"
+    assert _said(store, _under(60.0)) == ("RESUME", said)
     _run(store, _under(60.0))
-    assert _said(store, _under(60.0))[0] == "HIT"
-    assert _run(store, _under(5.0)).action == "RESUME"  # what was begun under these is not lost
+    record = store.record(stage_key(_under(60.0)))
+    assert record is not None and record.failures["inner"].model_dump() == {
+        "failed": 2,  # of steps 1 and 2; the third is made again
+        "answers": 12,
+        "settings": {"timeout_s": 60.0},
+    }
+    assert decide(store, _under(60.0)).action == "HIT"
+    assert decide(store, _under(5.0)).action == "RUN"
 
 
-def test_unfinished_work_without_failures_is_gone_on_with_under_any_settings_of_them(store: ArtifactStore) -> None:
+def test_the_work_of_a_second_run_survives_a_kill_although_the_first_has_a_record(store: ArtifactStore) -> None:
+    key = _run(store, _under(5.0)).key
     with pytest.raises(ValueError, match="went wrong"):
         _run(store, _under(60.0, "raise:3"))
-    assert _run(store, _under(5.0)).action == "RESUME"
-    record = store.record(stage_key(_under(5.0)))
-    assert record is not None and record.failures["inner"].model_dump() == {
-        "failed": 1,  # of the third step, the only one of the second attempt
-        "answers": 12,
-        "settings": {"timeout_s": 5.0},
-    }
-    assert decide(store, _under(60.0)).action == "RUN"
+    store.tidy(key)
+    assert [item.kind for item in store.gc(dry_run=False).items] == []
+    assert _said(store, _under(60.0)) == ("RESUME", "from step 2 of attempt 2")
+    assert decide(store, _under(5.0)).action == "HIT"
 
 
-def test_a_result_is_found_although_the_one_before_it_is_gone(store: ArtifactStore) -> None:
-    first, second = (_run(store, _under(timeout_s)) for timeout_s in (5.0, 60.0))
-    store.layout.key(first.key).unlink()  # as `gc` takes what nobody has used
-    assert [decide(store, _under(timeout_s)).key for timeout_s in (60.0, 5.0)] == [second.key] * 2
-    assert decide(store, _under(60.0)).action == "HIT"
-    store.layout.key(second.key).unlink()
-    assert decide(store, _under(60.0)).key == first.key
-
-
-def test_force_replaces_the_take_of_its_own_settings(store: ArtifactStore) -> None:
-    first, second = (_run(store, _under(timeout_s)) for timeout_s in (5.0, 60.0))
-    assert _run(store, _under(60.0), force=True).key == second.key
+def test_a_result_that_an_earlier_version_kept_as_a_numbered_take_is_a_hit(store: ArtifactStore) -> None:
+    first = _run(store, _under(5.0))
+    record = store.record(first.key)
+    assert record is not None
+    payload = record.payload | {"take": 2}
+    take = record.model_copy(update={"key": payload_key(payload), "payload": payload, "failures": {}})
+    write_json(store.layout.key(take.key), take.to_json())
+    decision = decide(store, _under(60.0))
+    assert (decision.action, decision.key) == ("HIT", take.key)
     assert decide(store, _under(5.0)).key == first.key
 
 
-def test_who_waited_for_answers_that_failed_under_other_settings_asks_again(store: ArtifactStore) -> None:
-    slow = ToyConfig(inner=Inner(timeout_s=5.0), seconds_a_step=0.7)  # the first failure is noted after these seconds
-    other = threading.Thread(target=_run, args=(store, toy_spec(slow)))
-    held = store.layout.attempt(stage_key(toy_spec(slow)))
+def test_a_process_that_waited_for_a_result_which_does_not_fit_computes_its_own(store: ArtifactStore) -> None:
+    slow = toy_spec(ToyConfig(inner=Inner(timeout_s=5.0), seconds_a_step=0.3))
+    other = threading.Thread(target=_run, args=(store, slow))
+    held = store.layout.attempt(stage_key(slow))
     other.start()
     while not (held / "attempt.json").exists():
         time.sleep(0.01)
@@ -272,20 +263,6 @@ def test_who_waited_for_answers_that_failed_under_other_settings_asks_again(stor
     other.join()
     assert [decision.action for decision in seen] == ["ATTACH", "RUN"]
     assert seen[1].reason == "second.inner: 3 of 12 answers failed under timeout_s = 5.0, now 60.0"
-    assert decide(store, toy_spec()).key == seen[1].key
-
-
-def test_who_asks_again_asks_with_the_same_options(store: ArtifactStore) -> None:
-    slow = toy_spec(ToyConfig(inner=Inner(timeout_s=5.0), seconds_a_step=0.7))
-    held = store.layout.attempt(target_of(store, slow, strict=Strictness(env=True)).key)
-    other = threading.Thread(target=_run, args=(store, slow), kwargs={"strict": Strictness(env=True)})
-    other.start()
-    while not (held / "attempt.json").exists():
-        time.sleep(0.01)
-    again = _run(store, toy_spec(label="second"), strict=Strictness(env=True))
-    other.join()
-    record = store.record(again.key)
-    assert record is not None and record.payload["environment"] == records.versions()
 
 
 # ---------------------------------------------------------------- code

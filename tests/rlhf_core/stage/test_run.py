@@ -312,7 +312,7 @@ def test_a_process_that_was_taken_over_as_it_committed_leaves_its_successor_at_w
         handle: ArtifactRef = commit(store, key, *arguments, **options)
         lease = leases.lease_file(store.layout.leases, key)
         lease.write_text(json.dumps(json.loads(lease.read_text()) | {"token": "successor"}))
-        attempt = attempts.begin(folder, label="toy", resumed_from=3, code={}, known_damage=())
+        attempt = attempts.begin(folder, label="toy", resumed_from=3, code={})
         (attempts.work(folder, attempt) / "shard-1").write_text("x")
         return handle
 

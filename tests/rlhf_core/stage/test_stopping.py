@@ -110,10 +110,10 @@ def test_a_stage_that_comes_to_no_end_is_interrupted_after_a_while(
 def test_a_body_that_ends_in_time_is_not_interrupted_later(
     passed_on: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopping, "GRACE_S", 0.05)
+    monkeypatch.setattr(stopping, "GRACE_S", 0.5)
     with on_signals():
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.2)
+    time.sleep(0.7)
     assert passed_on == []
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from rlhf_core.stage.key import StageSpec, stage_key
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
-from rlhf_core.store.object_check import CLOCKS_APART_S, findings, last_good, suspicion
-from rlhf_core.types import PolicyRef
+from rlhf_core.store.object_check import CLOCKS_APART_S, last_good, quarantine_object
+from rlhf_core.types import ArtifactRef, PolicyRef
 from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
 
 
@@ -82,18 +83,6 @@ def test_a_result_that_was_finished_before_the_last_good_check_stays_a_hit(store
     assert decide(store, _child(parent)).action == "HIT"
 
 
-def test_the_record_of_one_who_committed_while_the_damage_was_being_found_is_no_hit(store: ArtifactStore) -> None:
-    parent, _ = _make(store, toy_spec(label="parent"))
-    _make(store, _child(parent))
-    record = store.layout.key(stage_key(_child(parent)))
-    content = record.read_bytes()
-    _decay(store, parent)
-    store.verify()
-    record.write_bytes(content)  # as if it were written just now, by another process
-    decision = decide(store, _child(parent))
-    assert decision.action == "RUN" and "found damaged" in decision.reason
-
-
 def test_a_write_into_an_object_is_noticed_before_the_next_stage_reads_it(store: ArtifactStore) -> None:
     parent, _ = _make(store, toy_spec(label="parent"))
     _edit(store, parent)
@@ -108,7 +97,7 @@ def test_a_write_into_an_object_is_noticed_by_the_hit(store: ArtifactStore) -> N
     _edit(store, parent)
     decision = decide(store, toy_spec(label="parent"))
     assert decision.action == "RUN" and decision.reason.endswith("total.txt has other content")
-    assert [found.object for found in findings(store.layout, [parent.uri])] == [parent.digest]
+    assert not store.layout.object(parent.digest).exists()
 
 
 def test_a_touched_file_with_the_right_content_is_no_damage(store: ArtifactStore) -> None:
@@ -118,20 +107,46 @@ def test_a_touched_file_with_the_right_content_is_no_damage(store: ArtifactStore
     assert decide(store, toy_spec(label="parent")).action == "HIT"
 
 
-def test_a_stage_whose_input_is_damaged_while_it_runs_does_not_commit(store: ArtifactStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("finds", "text"),
+    [
+        (lambda store, ref: _edit(store, ref), r"is damaged .* run again"),  # nobody but the commit notices it
+        (
+            lambda store, ref: quarantine_object(store.layout, ref.digest, "bad"),
+            r"child\.work = .*found damaged; run it",
+        ),
+    ],
+)
+def test_a_stage_whose_input_is_damaged_while_it_runs_does_not_commit(
+    store: ArtifactStore, finds: Callable[[ArtifactStore, PolicyRef], object], text: str
+) -> None:
     parent, _ = _make(store, toy_spec(label="parent"))
-    spec = _child(parent, trouble=f"wait:{tmp_path / 'go'}")
+    spec = _child(parent)
 
-    class Damaging(RecordingTracker):
-        def metrics(self, step: int, values: object) -> None:
-            if step == 2:
-                _edit(store, parent)
-                (tmp_path / "go").touch()
+    def progress(step: int, *_: object) -> None:
+        if step == 2:
+            finds(store, parent)
 
-    (tmp_path / "go").touch()
-    with pytest.raises(ArtifactError, match=r"is damaged .* run again"):
-        execute(store, spec, runtime=NoEngines(), tracker=Damaging(), progress=lambda *_: None)
+    with pytest.raises(ArtifactError, match=text):
+        execute(store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=progress)
     assert store.record(stage_key(spec)) is None
+
+
+def test_damage_that_is_found_between_the_last_check_and_the_record_is_noticed_in_the_lock(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, _ = _make(store, toy_spec(label="parent"))
+    check = ArtifactStore.check_inputs
+
+    def check_then_damage(store: ArtifactStore, refs: Iterable[ArtifactRef]) -> None:
+        check(store, refs)
+        if store.layout.attempt(stage_key(_child(parent))).exists():  # the check of the commit, not of the beginning
+            quarantine_object(store.layout, parent.digest, "bad")
+
+    monkeypatch.setattr(ArtifactStore, "check_inputs", check_then_damage)
+    with pytest.raises(ArtifactError, match="because an input was found damaged"):
+        _make(store, _child(parent))
+    assert store.record(stage_key(_child(parent))) is None
 
 
 def test_checkpoints_of_an_attempt_that_read_damaged_inputs_are_not_gone_on_from(store: ArtifactStore) -> None:
@@ -144,23 +159,10 @@ def test_checkpoints_of_an_attempt_that_read_damaged_inputs_are_not_gone_on_from
     _make(store, toy_spec(label="parent"))
     decision = decide(store, _child(parent))
     assert decision.action == "RUN"
-    assert decision.reason.startswith(f"attempt 1 may have read object {parent.digest[:12]}, which was found damaged")
+    assert decision.reason.startswith(f"attempt 1 left no checkpoint (made from object {parent.digest[:12]}, which was")
     made, _ = _make(store, _child(parent))
     record = store.record(stage_key(_child(parent)))
     assert record is not None and record.handle == made and record.resumed_from is None
-
-
-def test_a_note_that_cannot_be_read_makes_everything_suspect_that_did_not_know_it(store: ArtifactStore) -> None:
-    note = store.layout.damaged("a" * 64) / "1234.json"
-    note.parent.mkdir(parents=True)
-    note.write_text("{")
-    arguments = {"started": "2020-01-01T00:00:00.000+00:00", "seconds": 1.0}
-    said = suspicion(store.layout, [f"store://{'a' * 64}/base"], known=(), **arguments)
-    assert (
-        said
-        == f"made from object {'a' * 12}, which was found damaged (the record of the damage cannot be read); last known good: unknown"
-    )
-    assert suspicion(store.layout, [f"store://{'a' * 64}"], known=("1234",), **arguments) == ""
 
 
 def test_a_users_folder_that_changed_since_its_digest_was_taken_is_not_read(

@@ -17,7 +17,7 @@ def test_the_failures_of_all_steps_are_counted_and_a_step_that_is_made_again_onc
     note(tmp_path, 1, {"agent": (0, 8), "rewards.terms.mine": (2, 8)}, SETTINGS)
     note(tmp_path, 2, {"agent": (0, 8), "rewards.terms.mine": (7, 8)}, SETTINGS)
     note(tmp_path, 2, {"agent": (0, 8), "rewards.terms.mine": (1, 8)}, SETTINGS)
-    assert noted(tmp_path) == {
+    assert noted(tmp_path, SETTINGS) == {
         "rewards.terms.mine": Failed(failed=3, answers=16, settings=SETTINGS["rewards.terms.mine"])
     }
 
@@ -27,12 +27,12 @@ def test_a_line_that_a_kill_cut_short_costs_no_other(tmp_path: Path) -> None:
     with (tmp_path / FAILURES).open("a") as stream:
         stream.write('\n{"step": 2, "coun')
     note(tmp_path, 3, {"agent": (1, 4)}, SETTINGS)
-    assert noted(tmp_path)["agent"].share() == "2 of 8 answers failed"
+    assert noted(tmp_path, SETTINGS)["agent"].share() == "2 of 8 answers failed"
 
 
 def test_what_no_setting_could_have_prevented_is_not_noted(tmp_path: Path) -> None:
     note(tmp_path, 1, {"elsewhere": (4, 4)}, SETTINGS)
-    assert noted(tmp_path) == {} and list(tmp_path.iterdir()) == []
+    assert noted(tmp_path, SETTINGS) == {} and list(tmp_path.iterdir()) == []
 
 
 def test_only_settings_of_what_failed_count() -> None:

@@ -14,7 +14,6 @@ from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import sweep_temporaries, write_json
 from rlhf_core.store.leases import lease_file
-from rlhf_core.store.recovery import tidy
 from rlhf_core.types import ArtifactRef
 from tests.support.toy_stage import NoEngines, RecordingTracker, toy_spec
 
@@ -26,11 +25,11 @@ def run(store: ArtifactStore, *, force: bool = False) -> tuple[ArtifactRef, str]
     return ref, decision.key
 
 
-def as_a_kill_leaves_it(store: ArtifactStore, key: str, *, number: int = 1) -> Path:
+def as_a_kill_leaves_it(store: ArtifactStore, key: str, **changes: object) -> Path:
     """Put back what a process has around it between its record and the end of its attempt."""
     folder = store.layout.attempt(key)
     table = json.loads((folder / attempts.HISTORY).read_text())
-    table["attempts"][-1] |= {"status": "running", "number": number}
+    table["attempts"][-1] |= {"status": "running"} | changes
     write_json(folder / attempts.HISTORY, table)
     (attempts.checkpoints(folder) / "step-1").mkdir(parents=True)
     (attempts.latest_work(folder) / "shards").mkdir()
@@ -55,8 +54,8 @@ def test_a_hit_tidies_up_after_a_process_that_was_killed_right_behind_its_record
 
 def test_a_forced_attempt_that_did_not_come_to_its_own_record_was_interrupted(store: ArtifactStore) -> None:
     _, key = run(store)
-    folder = as_a_kill_leaves_it(store, key, number=2)
-    ended = tidy(store, key)
+    folder = as_a_kill_leaves_it(store, key, number=2, forced=True)
+    ended = store.tidy(key)
     assert ended is not None and ended[1].status == "interrupted"
     assert store.record(key) is not None and attempts.unfinished_work(folder) == []
 
@@ -65,10 +64,10 @@ def test_what_an_attempt_without_a_record_can_go_on_from_stays(store: ArtifactSt
     _, key = run(store)
     folder = as_a_kill_leaves_it(store, key)
     store.layout.key(key).unlink()
-    ended = tidy(store, key)
+    ended = store.tidy(key)
     assert ended is not None and ended[1].status == "interrupted"
     assert attempts.checkpoints(folder).exists() and attempts.unfinished_work(folder) == ["shards"]
-    assert tidy(store, key) is None
+    assert store.tidy(key) is None
 
 
 def test_nothing_is_touched_while_somebody_computes_the_key(store: ArtifactStore) -> None:
@@ -76,7 +75,7 @@ def test_nothing_is_touched_while_somebody_computes_the_key(store: ArtifactStore
     folder = as_a_kill_leaves_it(store, key)
     lease_file(store.layout.leases, key).unlink()
     with store.lease(key):
-        assert tidy(store, key) is None
+        assert store.tidy(key) is None
     assert attempts.history(folder)[-1].status == "running"
 
 
@@ -113,5 +112,5 @@ def test_who_loses_the_lease_while_it_tidies_up_touches_nothing(
 
     monkeypatch.setattr(ArtifactStore, "record", look_too_long)
     with pytest.raises(ArtifactError, match="took the lease over"):
-        tidy(store, key)
+        store.tidy(key)
     assert attempts.history(folder)[-1].status == "running" and attempts.checkpoints(folder).exists()

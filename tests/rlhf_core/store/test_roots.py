@@ -40,7 +40,7 @@ def ask(store: ArtifactStore, digest: str) -> None:
 
 def halt(store: ArtifactStore, key: str, *inputs: str) -> None:
     folder = store.layout.attempt(key)
-    begun = attempts.begin(folder, label="c", resumed_from=None, code={}, known_damage=(), inputs=inputs)
+    begun = attempts.begin(folder, label="c", resumed_from=None, code={}, inputs=inputs)
     attempts.end(folder, begun, label="c", status="interrupted", failure="", seconds=1.0, halted=True)
 
 
@@ -51,7 +51,7 @@ def answer(store: ArtifactStore) -> None:
 
 def begin_again(store: ArtifactStore) -> None:
     folder = store.layout.attempt("waits")
-    attempts.begin(folder, label="c", resumed_from=None, code={}, known_damage=())
+    attempts.begin(folder, label="c", resumed_from=None, code={})
 
 
 WAITS = {
