@@ -65,13 +65,14 @@ class RunningAttempt:
         """
         if not self.lease.may_be_ours():
             self.lease.check()
-        self.check_work()
+        self.check_unharmed()
 
-    def check_work(self) -> None:
-        """Raise ArtifactError if the work was moved away, because an input was found damaged."""
-        if not self.work.is_dir():
-            rule = "was moved to quarantine, because an input was found damaged"
-            raise ArtifactError(explain(f"{self.spec.label}.work", str(self.work), rule, "run it again"))
+    def check_unharmed(self) -> None:
+        """Raise ArtifactError if an input was found damaged since the attempt began."""
+        for item in attempts.history(self.work.parent):
+            if item.number == self.attempt.number and item.harmed:
+                name = f"attempt {item.number}"
+                raise ArtifactError(explain(f"{self.spec.label}.inputs", name, f"was {item.harmed}", "run it again"))
 
     def provenance(
         self, metrics: Mapping[str, float], engines: dict[str, str], failed: dict[str, Failed], unseen: tuple[str, ...]
@@ -228,6 +229,6 @@ class StageContext:
             ),
             parents=tuple(dict.fromkeys(ref.digest for ref in self._run.spec.refs())),
             lease=self._run.lease,
-            fence=self._run.check_work,
+            fence=self._run.check_unharmed,
             pin=pin,
         )

@@ -167,6 +167,8 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
             "RUN", f"forced; code changed ({_first(changed, 2)})" if changed else "forced", target.key, None
         )
     number = past[-1].number if past else 0
+    if past and past[-1].harmed:
+        return Decision("RUN", f"attempt {number} was {past[-1].harmed}", target.key, None)
     changed = changed_modules(past[-1].code, target.code) if past and past[-1].code else []
     failed = noted(attempts.latest_work(folder), {})
     notes = [f"its code has changed since ({_first(changed, 2)})"] if changed else []
@@ -185,13 +187,13 @@ def decide_work(store: ArtifactStore, spec: StageSpec, target: Target, *, force:
 def starts_over(store: ArtifactStore, target: Target, *, force: bool) -> bool:
     """Return whether an attempt at the target's key ignores the work of earlier ones.
 
-    It does if `force` is set, or if the last attempt committed. A forced attempt that waits goes on, unless the code has
-    changed.
+    It does if `force` is set, if the last attempt committed, or if an input of it was found damaged. A forced attempt that
+    waits goes on, unless the code has changed.
     """
     past = attempts.history(store.layout.attempt(target.key))
     if force and not _goes_on(past, target):
         return True
-    return bool(past) and past[-1].status == "committed"
+    return bool(past) and (past[-1].status == "committed" or bool(past[-1].harmed))
 
 
 def _goes_on(past: Sequence[attempts.Attempt], target: Target) -> bool:

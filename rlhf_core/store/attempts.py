@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.store.failures import FAILURES
-from rlhf_core.store.layout import CHECKPOINTS, make_folder, move_aside, object_of, read_json, remove_tree, write_json
+from rlhf_core.store.layout import CHECKPOINTS, make_folder, object_of, read_json, remove_tree, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class Attempt:
     """Whether it has saved its work and waits for people, time or money: the same command goes on with it."""
     inputs: Sequence[str] = ()
     """Uris of its inputs; empty in files of older versions."""
+    harmed: str = ""
+    """Which of its inputs was found damaged before it ended: its work is not resumed."""
     continues: bool = False
     """Whether it goes on with a forced attempt that has halted: if it is killed, so does the next one."""
 
@@ -120,9 +122,10 @@ def end(
 ) -> None:
     """Record how the attempt ended and remove its output folder, if it still exists."""
     remove_tree(output(folder, attempt))
-    past = [item for item in history(folder) if item.number != attempt.number]
-    ended = replace(attempt, status=status, failure=failure, seconds=round(seconds, 3), halted=halted)
-    _write(folder, label, [*past, ended])
+    past = {item.number: item for item in history(folder)}
+    ended = past.pop(attempt.number, attempt)  # as it is recorded, because another process may have marked it
+    ended = replace(ended, status=status, failure=failure, seconds=round(seconds, 3), halted=halted)
+    _write(folder, label, [*past.values(), ended])
 
 
 def abandon(folder: Path, *, committed: bool) -> tuple[str, Attempt] | None:
@@ -206,16 +209,15 @@ def clear(folder: Path, *, keep_metrics: bool, until: Attempt | None = None) -> 
             remove_tree(folder / f"out-{number}")
 
 
-def set_aside_work(folder: Path, quarantine: Path, digest: str, why: str) -> None:
-    """Move unfinished work that was made from the object `digest` into quarantine, so that the next attempt starts over.
+def mark_harmed(folder: Path, digest: str, why: str) -> None:
+    """Record that unfinished work was made from the damaged object `digest`, so that the next attempt starts over.
 
-    A process that is still at it stops before its next step (`RunningAttempt.check_work`).
+    A process that is still at it stops before its next step (`RunningAttempt.still_ours`).
     """
     label, past = _read(folder)
     uris = {object_of(uri) for item in past for uri in item.inputs}
-    if past and past[-1].status != "committed" and digest in uris and _works(folder):
-        move_aside(latest_work(folder), quarantine)
-        _write(folder, label, [*past[:-1], replace(past[-1], failure=why)])
+    if past and past[-1].status != "committed" and digest in uris:
+        _write(folder, label, [*past[:-1], replace(past[-1], harmed=why)])
 
 
 def is_resumable(folder: Path, finished: int) -> bool:

@@ -88,8 +88,8 @@ CLOCKS_APART_S = 600.0
 def quarantine_object(layout: StoreLayout, digest: str, problem: str) -> list[str]:
     """Move a damaged object into quarantine with all that was made from it; return the labels of those results.
 
-    Unfinished work that read it goes, and so do results that were finished after its last good check. The caller holds
-    the lock of the store. A missing object is ignored.
+    These are the results that were finished after its last good check; unfinished work that read it is marked. The caller
+    holds the lock of the store. A missing object is ignored.
     """
     folder = layout.object(digest)
     if not folder.exists():
@@ -104,7 +104,7 @@ def quarantine_object(layout: StoreLayout, digest: str, problem: str) -> list[st
             set_aside_record(layout, record.key, why)
             suspects.append(record.label)
     for attempt in layout.attempts.glob("*"):
-        attempts.set_aside_work(attempt, layout.quarantine, digest, why)
+        attempts.mark_harmed(attempt, digest, why)
     move_aside(folder, layout.quarantine)  # last: after a kill before this the damage is found again
     return suspects
 

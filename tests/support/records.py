@@ -1,10 +1,15 @@
-"""Provenance for records that tests make without running a stage."""
+"""Records and artifacts that tests make without running a stage."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.records import Provenance
+from rlhf_core.types import PolicyRef
 
 
 def provenance(**changes: Any) -> Provenance:
@@ -25,3 +30,17 @@ def provenance(**changes: Any) -> Provenance:
         "resumed_from": None,
     }
     return Provenance(**(fields | changes))
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> Path:
+    """Write text files by their relative paths; return the folder."""
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(content)
+    return folder
+
+
+def commit_text(store: ArtifactStore, content: str, **changes: Any) -> PolicyRef:
+    """Commit an artifact of one file `a.txt` under the key `sha256_text(content)`."""
+    out = write_files(store.layout.attempts / "out", {"a.txt": content})
+    return store.commit(sha256_text(content), out, PolicyRef, children={}, record=provenance(**changes))

@@ -13,7 +13,10 @@ from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.interfaces import ModelSpec, RegistryState, Role, Sampler, Trainer
 from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
 from rlhf_core.stage.context import StageContext
+from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
 
@@ -159,3 +162,9 @@ class RecordingTracker:
 
     def champions(self, name: str) -> RegistryState:
         return RegistryState()
+
+
+def run_toy(store: ArtifactStore, spec: StageSpec | None = None, **options: Any) -> tuple[ArtifactRef, Decision]:
+    """Execute a toy stage without engines; `options` go to `execute`."""
+    given = {"runtime": NoEngines(), "tracker": RecordingTracker(), "progress": lambda *_: None} | options
+    return execute(store, toy_spec() if spec is None else spec, **given)

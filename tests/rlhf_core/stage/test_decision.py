@@ -18,22 +18,17 @@ from rlhf_core.stage import context
 from rlhf_core.stage import decision as deciding
 from rlhf_core.stage.decision import Decision, decide, differences, last_record, target_of
 from rlhf_core.stage.key import StageSpec, Strictness, payload_key, stage_key
-from rlhf_core.stage.run import execute
 from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store import records
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.store.layout import remove_tree, write_json
-from rlhf_core.types import PolicyRef
 from tests.support import toy_stage
-from tests.support.toy_stage import Inner, NoEngines, RecordingTracker, ToyConfig, toy_spec
+from tests.support.toy_stage import Inner, ToyConfig, run_toy, toy_spec
 
 
 def _run(store: ArtifactStore, spec: StageSpec, **options: Any) -> Decision:
-    _, decision = execute(
-        store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=lambda *_: None, **options
-    )
-    return decision
+    return run_toy(store, spec, **options)[1]
 
 
 def _fail(store: ArtifactStore, trouble: str, **changes: Any) -> None:
@@ -101,24 +96,12 @@ def test_many_changes_are_counted(store: ArtifactStore) -> None:
 
 
 def test_a_changed_input_is_named_with_both_digests(store: ArtifactStore) -> None:
-    first, second = (_policy(store, steps) for steps in (1, 2))
+    first, second = (run_toy(store, toy_spec(ToyConfig(steps=steps), label=f"base-{steps}"))[0] for steps in (1, 2))
     _run(store, toy_spec(inputs={"policy": first}))
     _, reason = _said(store, toy_spec(inputs={"policy": second}))
     assert reason == f"input policy changed: {first.digest[:8]} -> {second.digest[:8]}"
     _, reason = _said(store, toy_spec())
     assert reason == f"input policy changed: {first.digest[:8]} -> nothing"
-
-
-def _policy(store: ArtifactStore, steps: int) -> PolicyRef:
-    handle, _ = execute(
-        store,
-        toy_spec(ToyConfig(steps=steps), label=f"base-{steps}"),
-        runtime=NoEngines(),
-        tracker=RecordingTracker(),
-        progress=lambda *_: None,
-    )
-    assert isinstance(handle, PolicyRef)
-    return handle
 
 
 def test_a_new_version_is_named(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:

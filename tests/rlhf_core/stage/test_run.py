@@ -16,28 +16,14 @@ import pytest
 from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageSpec, stage_key
-from rlhf_core.stage.run import execute
 from rlhf_core.store import attempts, leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.store.leases import living_owner
 from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef
-from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
+from tests.support.toy_stage import RecordingTracker, ToyConfig, run_toy, toy_spec
 
 FORK = multiprocessing.get_context("fork")
-
-
-def _run(
-    store: ArtifactStore, spec: StageSpec, *, tracker: RecordingTracker | None = None, **options: Any
-) -> tuple[ArtifactRef, Decision]:
-    return execute(
-        store,
-        spec,
-        runtime=NoEngines(),
-        tracker=RecordingTracker() if tracker is None else tracker,
-        progress=lambda *_: None,
-        **options,
-    )
 
 
 def _total(store: ArtifactStore, ref: ArtifactRef) -> str:
@@ -54,19 +40,19 @@ def _names(folder: Path) -> list[str]:
 
 def test_a_stage_runs_once_and_then_hits(store: ArtifactStore) -> None:
     said: list[Decision] = []
-    ref, decision = _run(store, toy_spec(), on_decision=said.append)
+    ref, decision = run_toy(store, toy_spec(), on_decision=said.append)
     # kl_coef * (1 + 2 + 3) + 3 * seed = 0.3 + 21
     assert float(_total(store, ref)) == pytest.approx(21.3)
     assert (decision.action, decision.reason) == ("RUN", "first run")
-    again, second = _run(store, toy_spec(ToyConfig(workers=4)), on_decision=said.append)
+    again, second = run_toy(store, toy_spec(ToyConfig(workers=4)), on_decision=said.append)
     assert again == ref and second.action == "HIT" and type(again) is PolicyRef
     assert said == [decision, second]
 
 
 def test_the_record_says_from_what_with_what_and_how_long(store: ArtifactStore) -> None:
-    base, _ = _run(store, toy_spec(label="base"))
+    base, _ = run_toy(store, toy_spec(label="base"))
     spec = toy_spec(inputs={"policy": base}, label="ppo")
-    ref, _ = _run(store, spec, tracking={"mlflow_run": "r1"})
+    ref, _ = run_toy(store, spec, tracking={"mlflow_run": "r1"})
     record = store.record(stage_key(spec))
     assert record is not None
     assert (record.label, record.stage, record.attempts, record.resumed_from) == ("ppo", "toy", 1, None)
@@ -78,23 +64,23 @@ def test_the_record_says_from_what_with_what_and_how_long(store: ArtifactStore) 
 
 
 def test_children_are_handles_of_their_own(store: ArtifactStore) -> None:
-    ref, _ = _run(store, toy_spec(ToyConfig(trouble="children")))
+    ref, _ = run_toy(store, toy_spec(ToyConfig(trouble="children")))
     assert isinstance(ref, PreparedDataRef) and isinstance(ref.base, PolicyRef)
     assert (store.path(ref.base) / "config.json").read_text() == "{}"
-    again, decision = _run(store, toy_spec())
+    again, decision = run_toy(store)
     assert decision.action == "HIT" and again == ref
 
 
 def test_a_failure_keeps_checkpoints_and_its_reason_and_the_next_run_goes_on(store: ArtifactStore) -> None:
-    whole, _ = _run(ArtifactStore(store.root.parent / "whole"), toy_spec())
+    whole, _ = run_toy(ArtifactStore(store.root.parent / "whole"), toy_spec())
     with pytest.raises(ValueError, match="step 3"):
-        _run(store, toy_spec(ToyConfig(trouble="raise:3")))
+        run_toy(store, toy_spec(ToyConfig(trouble="raise:3")))
     folder = _work(store, toy_spec())
     assert [(item.status, item.failure) for item in history(folder)] == [("failed", "ValueError: step 3 went wrong")]
     assert _names(folder) == ["attempt.json", "work-1"]
     assert _names(folder / "work-1") == ["ckpt", "failures.jsonl", "metrics.jsonl"]
     assert living_owner(store.layout.leases, stage_key(toy_spec())) is None
-    ref, decision = _run(store, toy_spec())
+    ref, decision = run_toy(store)
     assert (decision.action, decision.step) == ("RESUME", 2)
     assert ref == whole, "a resumed stage makes the same bytes"
     record = store.record(stage_key(toy_spec()))
@@ -108,19 +94,19 @@ def test_an_interrupt_is_noted_as_such(store: ArtifactStore, monkeypatch: pytest
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute(store, toy_spec(), runtime=NoEngines(), tracker=RecordingTracker(), progress=interrupted)
+        run_toy(store, progress=interrupted)
     assert [item.status for item in history(_work(store, toy_spec()))] == ["interrupted"]
-    assert _run(store, toy_spec())[1].reason == "from step 1 of attempt 1"
+    assert run_toy(store)[1].reason == "from step 1 of attempt 1"
 
 
 def test_metrics_wear_the_label_and_replayed_steps_are_not_recorded_twice(store: ArtifactStore) -> None:
     tracker = RecordingTracker()
     with pytest.raises(ValueError, match="step 2"):
-        _run(store, toy_spec(ToyConfig(trouble="raise:2"), label="a/b"), tracker=tracker)
+        run_toy(store, toy_spec(ToyConfig(trouble="raise:2"), label="a/b"), tracker=tracker)
     path = attempts.metrics(_work(store, toy_spec()))
     with path.open("a") as stream:
         stream.write('{"step": 3, "val')  # a kill in the middle of a line
-    _run(store, toy_spec(label="a/b"), tracker=tracker)
+    run_toy(store, toy_spec(label="a/b"), tracker=tracker)
     path = attempts.metrics(_work(store, toy_spec()))
     # Attempt 1 recorded steps 1 and 2 and saved step 1; attempt 2 computes 2 and 3 again and records 3.
     assert [step for step, _ in tracker.seen] == [1, 2, 3]
@@ -134,7 +120,7 @@ def test_metrics_wear_the_label_and_replayed_steps_are_not_recorded_twice(store:
 )
 def test_a_stage_must_return_what_it_committed(store: ArtifactStore, trouble: str, text: str) -> None:
     with pytest.raises(ArtifactError, match=text):
-        _run(store, toy_spec(ToyConfig(trouble=trouble)))
+        run_toy(store, toy_spec(ToyConfig(trouble=trouble)))
 
 
 def test_a_disk_that_is_full_before_the_stage_begins_is_named_too(
@@ -148,25 +134,25 @@ def test_a_disk_that_is_full_before_the_stage_begins_is_named_too(
         with pytest.raises(
             ArtifactError, match=r"the disk is full; free space, or .*run the same command again to resume"
         ):
-            _run(store, toy_spec())
-    assert _run(store, toy_spec())[1].action == "RUN"
+            run_toy(store)
+    assert run_toy(store)[1].action == "RUN"
 
 
 def test_a_full_disk_in_a_stage_is_named_and_the_next_run_goes_on(store: ArtifactStore) -> None:
     with pytest.raises(ArtifactError, match=r"the disk is full; free space, or .*run the same command again to resume"):
-        _run(store, toy_spec(ToyConfig(trouble="full")))
+        run_toy(store, toy_spec(ToyConfig(trouble="full")))
     assert store.record(stage_key(toy_spec())) is None
-    assert _run(store, toy_spec())[1].reason == "from step 3 of attempt 1"
+    assert run_toy(store)[1].reason == "from step 3 of attempt 1"
 
 
 def test_force_starts_from_the_beginning_and_makes_a_new_record(store: ArtifactStore) -> None:
-    first, _ = _run(store, toy_spec())
+    first, _ = run_toy(store)
     before = store.record(stage_key(toy_spec()))
     with pytest.raises(ValueError, match="step 3"):
-        _run(store, toy_spec(ToyConfig(trouble="raise:3")), force=True)
+        run_toy(store, toy_spec(ToyConfig(trouble="raise:3")), force=True)
     assert store.record(stage_key(toy_spec())) == before, "a forced run that fails leaves the old result"
     tracker = RecordingTracker()
-    again, decision = _run(store, toy_spec(), force=True, tracker=tracker)
+    again, decision = run_toy(store, toy_spec(), force=True, tracker=tracker)
     assert (decision.action, decision.reason) == ("RUN", "forced")
     assert [step for step, _ in tracker.seen] == [1, 2, 3], "it must not go on from the failed attempt's checkpoint"
     after = store.record(stage_key(toy_spec()))
@@ -175,12 +161,12 @@ def test_force_starts_from_the_beginning_and_makes_a_new_record(store: ArtifactS
 
 
 def test_an_identical_parent_made_again_stops_the_cascade(store: ArtifactStore) -> None:
-    first, _ = _run(store, toy_spec(ToyConfig(kl_coef=0.0, steps=2), label="base"))
-    _run(store, toy_spec(inputs={"policy": first}, label="child"))
+    first, _ = run_toy(store, toy_spec(ToyConfig(kl_coef=0.0, steps=2), label="base"))
+    run_toy(store, toy_spec(inputs={"policy": first}, label="child"))
     # 2 steps of seed 7 and 1 step of seed 14 both add up to 14.0: another key, the same content.
-    second, decision = _run(store, toy_spec(ToyConfig(kl_coef=0.0, steps=1), label="base", seed=14))
+    second, decision = run_toy(store, toy_spec(ToyConfig(kl_coef=0.0, steps=1), label="base", seed=14))
     assert decision.action == "RUN" and second.digest == first.digest
-    assert _run(store, toy_spec(inputs={"policy": second}, label="child"))[1].action == "HIT"
+    assert run_toy(store, toy_spec(inputs={"policy": second}, label="child"))[1].action == "HIT"
 
 
 # ---------------------------------------------------------------- several processes
@@ -188,7 +174,7 @@ def test_an_identical_parent_made_again_stops_the_cascade(store: ArtifactStore) 
 
 def _run_in_process(root: Path, config: ToyConfig, results: Any) -> None:
     said: list[str] = []
-    ref, decision = _run(ArtifactStore(root), toy_spec(config), on_decision=lambda item: said.append(item.action))
+    ref, decision = run_toy(ArtifactStore(root), toy_spec(config), on_decision=lambda item: said.append(item.action))
     results.put((ref.digest, decision.action, said))
 
 
@@ -233,7 +219,7 @@ def _wait_for_checkpoint(store: ArtifactStore) -> None:
 
 def test_kills_at_any_instant_cost_at_most_a_step_and_the_result_is_the_same(store: ArtifactStore) -> None:
     config = ToyConfig(steps=40, seconds_a_step=0.005, bytes_out=4_000_000)
-    whole, _ = _run(ArtifactStore(store.root.parent / "whole"), toy_spec(config))
+    whole, _ = run_toy(ArtifactStore(store.root.parent / "whole"), toy_spec(config))
     pause = random.Random(5)
     kills = 0
     while store.record(stage_key(toy_spec(config))) is None and kills < 12:
@@ -243,7 +229,7 @@ def test_kills_at_any_instant_cost_at_most_a_step_and_the_result_is_the_same(sto
         process.kill()
         process.join()
         kills += 1
-    ref, decision = _run(store, toy_spec(config))
+    ref, decision = run_toy(store, toy_spec(config))
     assert ref == whole and decision.action in ("HIT", "RESUME")
     assert kills >= 2 and store.verify() == []
     path = attempts.metrics(_work(store, toy_spec(config)))
@@ -252,7 +238,7 @@ def test_kills_at_any_instant_cost_at_most_a_step_and_the_result_is_the_same(sto
 
 def _run_toy(root: Path, ended: Path) -> None:
     try:
-        _run(ArtifactStore(root), toy_spec(ToyConfig(steps=200, seconds_a_step=0.05)))
+        run_toy(ArtifactStore(root), toy_spec(ToyConfig(steps=200, seconds_a_step=0.05)))
         ended.write_text("committed")
     except BaseException as error:
         ended.write_text(f"{type(error).__name__}: {error}")
@@ -262,7 +248,7 @@ def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(
     store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stands still for longer than a lease lasts, and comes to itself while another one goes on from its work."""
-    whole, _ = _run(ArtifactStore(tmp_path / "whole"), toy_spec(ToyConfig(steps=200)))
+    whole, _ = run_toy(ArtifactStore(tmp_path / "whole"), toy_spec(ToyConfig(steps=200)))
     monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(leases, "TTL_SECONDS", 0.5)
     monkeypatch.setattr(leases, "WATCH_SECONDS", 0.3)
@@ -317,7 +303,7 @@ def test_a_process_that_was_taken_over_as_it_committed_leaves_its_successor_at_w
         return handle
 
     monkeypatch.setattr(ArtifactStore, "commit", commit_late)
-    _, decision = _run(store, toy_spec())
+    _, decision = run_toy(store)
     assert store.record(decision.key) is not None
     assert [(item.number, item.status) for item in history(folder)] == [(1, "running"), (2, "running")]
     assert attempts.unfinished_work(folder) == ["shard-1"] and (folder / "out-2").is_dir()

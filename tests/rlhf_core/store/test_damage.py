@@ -4,25 +4,24 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf_core.errors import ArtifactError
-from rlhf_core.stage.decision import Decision, decide
+from rlhf_core.stage.decision import decide
 from rlhf_core.stage.key import StageSpec, stage_key
-from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.store.object_check import CLOCKS_APART_S, last_good, quarantine_object
 from rlhf_core.types import ArtifactRef, PolicyRef
-from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
+from tests.support.toy_stage import ToyConfig, run_toy, toy_spec
 
 
-def _make(store: ArtifactStore, spec: StageSpec) -> tuple[PolicyRef, Decision]:
-    tracker = RecordingTracker()
-    ref, decision = execute(store, spec, runtime=NoEngines(), tracker=tracker, progress=lambda *_: None)
+def _make(store: ArtifactStore, spec: StageSpec, **options: Any) -> PolicyRef:
+    ref, _ = run_toy(store, spec, **options)
     assert isinstance(ref, PolicyRef)
-    return ref, decision
+    return ref
 
 
 def _child(parent: PolicyRef, **config: object) -> StageSpec:
@@ -47,30 +46,30 @@ def _edit(store: ArtifactStore, ref: PolicyRef) -> None:
 
 
 def test_what_was_made_from_damaged_weights_is_made_again_once_they_are_repaired(store: ArtifactStore) -> None:
-    parent, _ = _make(store, toy_spec(label="parent"))
+    parent = _make(store, toy_spec(label="parent"))
     right = (store.path(parent) / "total.txt").read_text()
     _decay(store, parent)
-    wrong, _ = _make(store, _child(parent))
+    wrong = _make(store, _child(parent))
     grandchild = toy_spec(inputs={"policy": wrong}, label="grandchild")
     _make(store, grandchild)
 
     (damage,) = store.verify()
     assert (damage.labels, damage.suspects) == (("parent",), ("child",))
     assert "made from it since it was last known to be good: child" in str(damage)
-    repaired, _ = _make(store, toy_spec(label="parent"))
+    repaired = _make(store, toy_spec(label="parent"))
     assert repaired == parent and (store.path(repaired) / "total.txt").read_text() == right
 
     decision = decide(store, _child(parent))
     assert decision.action == "RUN"
     assert f"made from object {parent.digest[:12]}, which was found damaged (total.txt has other" in decision.reason
-    made, _ = _make(store, _child(parent))
+    made = _make(store, _child(parent))
     assert (store.path(made) / "total.txt").read_text().endswith(right) and made != wrong
     assert decide(store, _child(parent)).action == "HIT"
     assert decide(store, toy_spec(inputs={"policy": made}, label="grandchild")).action == "RUN"
 
 
 def test_a_result_that_was_finished_before_the_last_good_check_stays_a_hit(store: ArtifactStore) -> None:
-    parent, _ = _make(store, toy_spec(label="parent"))
+    parent = _make(store, toy_spec(label="parent"))
     _make(store, _child(parent))
     manifest = store.path(parent) / "manifest.json"
     assert store.verify() == [] and last_good(store.path(parent)) == pytest.approx(time.time(), abs=60)
@@ -84,7 +83,7 @@ def test_a_result_that_was_finished_before_the_last_good_check_stays_a_hit(store
 
 
 def test_a_write_into_an_object_is_noticed_before_the_next_stage_reads_it(store: ArtifactStore) -> None:
-    parent, _ = _make(store, toy_spec(label="parent"))
+    parent = _make(store, toy_spec(label="parent"))
     _edit(store, parent)
     with pytest.raises(ArtifactError, match=r"total\.txt has other content.* run again to make it again"):
         _make(store, _child(parent))
@@ -93,7 +92,7 @@ def test_a_write_into_an_object_is_noticed_before_the_next_stage_reads_it(store:
 
 
 def test_a_write_into_an_object_is_noticed_by_the_hit(store: ArtifactStore) -> None:
-    parent, _ = _make(store, toy_spec(label="parent"))
+    parent = _make(store, toy_spec(label="parent"))
     _edit(store, parent)
     decision = decide(store, toy_spec(label="parent"))
     assert decision.action == "RUN" and decision.reason.endswith("total.txt has other content")
@@ -101,7 +100,7 @@ def test_a_write_into_an_object_is_noticed_by_the_hit(store: ArtifactStore) -> N
 
 
 def test_a_touched_file_with_the_right_content_is_no_damage(store: ArtifactStore) -> None:
-    parent, _ = _make(store, toy_spec(label="parent"))
+    parent = _make(store, toy_spec(label="parent"))
     later = time.time() + 60
     os.utime(store.path(parent) / "total.txt", (later, later))
     assert decide(store, toy_spec(label="parent")).action == "HIT"
@@ -113,14 +112,14 @@ def test_a_touched_file_with_the_right_content_is_no_damage(store: ArtifactStore
         (lambda store, ref: _edit(store, ref), r"is damaged .* run again"),  # nobody but the commit notices it
         (
             lambda store, ref: quarantine_object(store.layout, ref.digest, "bad"),
-            r"child\.work = .*found damaged; run it",
+            r"child\.inputs = .*found damaged .* run it",
         ),
     ],
 )
 def test_a_stage_whose_input_is_damaged_while_it_runs_does_not_commit(
     store: ArtifactStore, finds: Callable[[ArtifactStore, PolicyRef], object], text: str
 ) -> None:
-    parent, _ = _make(store, toy_spec(label="parent"))
+    parent = _make(store, toy_spec(label="parent"))
     spec = _child(parent)
 
     def progress(step: int, *_: object) -> None:
@@ -128,14 +127,14 @@ def test_a_stage_whose_input_is_damaged_while_it_runs_does_not_commit(
             finds(store, parent)
 
     with pytest.raises(ArtifactError, match=text):
-        execute(store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=progress)
+        _make(store, spec, progress=progress)
     assert store.record(stage_key(spec)) is None
 
 
 def test_damage_that_is_found_between_the_last_check_and_the_record_is_noticed_in_the_lock(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent, _ = _make(store, toy_spec(label="parent"))
+    parent = _make(store, toy_spec(label="parent"))
     check = ArtifactStore.check_inputs
 
     def check_then_damage(store: ArtifactStore, refs: Iterable[ArtifactRef]) -> None:
@@ -144,13 +143,13 @@ def test_damage_that_is_found_between_the_last_check_and_the_record_is_noticed_i
             quarantine_object(store.layout, parent.digest, "bad")
 
     monkeypatch.setattr(ArtifactStore, "check_inputs", check_then_damage)
-    with pytest.raises(ArtifactError, match="because an input was found damaged"):
+    with pytest.raises(ArtifactError, match=r"child\.inputs = .*found damaged"):
         _make(store, _child(parent))
     assert store.record(stage_key(_child(parent))) is None
 
 
 def test_checkpoints_of_an_attempt_that_read_damaged_inputs_are_not_gone_on_from(store: ArtifactStore) -> None:
-    parent, _ = _make(store, toy_spec(label="parent"))
+    parent = _make(store, toy_spec(label="parent"))
     _decay(store, parent)
     with pytest.raises(ValueError, match="went wrong"):
         _make(store, _child(parent, trouble="raise:3"))
@@ -159,8 +158,8 @@ def test_checkpoints_of_an_attempt_that_read_damaged_inputs_are_not_gone_on_from
     _make(store, toy_spec(label="parent"))
     decision = decide(store, _child(parent))
     assert decision.action == "RUN"
-    assert decision.reason.startswith(f"attempt 1 left no checkpoint (made from object {parent.digest[:12]}, which was")
-    made, _ = _make(store, _child(parent))
+    assert decision.reason.startswith(f"attempt 1 was made from object {parent.digest[:12]}, which was found damaged")
+    made = _make(store, _child(parent))
     record = store.record(stage_key(_child(parent)))
     assert record is not None and record.handle == made and record.resumed_from is None
 
