@@ -16,7 +16,7 @@ from rlhf_core.processes.identity import user_name
 from rlhf_core.secrets.redaction import ErrorWithoutSecrets, know
 from rlhf_core.stage import context
 from rlhf_core.stage import decision as deciding
-from rlhf_core.stage.decision import Decision, decide, differences, last_record, target_of
+from rlhf_core.stage.decision import Decision, decide, differences, last_record
 from rlhf_core.stage.key import StageSpec, Strictness, payload_key, stage_key
 from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store import records
