@@ -276,14 +276,14 @@ def _measured(verdict: Verdict, config: Any, attention: str, variant: str) -> Ve
         if "does not support" in str(error) and attention == "sdpa":
             return verdict
         raise
-    rules = replace(forward.row_rules(model), keeps_apart=True)
+    rules = replace(forward.model_rules(model), keeps_apart=True)
     apart, prefixes = (replace(rules, prefix_width=width) for width in (0, config.get_text_config().hidden_size))
-    with patch.object(forward, "row_rules", lambda model: apart), torch.no_grad():
+    with patch.object(forward, "model_rules", lambda model: apart), torch.no_grad():
         packed, padded, reach = measure(model)
     name = f"{attention} {variant}".strip()
     prefixed = {}
     if attention == "sdpa" and sees_whole_rows(config):
-        with patch.object(forward, "row_rules", lambda model: prefixes), torch.no_grad():
+        with patch.object(forward, "model_rules", lambda model: prefixes), torch.no_grad():
             prefixed[name] = measure_prefixes(model)
     return replace(
         verdict,
@@ -303,7 +303,8 @@ def measure(model: Any) -> tuple[float, float, float]:
         before = [replace(s, token_ids=(*s.token_ids[:-2], s.token_ids[-2] - 1, s.token_ids[-1])) for s in some[:3]]
         moved = [float((_logprobs(model, [b], None)[0][-1] - a[-1]).abs()) for b, a in zip(before, alone)]
     layouts = [_logprobs(model, some, ROW), _logprobs(model, some, sum(LENGTHS))]
-    with patch.object(forward, "_is_flash", lambda backbone: True):
+    flat = replace(forward.model_rules(model), is_flash=True)
+    with patch.object(forward, "model_rules", lambda model: flat):
         layouts.append(_logprobs(model, some, ROW))
     layouts.append(_logprobs(model, some, None))  # rows shared where that saves padding
     packed = max(_difference(layout, alone) for layout in layouts)

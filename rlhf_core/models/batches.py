@@ -1,19 +1,6 @@
 """Convert samples to a padded or packed batch and back; the only module that handles padding.
 
-Legend: N samples, B rows, L positions.
-
-Compute several samples in shared rows, for architectures that keep the samples of a row separate.
-
-Restarting position IDs separate samples only if all exchange between positions is attention under transformers' own
-causal masks. Convolutions, recurrent states and other masks or positions leak silently. Packing is therefore refused
-for an architecture that is not known to be separable, and its rows are not shared. Shared rows compute the same values
-with less padding.
-
-Samples that begin with the same tokens (the answers to a prompt, the two sides of a pair) can also share those: they
-are computed once, and each sample goes on from there. This needs a mask of our own, so it is done only under sdpa and
-without attention windows.
-
-Legend: B rows of the batch, R rows of the layout, L positions, H hidden.
+Legend: N samples, B rows of the batch, R rows of the layout, L positions, H hidden.
 """
 
 from __future__ import annotations
@@ -26,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import ConfigError, DataError, explain
-from rlhf_core.models.beginnings import LEAST_SAVED, LONGEST, Block, common_beginnings, cost
+from rlhf_core.models.micro_batches import LEAST_SAVED, LONGEST, Block, common_beginnings, cost
 from rlhf_core.types import (
     PolicySample,
     StepSample,
@@ -177,8 +164,17 @@ def _check(samples: Sequence[Sample], pack_to: int | None) -> None:
 
 # ---------------------------------------------------------------- shared rows
 
+# Restarting position IDs separate samples only if all exchange between positions is attention under transformers' own
+# causal masks. Convolutions, recurrent states and other masks or positions leak silently. Packing is therefore refused
+# for an architecture that is not known to be separable, and its rows are not shared. Shared rows compute the same values
+# with less padding.
+#
+# Samples that begin with the same tokens (the answers to a prompt, the two sides of a pair) can also share those: they
+# are computed once, and each sample goes on from there. This needs a mask of our own, so it is done only under sdpa and
+# without attention windows.
+
 SEPARABLE = frozenset(
-    {
+    [
         "apertus",
         "arcee",
         "cohere",
@@ -229,7 +225,7 @@ SEPARABLE = frozenset(
         "solar_open",
         "stablelm",
         "starcoder2",
-    }
+    ]
 )
 """`model_type` of the architectures known to separate samples by position IDs, with and without attention windows.
 `python -m benchmarks.separable` proves each of them and tries all architectures of transformers."""

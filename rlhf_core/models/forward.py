@@ -1,4 +1,4 @@
-"""Compute log-probabilities, values and scores of a batch.
+"""Compute log-probabilities, values and scores of a batch with one forward pass of a model.
 
 Legend: N samples, B rows, L positions, H hidden, V vocabulary, T the positions that the loss mask selects (for experts
 all positions of the rows), C those of one chunk, E experts, K experts per token.
@@ -7,27 +7,6 @@ With right padding, a real token never sees padding under causal attention, so r
 attention (the fast kernel) without a mask. Samples that share a row are separated by their restarting `position_ids`,
 from which transformers builds a block-diagonal causal mask; only samples that share their first tokens need a mask of
 our own. None of it works for every architecture: `check_rows` and `rlhf_core.models.batches` refuse the others.
-
-Call an LM head once per forward pass, regardless of the number of chunks.
-
-Under ZeRO 3, a module's weights are gathered when it is called, released, and gathered again in its backward pass.
-These are collective calls, so every rank must make the same number in the same order, but the number of chunks depends
-on a rank's tokens. The loop over the chunks therefore runs inside a single call of the head, where its weights stay
-gathered, also while a chunk is recomputed in the backward pass.
-
-Read the log-probability of a drawn token, and the entropy of the distribution it was drawn from, off its logits.
-
-With a large vocabulary, the time goes into matrices of [tokens, vocabulary] that are written once and read once. The
-formulas of autograd write one for each of their steps. Here the forward pass keeps one, and needs another one for the
-entropy; the backward pass adds one, or two where the entropy has a gradient.
-
-Define the value model, a backbone with a scalar head saved as safetensors, and heads that compute in float32.
-
-Compute the load-balancing loss of a mixture of experts (arXiv 2101.03961).
-
-The loss is computed per sequence (arXiv 2405.04434), as a product of two averages over one sample's tokens. Computed
-over a micro-batch, as in transformers, it would depend on the micro-batches. Here it is a sum over samples, like any
-other loss.
 """
 
 from __future__ import annotations
@@ -35,13 +14,13 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,7 +35,12 @@ from rlhf_core.errors import ConfigError, explain
 from rlhf_core.models.architecture import length_limit, padding_id, too_long, unknown_token
 from rlhf_core.models.batches import TokenBatch, check_packing, keeps_apart, prefix_width, shared_rows
 
-# ---------------------------------------------------------------- Call an LM head once per forward pass, regardless of the number of chunks
+# ---------------------------------------------------------------- one call of the head
+
+# Under ZeRO 3, a module's weights are gathered when it is called, released, and gathered again in its backward pass. These
+# are collective calls, so every rank must make the same number in the same order, but the number of chunks depends on a
+# rank's tokens. The loop over the chunks therefore runs inside a single call of the head, where its weights stay gathered,
+# also while a chunk is recomputed in the backward pass.
 
 R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
@@ -83,6 +67,10 @@ def in_one_call(head: nn.Module, compute: Callable[[Callable[[Tensor], Tensor], 
 
 # ---------------------------------------------------------------- drawn tokens
 
+# With a large vocabulary, the time goes into matrices of [tokens, vocabulary] that are written once and read once. The
+# formulas of autograd write one for each of their steps. Here the forward pass keeps one, and needs another one for the
+# entropy; the backward pass adds one, or two where the entropy has a gradient.
+
 
 def logprobs_and_entropy(
     logits_CV: Tensor, targets_C: Tensor, *, temperature: float, with_entropy: bool, entropy_gradient: bool
@@ -98,18 +86,18 @@ def logprobs_and_entropy(
 
 
 class _DrawnTokens(torch.autograd.Function):
-    """With s = logits / temperature, p = softmax(s) and H its entropy: d log p(target) / ds = onehot - p, and
-    dH / ds = -p (log p + H)."""
+    """The two outputs of `logprobs_and_entropy`, with s = logits / temperature, p = softmax(s) and H the entropy."""
 
     @staticmethod
     def forward(
         ctx: Any, logits_CV: Tensor, targets_C: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        every_CV = torch.log_softmax(logits_CV if temperature == 1 else logits_CV / temperature, dim=-1)
+        every_CV = torch.log_softmax(logits_CV if temperature == 1 else logits_CV / temperature, dim=-1)  # log p
         logprobs_C = every_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
         entropy_C = torch.zeros_like(logprobs_C)
         if with_entropy:
-            entropy_C = -every_CV.exp().mul_(every_CV).sum(-1)  # a product of matrices would be bfloat16 under autocast
+            # H = -sum p log p; a product of matrices would be bfloat16 under autocast
+            entropy_C = -every_CV.exp().mul_(every_CV).sum(-1)
         ctx.save_for_backward(every_CV, targets_C, entropy_C)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -120,12 +108,15 @@ class _DrawnTokens(torch.autograd.Function):
     def backward(ctx: Any, of_logprobs_C: Tensor | None, of_entropy_C: Tensor | None) -> tuple[Tensor | None, ...]:
         every_CV, targets_C, entropy_C = ctx.saved_tensors
         of_logprobs_C = torch.zeros_like(entropy_C) if of_logprobs_C is None else of_logprobs_C
-        gradient_CV = every_CV.exp()
+        gradient_CV = every_CV.exp()  # p
         if of_entropy_C is None:
             gradient_CV.mul_(-of_logprobs_C.unsqueeze(-1))
         else:
-            slope_CV = (every_CV + entropy_C.unsqueeze(-1)).mul_(-of_entropy_C.unsqueeze(-1))
+            slope_CV = (every_CV + entropy_C.unsqueeze(-1)).mul_(
+                -of_entropy_C.unsqueeze(-1)
+            )  # dH / ds = -p (log p + H)
             gradient_CV.mul_(slope_CV.sub_(of_logprobs_C.unsqueeze(-1)))
+        # d log p(target) / ds = onehot - p
         gradient_CV.scatter_add_(-1, targets_C.unsqueeze(-1), of_logprobs_C.unsqueeze(-1))
         if ctx.temperature != 1:
             gradient_CV.div_(ctx.temperature)
@@ -224,7 +215,11 @@ def _read(file: Path, name: str) -> Tensor | None:
         return tensors.get_tensor(name) if name in tensors.keys() else None  # noqa: SIM118
 
 
-# ---------------------------------------------------------------- Compute the load-balancing loss of a mixture of experts (arXiv 2101.03961)
+# ---------------------------------------------------------------- balance of experts
+
+# The load-balancing loss of a mixture of experts (arXiv 2101.03961) per sequence (arXiv 2405.04434): a product of two
+# averages over one sample's tokens. Over a micro-batch, as in transformers, it would depend on the micro-batches; here it
+# is a sum over samples, like any other loss.
 
 
 class Routing:
@@ -260,20 +255,6 @@ def watching() -> Iterator[Routing]:
         _watched.reset(token)
 
 
-def routing_arguments() -> dict[str, bool]:
-    """Return the arguments that a backbone needs while routing is watched."""
-    return {} if _watched.get() is None else {"output_router_logits": True}
-
-
-def note_routing(backbone: nn.Module, output: Any, batch: TokenBatch) -> None:
-    """Add the router logits in a backbone's `output` for `batch` to the active `Routing`, if any."""
-    routing = _watched.get()
-    if routing is not None:
-        any_backbone: Any = backbone
-        config = any_backbone.config.get_text_config()
-        routing.add(output.router_logits, batch, experts_per_token=config.num_experts_per_tok)
-
-
 def check_routers(model: nn.Module) -> None:
     """Raise ConfigError unless `model` is a mixture of experts with a load-balancing loss in transformers."""
     any_model: Any = model
@@ -294,7 +275,7 @@ def _balance(logits: Tensor, batch: TokenBatch, experts_per_token: int) -> Tenso
     zeros_NE = probs_TE.new_zeros((len(batch.rows) + 1, experts))
     sent_NE = zeros_NE.index_add(0, sample_T, sent_TE)[:-1] / length_N1
     probs_NE = zeros_NE.index_add(0, sample_T, probs_TE)[:-1] / length_N1
-    return experts * (sent_NE * probs_NE).sum()
+    return experts * (sent_NE * probs_NE).sum()  # sum over samples of E sum_e (fraction sent) (mean probability)
 
 
 def _samples(batch: TokenBatch) -> tuple[Tensor, Tensor]:
@@ -307,7 +288,7 @@ def _samples(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     return sample_BL.reshape(-1).to(device), lengths
 
 
-# ---------------------------------------------------------------- Compute log-probabilities, values and scores of a batch
+# ---------------------------------------------------------------- measurements of a batch
 
 logger = logging.getLogger(__name__)
 
@@ -418,7 +399,8 @@ def check_head(model: nn.Module) -> None:
     own_1LV = any_model(input_ids=ids_1L, use_cache=False).logits.float()
     hidden_1LH = backbone_of(model)(input_ids=ids_1L, use_cache=False).last_hidden_state
     # A wrong scale or cap is off by far more than the rounding of bfloat16.
-    if not torch.allclose(_logits(model, hidden_1LH), own_1LV, rtol=1e-2, atol=1e-2 * own_1LV.abs().max().item()):
+    ours_1LV = HeadScaling.of(model)(any_model.get_output_embeddings()(hidden_1LH))
+    if not torch.allclose(ours_1LV, own_1LV, rtol=1e-2, atol=1e-2 * own_1LV.abs().max().item()):
         raise ConfigError(
             explain(
                 "model.path",
@@ -440,7 +422,7 @@ def check_rows(model: nn.Module) -> None:
     # Some models count only tokens that are not padding when they number positions.
     real = [token for token in range(9) if token != padding_id(backbone.config)][:8]
     ids_BL = torch.tensor([real, 2 * real[:4]], device=backbone.device)
-    positions_BL = torch.arange(8, device=backbone.device).repeat(2, 1)
+    positions_BL = torch.arange(8, device=backbone.device).repeat(2, 1) if _takes_positions(backbone) else None
     remedy = "use a causal language model (some are one only with is_decoder = true in config.json)"
 
     def check(one: Tensor, other: Tensor, tolerance: float, rule: str) -> None:
@@ -449,7 +431,7 @@ def check_rows(model: nn.Module) -> None:
 
     rounding = ROUNDING[backbone.dtype == torch.float32]
     sees = "its tokens attend to later tokens, so padding would change log-probabilities"
-    ours_BLH = _run(backbone, ids_BL, positions_BL, {}).last_hidden_state
+    ours_BLH = _run(backbone, ids_BL, positions_BL).last_hidden_state
     check(ours_BLH[0, :4], ours_BLH[1, :4], rounding, sees)
     if _influence(backbone, ids_BL, positions_BL, until=4) > INFLUENCE:
         raise ConfigError(explain("model.path", type(model).__name__, sees, remedy))
@@ -457,10 +439,11 @@ def check_rows(model: nn.Module) -> None:
     check(backbone(input_ids=ids_BL, use_cache=False).last_hidden_state, ours_BLH, rounding, counts)
     # The attention to a single token is 1 in every kernel, so the first position needs no tolerance for rounding.
     own_11H = backbone(input_ids=ids_BL[:1, :1], use_cache=False).last_hidden_state
-    check(own_11H, _run(backbone, ids_BL[:1, :1], positions_BL[:1, :1], {}).last_hidden_state, FIRST, counts)
+    first_11 = None if positions_BL is None else positions_BL[:1, :1]
+    check(own_11H, _run(backbone, ids_BL[:1, :1], first_11).last_hidden_state, FIRST, counts)
 
 
-def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, *, until: int) -> float:
+def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor | None, *, until: int) -> float:
     """Return how much the hidden states before the position `until` depend on the embeddings from there on, relative to
     their dependence on those before it, or 0 if this cannot be measured.
 
@@ -481,7 +464,7 @@ def _influence(backbone: Any, ids_BL: Tensor, positions_BL: Tensor, *, until: in
         for parameter in trained:
             parameter.requires_grad_(False)
         with torch.enable_grad():
-            hidden_BPH = _run(backbone, ids_BL, positions_BL, {}).last_hidden_state[:, :until].float()
+            hidden_BPH = _run(backbone, ids_BL, positions_BL).last_hidden_state[:, :until].float()
             # Any direction works, except one that a norm removes, as LayerNorm removes the mean.
             draw = torch.randn(hidden_BPH.shape, generator=torch.Generator().manual_seed(0))
             total = (hidden_BPH * draw.to(hidden_BPH.device)).sum()
@@ -508,26 +491,64 @@ def backbone_of(model: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class RowRules:
-    """What the configuration of a model determines about the rows of its batches."""
+class HeadScaling:
+    """What three families compute from the output of their head: Cohere multiplies, Granite divides, Gemma 2 caps."""
+
+    factor: float | None
+    divisor: float | None
+    cap: float | None
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """Return the scaling that the configuration of `model` states."""
+        config = model.config.get_text_config()
+        names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        return cls(*(getattr(config, name, None) for name in names))
+
+    def __call__(self, logits_CV: Tensor) -> Tensor:
+        """Return the fp32 logits that the model's own forward pass computes."""
+        logits_CV = logits_CV.float()
+        if self.factor is not None:
+            logits_CV = logits_CV * self.factor
+        if self.divisor is not None:
+            logits_CV = logits_CV / self.divisor
+        if self.cap is not None:
+            logits_CV = torch.tanh(logits_CV / self.cap) * self.cap
+        return logits_CV
+
+
+@dataclass(frozen=True)
+class ModelRules:
+    """What a model's configuration and code determine about its batches, the same in every forward pass."""
 
     keeps_apart: bool
     prefix_width: int
     longest: int | None
     """`length_limit`."""
     vocabulary: int
+    takes_positions: bool
+    is_flash: bool
+    scaling: HeadScaling
 
 
-_ROW_RULES: WeakKeyDictionary[nn.Module, RowRules] = WeakKeyDictionary()
+_RULES: WeakKeyDictionary[nn.Module, ModelRules] = WeakKeyDictionary()
 
 
-def row_rules(model: nn.Module) -> RowRules:
-    """Return the rules of a model, from its configuration at the first call."""
-    if model not in _ROW_RULES:
-        of = backbone_of(model).config
-        vocabulary = of.get_text_config().vocab_size
-        _ROW_RULES[model] = RowRules(keeps_apart(of), prefix_width(of), length_limit(of), vocabulary)
-    return _ROW_RULES[model]
+def model_rules(model: nn.Module) -> ModelRules:
+    """Return the rules of a model, made at the first call: after that its attention may not be changed."""
+    if model not in _RULES:
+        backbone = backbone_of(model)
+        of = backbone.config
+        _RULES[model] = ModelRules(
+            keeps_apart=keeps_apart(of),
+            prefix_width=prefix_width(of),
+            longest=length_limit(of),
+            vocabulary=of.get_text_config().vocab_size,
+            takes_positions=_takes_positions(backbone),
+            is_flash=of._attn_implementation.startswith("flash"),
+            scaling=HeadScaling.of(model),
+        )
+    return _RULES[model]
 
 
 def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
@@ -536,30 +557,33 @@ def hidden_states(model: nn.Module, batch: TokenBatch) -> Tensor:
     If the lengths of the samples differ much, or samples begin with the same tokens, unpacked rows are computed in
     fewer, shared rows.
     """
-    backbone = backbone_of(model)
-    rules = row_rules(model)
+    backbone, rules, routing = backbone_of(model), model_rules(model), _watched.get()
     if batch.packed and not rules.keeps_apart:
         check_packing(backbone.config)
     _check_batch(batch, rules, backbone.config)
-    routing = routing_arguments()
-    # Code that watches the routers expects their logits in the rows of the batch.
+    # The logits of routers are needed in the rows of the batch.
     shared = None
-    if not routing and rules.keeps_apart and len(batch.rows) > 1:
+    if routing is None and rules.keeps_apart and len(batch.rows) > 1:
         shared = shared_rows(batch, prefixes_of=rules.prefix_width)
     ids_BL, positions_BL = batch.token_ids_BL, batch.position_ids_BL
     if shared is not None:
         ids_BL, positions_BL = shared.token_ids_RL, shared.position_ids_RL
     shape = ids_BL.shape
-    if (batch.packed or shared is not None) and _is_flash(backbone):
+    if (batch.packed or shared is not None) and rules.is_flash:
         # The variable-length kernels find sample boundaries only in the position IDs of a single long row.
         ids_BL, positions_BL = ids_BL.reshape(1, -1), positions_BL.reshape(1, -1)
-    output = _run(backbone, ids_BL, positions_BL, routing, mask_B1LL=shared.mask_R1LL if shared else None)
-    note_routing(backbone, output, batch)
+    further: dict[str, Any] = {} if routing is None else {"output_router_logits": True}
+    if shared is not None and shared.mask_R1LL is not None:
+        further["attention_mask"] = shared.mask_R1LL
+    output = _run(backbone, ids_BL, positions_BL if rules.takes_positions else None, **further)
+    if routing is not None:
+        experts_per_token = backbone.config.get_text_config().num_experts_per_tok
+        routing.add(output.router_logits, batch, experts_per_token=experts_per_token)
     hidden_BLH = output.last_hidden_state.reshape(*shape, -1)
     return hidden_BLH if shared is None else shared.restore(hidden_BLH, batch)
 
 
-def _check_batch(batch: TokenBatch, rules: RowRules, config: Any) -> None:
+def _check_batch(batch: TokenBatch, rules: ModelRules, config: Any) -> None:
     """Raise ConfigError for rows that are longer than the model allows, and for tokens beyond its vocabulary."""
     if (largest := int(batch.token_ids_BL.max())) >= rules.vocabulary:
         raise unknown_token(largest, rules.vocabulary)
@@ -567,25 +591,14 @@ def _check_batch(batch: TokenBatch, rules: RowRules, config: Any) -> None:
         raise too_long("max_length", length, config, rules.longest)
 
 
-def _run(
-    backbone: Any,
-    ids_BL: Tensor,
-    positions_BL: Tensor,
-    routing: Mapping[str, bool],
-    *,
-    mask_B1LL: Tensor | None = None,
-) -> Any:
-    positions = {"position_ids": positions_BL} if _takes_positions(backbone) else {}
-    mask = {} if mask_B1LL is None else {"attention_mask": mask_B1LL}
-    return backbone(input_ids=ids_BL, use_cache=False, **positions, **mask, **routing)
+def _run(backbone: Any, ids_BL: Tensor, positions_BL: Tensor | None, **further: Any) -> Any:
+    if positions_BL is not None:
+        further["position_ids"] = positions_BL
+    return backbone(input_ids=ids_BL, use_cache=False, **further)
 
 
 def _takes_positions(backbone: nn.Module) -> bool:
     return "position_ids" in inspect.signature(backbone.forward).parameters
-
-
-def _is_flash(backbone: Any) -> bool:
-    return backbone.config._attn_implementation.startswith("flash")
 
 
 def _masked_positions(batch: TokenBatch) -> tuple[Tensor, Tensor]:
@@ -602,11 +615,12 @@ def _scatter(x_T: Tensor, rows_T: Tensor, positions_T: Tensor, batch: TokenBatch
 
 def _by_chunks(model: nn.Module, hidden_TH: Tensor, compute: Callable[..., R], *inputs_T: Tensor, elements: int) -> R:
     any_model: Any = model
-    chunk = max(1, elements // any_model.config.get_text_config().vocab_size)
+    rules = model_rules(model)
+    chunk = max(1, elements // rules.vocabulary)
 
     def over_chunks(apply: Callable[[Tensor], Tensor], hidden_TH: Tensor) -> R:
         def piece(hidden_CH: Tensor, *inputs_C: Tensor) -> R:
-            return compute(_scaled(model, apply(hidden_CH)), *inputs_C)
+            return compute(rules.scaling(apply(hidden_CH)), *inputs_C)
 
         if len(hidden_TH) <= chunk:
             return piece(hidden_TH, *inputs_T)
@@ -622,23 +636,3 @@ def _by_chunks(model: nn.Module, hidden_TH: Tensor, compute: Callable[..., R], *
         return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))  # type: ignore[return-value]
 
     return in_one_call(any_model.get_output_embeddings(), over_chunks, hidden_TH)
-
-
-def _logits(model: nn.Module, hidden_CH: Tensor) -> Tensor:
-    """Return the fp32 logits that the model's own forward pass computes from hidden states."""
-    any_model: Any = model
-    return _scaled(model, any_model.get_output_embeddings()(hidden_CH))
-
-
-def _scaled(model: nn.Module, logits_CV: Tensor) -> Tensor:
-    any_model: Any = model
-    config = any_model.config.get_text_config()
-    logits_CV = logits_CV.float()
-    # Three families scale or squash after the head: Cohere multiplies, Granite divides, Gemma 2 caps.
-    if hasattr(config, "logit_scale") and config.logit_scale is not None:
-        logits_CV = logits_CV * config.logit_scale
-    if hasattr(config, "logits_scaling"):
-        logits_CV = logits_CV / config.logits_scaling
-    if hasattr(config, "final_logit_softcapping") and config.final_logit_softcapping is not None:
-        logits_CV = torch.tanh(logits_CV / config.final_logit_softcapping) * config.final_logit_softcapping
-    return logits_CV

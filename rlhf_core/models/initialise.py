@@ -11,8 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from rlhf_core.config.engines import InitModel
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.models.export import export_model
-from rlhf_core.models.loading import load_tokenizer
+from rlhf_core.models.loading import export_model, load_tokenizer
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, USER, ASSISTANT, SYSTEM, END)

@@ -1,15 +1,17 @@
-"""Load a model with the head of its role from a folder, a Hub name or a GGUF file."""
+"""Load a model with the head of its role from a folder, a Hub name or a GGUF file, and export it."""
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
@@ -29,7 +31,6 @@ from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.architecture import check_attention, check_folder, padding_id, read_config
-from rlhf_core.models.export import export_model
 from rlhf_core.models.forward import (
     ValueModel,
     backbone_of,
@@ -39,13 +40,25 @@ from rlhf_core.models.forward import (
     initial_head,
     read_head,
 )
-from rlhf_core.models.lora import apply_lora, check_adapters, check_quantizer
+from rlhf_core.models.lora import apply_lora, check_adapters, check_quantizer, has_lora, merged_state_dict, save_adapter
 from rlhf_core.models.packages import local_folder
 
 logger = logging.getLogger(__name__)
 
 PAD_CANDIDATES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
 """Tokens to use as padding if a model has no padding token, in order of preference."""
+SHARD_SIZE = "5GB"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+"""Files that a tokenizer may consist of (most have the first two), copied byte for byte so that its digest stays."""
 _REPORT = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 """Options with which transformers reports missing and unexpected weights, for `_check_weights`."""
 
@@ -322,6 +335,52 @@ def _ensure_padding(config: PretrainedModel, model: Any, tokenizer: Any) -> None
     model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
+# ---------------------------------------------------------------- export
+
+
+def export_model(model: nn.Module, folder: Path, *, tokenizer_from: Path) -> None:
+    """Write `model` in Hugging Face layout (safetensors, LoRA merged) with the tokenizer of `tokenizer_from`.
+
+    Adapters are also written separately to `adapter/`. The same weights give the same bytes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, ValueModel):
+        model.save(folder)
+    else:
+        _save(model, folder)
+    if has_lora(model):
+        save_adapter(model, folder / "adapter")
+    if tokenizer_from.resolve() != folder.resolve():
+        _copy_tokenizer(tokenizer_from, folder)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    if not (source / "tokenizer_config.json").is_file():
+        raise ConfigError(
+            explain(
+                "tokenizer", str(source), "has no tokenizer_config.json", "give the folder that the model came from"
+            )
+        )
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _save(model: nn.Module, folder: Path) -> None:
+    any_model: Any = model
+    any_model.config.architectures = [type(model).__name__]
+    any_model.config.dtype = str(any_model.dtype).removeprefix("torch.")
+    any_model.config.save_pretrained(folder)
+    if any_model.can_generate():
+        any_model.generation_config.save_pretrained(folder)
+    # The experts of one fused parameter share its storage, of which huggingface_hub would write a part only.
+    state = {
+        name: tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+        for name, tensor in merged_state_dict(model).items()
+    }
+    save_torch_state_dict(state, folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
+
+
 # ---------------------------------------------------------------- kernels
 
 LIGER = "liger_kernel"
@@ -359,7 +418,7 @@ def use_liger(model: nn.Module) -> None:
     )
 
 
-# ---------------------------------------------------------------- Check whether two models have the same vocabulary
+# ---------------------------------------------------------------- vocabularies
 
 REMEDY = 'use a teacher with the student\'s tokenizer, or compare the two across tokenizers: divergence.kind = "uld_text" or "uld"'
 

@@ -12,10 +12,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import RlhfError, SamplingError, explain
 from rlhf_core.interfaces import Metrics, Objective, Trainer, Transfer, Weights
+from rlhf_core.models.micro_batches import row_length
 from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.weight_sync import DeviceWeights, StoredWeights
 from rlhf_core.runtime.worker_group import WorkerGroup
-from rlhf_core.training.batching import reduce, row_length, shares, step_counts
+from rlhf_core.training.batching import reduce, shares, step_counts
 from rlhf_core.types import Completion, SamplingRequest
 
 P = ParamSpec("P")

@@ -16,20 +16,12 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
-from rlhf_core.data.chat_templates import Decoder
 from rlhf_core.errors import SamplingError, explain
-from rlhf_core.interfaces import EngineSampler, ModelSpec, SamplerEngine, Transfer, Weights
+from rlhf_core.interfaces import ModelSpec, SamplerEngine, Weights
 from rlhf_core.models.architecture import caps_attention, length_limit, read_config
 from rlhf_core.models.forward import compute_in_float32
-from rlhf_core.models.loading import load_model, load_tokenizer
-from rlhf_core.sampling.requests import (
-    check_logprobs,
-    check_requests,
-    finish_reason,
-    most_tokens,
-    received_tensors,
-    stop_token_ids,
-)
+from rlhf_core.models.loading import load_model
+from rlhf_core.sampling.requests import PolicyFolder, most_tokens, received_tensors
 from rlhf_core.types import Completion, SamplingRequest
 
 
@@ -52,28 +44,21 @@ class HFSampler:
         )
         if config.fp32_lm_head:
             compute_in_float32(self._model.get_output_embeddings())  # type: ignore[operator]
-        self._positions = _most_positions(self._model.config)
-        tokenizer = load_tokenizer(policy)
-        self._stops = stop_token_ids(policy, tokenizer_eos=tokenizer.eos_token_id)
-        self._decoder = Decoder(tokenizer, ends=self._stops)
+        self._policy = PolicyFolder.read(policy, max_model_len=_most_positions(self._model.config))
         self._batch_size = config.batch_size
         self._version = 0
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return one completion per request, in order. Raises SamplingError naming a request that does not fit."""
-        text_config = self._model.config.get_text_config()
-        check_requests(
-            requests,
-            vocab_size=text_config.vocab_size,
-            max_tokens=sampling.max_tokens,
-            max_model_len=self._positions,
-        )
+        self._policy.check(requests, sampling)
         completions: list[Completion] = []
         for start in range(0, len(requests), self._batch_size):
             rows = [_Row.start(request, sampling) for request in requests[start : start + self._batch_size]]
             with torch.inference_mode():
                 self._fill(rows, sampling)
-            completions.extend(self._completion(row) for row in rows)
+            completions += [
+                self._policy.completion(row.request, tuple(row.token_ids), tuple(row.logprobs), version=self._version)
+                for row in rows
+            ]
         return completions
 
     def advance(
@@ -148,27 +133,11 @@ class HFSampler:
             if not row.finished:
                 row.token_ids.append(token)
                 row.logprobs.append(logprob)
-                row.finished = token in self._stops or len(row.token_ids) == row.most
+                row.finished = token in self._policy.stops or len(row.token_ids) == row.most
         return torch.tensor([row.token_ids[-1] for row in rows], device=logprobs_BV.device)
 
-    def _completion(self, row: _Row) -> Completion:
-        check_logprobs(row.request, row.logprobs)
-        return Completion(
-            token_ids=tuple(row.token_ids),
-            logprobs=tuple(row.logprobs),
-            text=self._decoder(row.token_ids),
-            finish_reason=finish_reason(row.token_ids[-1], self._stops),
-            policy_version=self._version,
-            seed=row.request.seed,
-        )
 
-
-def open_sampler(policy: Path, config: HFSamplerConfig, *, threads: int, transfer: Transfer) -> EngineSampler:
-    """Return a sampler of `policy` on as many threads as torch was given, with weights through host memory."""
-    return HFSampler(policy, config)
-
-
-ENGINE = SamplerEngine[HFSamplerConfig](open=open_sampler)
+ENGINE = SamplerEngine[HFSamplerConfig](open=lambda policy, config, *, threads, transfer: HFSampler(policy, config))
 
 
 def processed_logprobs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -193,7 +162,9 @@ def processed_logprobs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
 
 def inverse_cdf(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """Return `tokens_B`: the first token at which the cumulative probability exceeds the uniform of its row."""
-    cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
+    cumulative_BV = (
+        logprobs_BV.double().exp().cumsum(-1)
+    )  # F(v) = sum of p up to v; the token is min {v: F(v) > u F(V)}
     thresholds_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
     tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True).squeeze(-1)
     return tokens_B.clamp(max=logprobs_BV.shape[-1] - 1)  # NaN falls past the end; its log-probability reveals it

@@ -1,4 +1,4 @@
-"""Check requests before sampling, and stop tokens and log-probabilities after it, for every sampler."""
+"""Read a policy's folder, check requests before sampling and completions after it, for every sampler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat_templates import Decoder, declared_ends
 from rlhf_core.errors import ConfigError, SamplingError, explain
 from rlhf_core.interfaces import Weights
-from rlhf_core.types import Completion, FinishReason, SamplingRequest
+from rlhf_core.types import Completion, SamplingRequest
 
 
 def most_tokens(request: SamplingRequest, max_tokens: int) -> int:
@@ -66,16 +66,7 @@ def stop_token_ids(policy: Path, *, tokenizer_eos: int | None) -> tuple[int, ...
     return tuple(sorted(ids))
 
 
-def finish_reason(last_token: int, stops: Sequence[int]) -> FinishReason:
-    """Return `stop` if the answer ended with a stop token, else `length`.
-
-    >>> finish_reason(2, (2, 5))
-    'stop'
-    """
-    return "stop" if last_token in stops else "length"
-
-
-# ---------------------------------------------------------------- Check the weights that a sampler receives from a trainer through host memory
+# ---------------------------------------------------------------- weights through host memory
 
 
 def tensors_of(weights: Weights) -> Mapping[str, Any]:
@@ -104,7 +95,7 @@ def received_tensors(weights: Weights) -> Mapping[str, Any]:
     return tensors
 
 
-# ---------------------------------------------------------------- Read the tokenizer, stop tokens and architecture from a policy's folder
+# ---------------------------------------------------------------- the folder of a policy
 
 NOT_ARCHITECTURE = {
     *("transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"),
@@ -115,7 +106,7 @@ NOT_ARCHITECTURE = {
 
 @dataclass(frozen=True)
 class PolicyFolder:
-    """A policy that a vLLM engine serves; `stops` are the ids that end an answer."""
+    """The folder of the policy that an engine samples; `stops` are the ids that end an answer."""
 
     path: Path
     decode: Callable[[Sequence[int]], str]
@@ -164,8 +155,8 @@ class PolicyFolder:
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
+            finish_reason="stop" if token_ids[-1] in self.stops else "length",
             text=self.decode(token_ids),
-            finish_reason=finish_reason(token_ids[-1], self.stops),
             policy_version=version,
             seed=request.seed,
         )
@@ -180,12 +171,10 @@ def _read_config(policy: Path) -> dict[str, Any]:
     file = policy / "config.json"
     if not file.is_file():
         raise ConfigError(explain("policy", str(policy), "has no config.json", "give a Hugging Face model folder"))
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return config
+    return json.loads(file.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def _text_config(policy: Path) -> dict[str, Any]:
     """Return the language model's part of the config: multimodal models nest it."""
     config = _read_config(policy)
-    nested: dict[str, Any] = config["text_config"] if "text_config" in config else config
-    return nested
+    return config["text_config"] if "text_config" in config else config  # type: ignore[no-any-return]

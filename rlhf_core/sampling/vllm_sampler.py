@@ -22,7 +22,7 @@ from typing import Any
 
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
 from rlhf_core.errors import SamplingError, explain
-from rlhf_core.interfaces import DeviceSampler, Probes, SamplerEngine, Transfer, TransferVerb, Weights
+from rlhf_core.interfaces import Probes, SamplerEngine, Transfer, TransferVerb, Weights
 from rlhf_core.processes.child import idle_threads
 from rlhf_core.processes.identity import interface_towards
 from rlhf_core.sampling.requests import PolicyFolder, architecture, received_tensors
@@ -58,7 +58,6 @@ class VllmSampler:
     # ------------------------------------------------------------ Sampler
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return one completion per request, in order. Raises SamplingError naming a request that does not fit."""
         if not requests:
             return []
         self._policy.check(requests, sampling)
@@ -73,10 +72,6 @@ class VllmSampler:
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Add requests to the running batch and run the engine until one has finished; return all that have.
-
-        Raises SamplingError naming a request that does not fit.
-        """
         self._policy.check([request for _, request in new], sampling)
         engine = self._llm.llm_engine
         for number, request in new:
@@ -125,7 +120,6 @@ class VllmSampler:
             self._asleep = True
 
     def wake(self) -> None:
-        """Take the memory back. Must be called before anything else on an engine that sleeps."""
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
@@ -217,16 +211,10 @@ def import_vllm(config: VllmSamplerConfig, *, threads: int) -> None:
 
 def built_for() -> str:
     """Return the device type that the installed vLLM is built for."""
-    platform: str = _vllm().platform()
-    return platform
+    return _vllm().platform()  # type: ignore[no-any-return]
 
 
-def open_sampler(policy: Path, config: VllmSamplerConfig, *, threads: int, transfer: Transfer) -> DeviceSampler:
-    """Return a sampler of `policy` over one engine in this process."""
-    return VllmSampler(policy, config, threads=threads, transfer=transfer)
-
-
-ENGINE = SamplerEngine[VllmSamplerConfig](open=open_sampler, warm=import_vllm, built_for=built_for)
+ENGINE = SamplerEngine[VllmSamplerConfig](open=VllmSampler, warm=import_vllm, built_for=built_for)
 
 
 def prepare_environment(config: VllmSamplerConfig, *, threads: int) -> None:

@@ -24,11 +24,12 @@ from rlhf_core.errors import TrainingError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
 from rlhf_core.models.architecture import padding_id
 from rlhf_core.models.batches import TokenBatch, unpack
-from rlhf_core.models.export import export_model
-from rlhf_core.models.forward import row_rules, sequence_scores, step_scores, token_logprobs, token_values, watching
+from rlhf_core.models.forward import model_rules, sequence_scores, step_scores, token_logprobs, token_values, watching
+from rlhf_core.models.loading import export_model
 from rlhf_core.models.lora import merged_state_dict, weights_digest
+from rlhf_core.models.micro_batches import Row, micro_batches
 from rlhf_core.store.checkpoints import wait_for_parts, write_part
-from rlhf_core.training.batching import Row, is_maximum, micro_batches
+from rlhf_core.training.batching import is_maximum
 from rlhf_core.training.engines.base import Engine, open_engine
 from rlhf_core.training.engines.offload import HostCopies, keep_freed_memory, release_cached, release_if_short
 from rlhf_core.training.objectives.base import PlacedModel, RoutedObjective, SftObjective, TrainingObjective, unmasked
@@ -136,7 +137,7 @@ class LocalTrainer:
         self._router_aux = config.router_aux_coef if self._trained else 0.0
         self._engine = open_engine(spec, optimizer, config) if engine is None else engine
         self._keeps_memory = self._engine.device.type == "cpu" and keep_freed_memory()
-        self._together = row_rules(self._engine.module).prefix_width
+        self._together = model_rules(self._engine.module).prefix_width
         self._average = average_of(
             self._engine.module, decay=optimizer.ema_decay if optimizer else 0.0, rank=self._engine.rank
         )

@@ -1,16 +1,21 @@
-"""A tiny Llama with its tokenizer, made once by the code under test, and tiny models of other families."""
+"""A tiny Llama with its tokenizer, made once by the code under test, tiny models of other families, and how all are loaded."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 
-from rlhf_core.config.engines import InitModel
+from rlhf_core.config.engines import InitModel, LoraConfig
+from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.loading import load_model
+from tests.support.tolerances import of_model
 
 SHAPE = {
     "vocab_size": 320,
@@ -33,9 +38,43 @@ TEXTS = [
 TINY = InitModel(vocab_size=320, hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128, max_positions=64)
 
 
-def make_tiny_llama(folder: Path) -> Path:
+IDS = torch.tensor([[1, 20, 30, 40, 4, 2, 50]])
+
+
+def loaded(
+    folder: Path,
+    head: Literal["lm", "score", "value"] = "lm",
+    *,
+    lora: LoraConfig | None = None,
+    seed: int = 5,
+    dtype: str = "float32",
+    attention: str = "sdpa",
+    checkpointing: bool = False,
+) -> Any:
+    """Return the model in `folder` on the CPU."""
+    spec = ModelSpec(str(folder), head, lora, seed)
+    return load_model(spec, dtype=dtype, attention=attention, gradient_checkpointing=checkpointing, device="cpu")
+
+
+def sharpened(model: Any, by: float = 6.0) -> Any:
+    """Scale the weights so that the distributions are far from uniform and attention matters."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(by)
+    return model.eval()
+
+
+def assert_near(got: Sequence[Tensor], want: Sequence[Tensor], shape: InitModel) -> None:
+    """Compare to the rounding of float32; a neighbor that is seen, or one position off, changes these by 0.1 and more."""
+    atol = of_model(shape) * max(1.0, *(float(one.detach().abs().max()) for one in want))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=atol)
+
+
+def make_tiny_llama(folder: Path, seed: int = 7) -> Path:
     train_tokenizer(TEXTS, vocab_size=320, folder=folder)
-    initialise_llama(TINY, folder, seed=7)
+    initialise_llama(TINY, folder, seed=seed)
     return folder
 
 
@@ -53,11 +92,7 @@ def made(tiny_llama: Path, tmp_path: Path) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | options))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" not in name:
-                    parameter.mul_(6.0)  # sharp enough for attention to matter
+        model = sharpened(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | options)))
         folder = tmp_path / family
         model.save_pretrained(folder)
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,14 @@ from torch import Tensor, nn
 
 from rlhf_core.config.engines import HFSamplerConfig, LoraConfig, SamplingConfig
 from rlhf_core.errors import ConfigError, SamplingError
-from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.architecture import check_longest, length_limit, read_config
 from rlhf_core.models.batches import collate, unpack
 from rlhf_core.models.forward import check_rows, token_logprobs
-from rlhf_core.models.loading import load_model
+from rlhf_core.models.packages import package_folder
 from rlhf_core.sampling.hf_sampler import HFSampler
 from rlhf_core.sampling.requests import PolicyFolder
 from rlhf_core.types import SamplingRequest, TokenSample
+from tests.rlhf_core.models.conftest import loaded
 
 SHORT, LONG = 16, 64
 LONGROPE = {
@@ -31,11 +32,6 @@ LONGROPE = {
 }
 PHI3 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": SHORT}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-
-
-def loaded(folder: Path, attention: str = "sdpa", *, dtype: str = "float32", lora: LoraConfig | None = None) -> Any:
-    spec = ModelSpec(str(folder), "lm", lora, 0)
-    return load_model(spec, dtype=dtype, attention=attention, gradient_checkpointing=False, device="cpu")
 
 
 def sample(length: int, *, seed: int = 3) -> TokenSample:
@@ -60,7 +56,7 @@ def test_a_cap_on_the_logits_of_attention_is_refused_under_sdpa_and_computed_eag
     with pytest.raises(ConfigError, match=r'attention = \'sdpa\': it ignores the cap .*attention = "eager"'):
         loaded(folder)
     one = sample(12)
-    ours = logprobs(loaded(folder, "eager"), one)[0][1:]
+    ours = logprobs(loaded(folder, attention="eager"), one)[0][1:]
     for attention, same in (("eager", True), ("sdpa", False)):
         theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).eval()
         ids = torch.tensor([one.token_ids])
@@ -74,7 +70,7 @@ def test_the_sampler_in_the_process_computes_the_cap_too(made: Any) -> None:
     prompt = sample(9).token_ids
     (said,) = HFSampler(folder, HFSamplerConfig()).generate([SamplingRequest(prompt, 7)], SamplingConfig(max_tokens=8))
     whole = TokenSample(prompt + said.token_ids, (0,) * len(prompt) + (1,) * len(said.token_ids))
-    ours = logprobs(loaded(folder, "eager"), whole)[0][len(prompt) :]
+    ours = logprobs(loaded(folder, attention="eager"), whole)[0][len(prompt) :]
     # One pass against a cache of keys: the sums of ~10 are in another order.
     torch.testing.assert_close(ours, torch.tensor(said.logprobs), rtol=0, atol=5e-5)
 
@@ -88,7 +84,7 @@ def test_attention_sinks_are_refused_under_sdpa(made: Any) -> None:
     folder = made("gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8, rope_parameters=None)
     with pytest.raises(ConfigError, match=r'does not implement it for models of type gpt_oss.*attention = "eager"'):
         loaded(folder)
-    assert loaded(folder, "eager").config._attn_implementation == "eager"
+    assert loaded(folder, attention="eager").config._attn_implementation == "eager"
 
 
 # ---------------------------------------------------------------- what follows a token
@@ -109,7 +105,7 @@ def test_a_model_that_numbers_positions_in_its_own_way_is_refused(made: Any) -> 
 
 @pytest.mark.parametrize(("family", "attention"), [("mamba", "eager"), ("mixtral", "sdpa")])
 def test_causal_models_are_not_refused(family: str, attention: str, made: Any) -> None:
-    model = loaded(made(family), attention)
+    model = loaded(made(family), attention=attention)
     short, long = sample(7), sample(15, seed=4)
     together, alone = logprobs(model, short, long), [*logprobs(model, short), *logprobs(model, long)]
     # The sixfold weights, and the exponential that mamba takes of them, magnify roundings: 2e-4 was seen with an error of one
@@ -145,7 +141,7 @@ def test_a_small_leak_is_refused_in_each_precision_and_a_healthy_model_is_not(
 ) -> None:
     folder = made(family, num_hidden_layers=5, **DEEP[family])
     lora = LoraConfig(rank=2, target_modules=("q_proj", "v_proj")) if family == "qwen3_moe" else None
-    model = loaded(folder, dtype=dtype, lora=lora)
+    model = loaded(folder, lora=lora, dtype=dtype)
     trained = [parameter.requires_grad for parameter in model.parameters()]
     check_rows(model)
     assert [parameter.requires_grad for parameter in model.parameters()] == trained
@@ -244,7 +240,7 @@ def test_rows_beyond_a_table_of_positions_are_refused(family: str, options: dict
         check_longest("sft.max_length", SHORT + 1, folder)
     with pytest.raises(ConfigError, match=r"runtime\.sampler\.max_model_len = 17"):
         PolicyFolder.read(folder, max_model_len=SHORT + 1)
-    model = loaded(folder, "eager")
+    model = loaded(folder, attention="eager")
     assert logprobs(model, sample(SHORT))
     with pytest.raises(ConfigError, match="max_length = 17: the model has 16 positions"):
         logprobs(model, sample(SHORT + 1))
@@ -253,3 +249,16 @@ def test_rows_beyond_a_table_of_positions_are_refused(family: str, options: dict
 def test_other_rotary_positions_have_no_limit(made: Any) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": SHORT}
     assert length_limit(read_config(made("llama", rope_parameters=yarn))) is None
+
+
+# ---------------------------------------------------------------- packages
+
+
+def test_a_package_names_its_folder() -> None:
+    assert (package_folder("package:rlhf_core/models") / "loading.py").is_file()
+    assert (package_folder("package:rlhf_core") / "types.py").is_file()
+
+
+def test_finding_a_package_loads_no_torch() -> None:
+    code = "import sys, rlhf_core.models.packages; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

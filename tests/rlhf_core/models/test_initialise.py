@@ -6,23 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.engines import InitModel
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.models.loading import load_tokenizer
-
-TEXTS = ["What is 12 + 30? It is 42.", "Name a colour. Blue is a colour."] * 5
-TINY = InitModel(vocab_size=320, hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128, max_positions=64)
+from tests.rlhf_core.models.conftest import TEXTS, TINY, make_tiny_llama
 
 
 def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
-
-
-def made(folder: Path, seed: int) -> Path:
-    train_tokenizer(TEXTS, vocab_size=320, folder=folder)
-    initialise_llama(TINY, folder, seed=seed)
-    return folder
 
 
 def test_a_conversation_is_rendered_with_role_and_end_tokens(tiny_llama: Path) -> None:
@@ -67,7 +58,7 @@ def test_frequent_words_are_merged_and_the_size_is_kept(tiny_llama: Path) -> Non
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(tmp_path: Path) -> None:
-    one, two, other = made(tmp_path / "1", 7), made(tmp_path / "2", 7), made(tmp_path / "3", 8)
+    one, two, other = (make_tiny_llama(tmp_path / name, seed) for name, seed in (("1", 7), ("2", 7), ("3", 8)))
     assert files(one) == files(two)
     assert {name for name in files(one) if files(one)[name] != files(other)[name]} == {"model.safetensors"}
     assert set(files(one)) >= {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}

@@ -1,12 +1,14 @@
-"""Where models come from, which head they wear, and what is refused before compute is spent."""
+"""Where models come from, which head they wear, how they are exported, and what is refused before compute is spent."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,28 +16,32 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from rlhf_core.config.engines import LoraConfig, PretrainedModel
+from rlhf_core.config.engines import InitModel, LoraConfig, PretrainedModel
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError
-from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.batches import collate
-from rlhf_core.models.export import export_model
-from rlhf_core.models.forward import hidden_states, initial_head, sequence_scores, token_logprobs, token_values
-from rlhf_core.models.loading import load_model, load_tokenizer, materialize
+from rlhf_core.models.forward import (
+    hidden_states,
+    initial_head,
+    read_head,
+    sequence_scores,
+    token_logprobs,
+    token_values,
+)
+from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.loading import (
+    check_kernels,
+    export_model,
+    load_tokenizer,
+    materialize,
+    shared_vocabulary,
+    use_liger,
+)
 from rlhf_core.models.packages import local_folder
 from rlhf_core.rewards.model import check_classifier
 from rlhf_core.types import Message, TokenSample
-from tests.rlhf_core.models.conftest import TINY
+from tests.rlhf_core.models.conftest import IDS, TINY, loaded
 from tests.support.tolerances import of_model
-
-IDS = torch.tensor([[1, 20, 30, 40, 4, 2, 50]])
-
-
-def loaded(
-    folder: Path, head: Any = "lm", *, seed: int = 5, checkpointing: bool = False, dtype: str = "float32"
-) -> Any:
-    spec = ModelSpec(str(folder), head, None, seed)
-    return load_model(spec, dtype=dtype, attention="sdpa", gradient_checkpointing=checkpointing, device="cpu")
 
 
 def test_a_policy_loads_in_the_asked_dtype_and_attention(tiny_llama: Path) -> None:
@@ -52,15 +58,9 @@ def test_a_reward_head_made_from_a_policy_is_drawn_from_the_seed(tiny_llama: Pat
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_a_stored_reward_head_is_kept_whatever_the_seed(tiny_llama: Path, tmp_path: Path) -> None:
-    from rlhf_core.models.export import export_model
-
-    export_model(loaded(tiny_llama, "score", seed=3), tmp_path, tokenizer_from=tiny_llama)
-    assert torch.equal(loaded(tmp_path, "score", seed=4).score.weight, initial_head(64, seed=3))
-
-
-def test_a_score_head_starts_from_that_of_a_value_model(tiny_llama: Path, tmp_path: Path) -> None:
-    export_model(loaded(tiny_llama, "value", seed=3), tmp_path, tokenizer_from=tiny_llama)
+@pytest.mark.parametrize("head", ["score", "value"])
+def test_a_stored_head_is_kept_whatever_the_seed(head: Any, tiny_llama: Path, tmp_path: Path) -> None:
+    export_model(loaded(tiny_llama, head, seed=3), tmp_path, tokenizer_from=tiny_llama)
     assert torch.equal(loaded(tmp_path, "score", seed=4).score.weight, initial_head(64, seed=3))
 
 
@@ -175,9 +175,8 @@ def test_weights_of_another_architecture_are_refused(
 
 
 def test_adapters_on_a_reward_model_are_refused(tiny_llama: Path) -> None:
-    spec = ModelSpec(str(tiny_llama), "score", LoraConfig(), 1)
     with pytest.raises(ConfigError, match="adapters are only supported with the LM head"):
-        load_model(spec, dtype="float32", attention="sdpa", gradient_checkpointing=False, device="cpu")
+        loaded(tiny_llama, "score", lora=LoraConfig())
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -369,3 +368,156 @@ def test_smollm2_from_a_gguf_file_answers_sensibly(tmp_path: Path) -> None:
         logprobs_BL, _ = token_logprobs(model, batch, temperature=1.0, with_entropy=False)
     # exp of the mean loss: ~10 for a sound 135M model on plain English, thousands if a tensor is permuted wrongly.
     assert (-logprobs_BL.sum() / (len(text) - 1)).exp() < 30
+
+
+# ---------------------------------------------------------------- heads
+
+
+def test_a_fresh_head_has_variance_one_over_hidden_plus_one() -> None:
+    head_1H = initial_head(40_000, seed=1)
+    # The variance of 40,000 draws is known to 0.7 % (one standard error); 3 % is four of them.
+    assert abs(head_1H.var().item() * 40_001 - 1) < 0.03
+    assert torch.equal(head_1H, initial_head(40_000, seed=1))
+    assert not torch.equal(head_1H, initial_head(40_000, seed=2))
+
+
+def test_a_causal_lm_has_no_scalar_head(tiny_llama: Path) -> None:
+    assert read_head(tiny_llama) is None
+
+
+def test_a_value_model_from_a_causal_lm_starts_from_the_seed(tiny_llama: Path) -> None:
+    assert torch.equal(loaded(tiny_llama, "value", seed=9).value_head.weight, initial_head(64, seed=9))
+
+
+def test_a_value_model_from_a_reward_model_predicts_its_scores(tiny_llama: Path, tmp_path: Path) -> None:
+    reward = loaded(tiny_llama, "score")
+    export_model(reward, tmp_path, tokenizer_from=tiny_llama)
+    value = loaded(tmp_path, "value", seed=77)
+    with torch.no_grad():
+        assert torch.equal(value(IDS)[0, -1], reward(input_ids=IDS).logits[0, 0])
+
+
+def test_a_value_model_comes_back_from_its_folder(tiny_llama: Path, tmp_path: Path) -> None:
+    value = loaded(tiny_llama, "value", seed=9)
+    with torch.no_grad():
+        value.value_head.weight.mul_(3.0)
+    export_model(value, tmp_path, tokenizer_from=tiny_llama)
+    again = loaded(tmp_path, "value", seed=1)
+    with torch.no_grad():
+        assert torch.equal(again(IDS), value(IDS))
+    assert not list(tmp_path.glob("*.bin"))
+
+
+# ---------------------------------------------------------------- export
+
+
+def test_a_policy_export_repeats_the_folder_it_came_from(tiny_llama: Path, tmp_path: Path) -> None:
+    export_model(loaded(tiny_llama), tmp_path, tokenizer_from=tiny_llama)
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_bytes() == (tiny_llama / name).read_bytes(), name
+    assert str(tiny_llama) not in (tmp_path / "config.json").read_text()
+
+
+def test_a_policy_export_carries_template_and_stop_tokens(tiny_llama: Path, tmp_path: Path) -> None:
+    export_model(loaded(tiny_llama), tmp_path, tokenizer_from=tiny_llama)
+    text = load_tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert text == "<|user|>a<|end|>"
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["pad_token_id"]) == (4, 0)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_an_export_in_bfloat16_says_so(tiny_llama: Path, tmp_path: Path) -> None:
+    export_model(loaded(tiny_llama, dtype="bfloat16"), tmp_path, tokenizer_from=tiny_llama)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert loaded(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_an_exported_reward_model_scores_the_same_in_plain_transformers(tiny_llama: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = loaded(tiny_llama, "score")
+    export_model(model, tmp_path, tokenizer_from=tiny_llama)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert plain.config.num_labels == 1 and plain.score.bias is None
+    with torch.no_grad():
+        assert torch.equal(plain(input_ids=IDS).logits, model(input_ids=IDS).logits)
+        # Padded on the right by hand: plain transformers finds the last token from the padding id.
+        padded = torch.tensor([[1, 20, 30, 4, 0, 0, 0]])
+        torch.testing.assert_close(
+            plain(input_ids=padded).logits, model(input_ids=padded[:, :4]).logits, rtol=0, atol=1e-6
+        )
+
+
+def test_a_model_with_lora_also_leaves_its_adapters(tiny_llama: Path, tmp_path: Path) -> None:
+    export_model(loaded(tiny_llama, lora=LoraConfig(rank=2)), tmp_path, tokenizer_from=tiny_llama)
+    assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    # B is still zero, so the merged weights are the base's, byte for byte.
+    assert (tmp_path / "model.safetensors").read_bytes() == (tiny_llama / "model.safetensors").read_bytes()
+
+
+def test_an_export_without_a_tokenizer_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        export_model(loaded(tiny_llama), tmp_path / "out", tokenizer_from=tmp_path / "empty")
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def test_what_is_always_there_is_not_asked_about() -> None:
+    for attention in ("sdpa", "eager"):
+        check_kernels(attention, liger=False, device="cpu")
+
+
+def test_kernels_for_gpus_are_refused_on_a_cpu() -> None:
+    with pytest.raises(
+        ConfigError, match=r"attention = 'flash_attention_2': FlashAttention 2 is not available \(device cpu\)"
+    ):
+        check_kernels("flash_attention_2", liger=False, device="cpu")
+    with pytest.raises(ConfigError, match=r"liger = True: Liger kernels are not available .*install liger-kernel"):
+        check_kernels("sdpa", liger=True, device="cpu")
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_liger_gets_the_backbone_and_leaves_losses_alone(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, head: Any
+) -> None:
+    asked: list[dict[str, Any]] = []
+    package: Any = ModuleType("liger_kernel.transformers.monkey_patch")
+    package.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
+    package._apply_liger_kernel_to_instance = lambda **arguments: asked.append(arguments)
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    use_liger(loaded(tiny_llama, head))
+    assert type(asked[0].pop("model")).__name__ == "LlamaModel"
+    assert asked == [{"cross_entropy": False, "fused_linear_cross_entropy": False}]
+    package.MODEL_TYPE_TO_APPLY_LIGER_FN = {}
+    with pytest.raises(ConfigError, match="Liger does not support the architecture 'llama'"):
+        use_liger(loaded(tiny_llama, head))
+
+
+# ---------------------------------------------------------------- vocabularies
+
+
+def policy(folder: Path, *, text: str, width: int = 32, vocabulary: int = 320) -> Path:
+    train_tokenizer([text] * 5, vocab_size=vocabulary, folder=folder)
+    shape = InitModel(
+        vocab_size=vocabulary, hidden_size=width, layers=1, heads=2, kv_heads=2, intermediate_size=64, max_positions=64
+    )
+    initialise_llama(shape, folder, seed=7)
+    return folder
+
+
+def test_models_of_any_size_share_a_vocabulary_if_their_tokens_are_the_same(tmp_path: Path) -> None:
+    text = "What is 12 + 30? It is 42. Say hello to the reader. Name a colour; blue is a colour."
+    small = policy(tmp_path / "small", text=text)
+    assert shared_vocabulary(small, policy(tmp_path / "large", text=text, width=64)) == 320
+    with pytest.raises(ConfigError, match=r"teacher = .*: its vocabulary has 330 tokens, the student's has 320; use"):
+        shared_vocabulary(small, policy(tmp_path / "wide", text=text, vocabulary=330))
+    with pytest.raises(ConfigError, match=r"tokens have other ids than in the student's tokenizer, for example '.+'"):
+        shared_vocabulary(small, policy(tmp_path / "other", text="Entirely different words, of which there are many."))

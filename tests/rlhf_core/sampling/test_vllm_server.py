@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError, SamplingError
-from rlhf_core.sampling.vllm_server import Server, ServerFailed, generate_body, open_client
+from rlhf_core.sampling.vllm_server_sampler import Server, ServerFailed, generate_body, open_client
 from rlhf_core.types import SamplingRequest
 from tests.rlhf_core.sampling.vllm_wire import Answer, Wire, completion, served
 

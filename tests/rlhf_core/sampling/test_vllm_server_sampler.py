@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from tests.rlhf_core.sampling.vllm_wire import Answer, Wire, completion, served
 REQUESTS = [SamplingRequest((10, 11, 12 + index), seed=100 + index) for index in range(12)]
 SAMPLING = SamplingConfig(max_tokens=5, temperature=0.7, top_k=20)
 GENERATE = "/inference/v1/generate"
+Opened = Callable[..., closing[VllmServerSampler]]
+Wires = tuple[Wire, Wire]
+Hanging = Callable[..., Answer | None]
 
 
 @pytest.fixture
@@ -32,17 +36,36 @@ def wires() -> Iterator[tuple[Wire, Wire]]:
         yield stack.enter_context(served(Wire())), stack.enter_context(served(Wire()))
 
 
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    """A fault under which the routes in `of` answer only when the test has ended, or seed 5 of completions alone."""
+    ended = threading.Event()
+
+    def wait(route: str, body: Any, *, of: str = GENERATE, seed: int | None = None) -> Answer | None:
+        if route == of and body and seed in (None, body.get("sampling_params", {}).get("seed")):
+            ended.wait(10)
+        return None
+
+    yield wait
+    ended.set()
+
+
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_server_sampler, "FIRST_PAUSE_S", 0.0)
 
 
-def configured(folder: Path, *urls: str, **fields: Any) -> VllmServerSamplerConfig:
-    return VllmServerSamplerConfig(urls=urls, weights_folder=str(folder / "weights"), max_model_len=96, **fields)
+@pytest.fixture
+def opened(policies: tuple[Path, Path], tmp_path: Path) -> Opened:
+    """Return a function that opens a sampler of the first policy on servers, given as wires or by URL."""
 
+    def on(*servers: Wire | str, **fields: Any) -> closing[VllmServerSampler]:
+        urls = tuple(one if isinstance(one, str) else one.url for one in servers)
+        folder = str(tmp_path / "weights")
+        config = VllmServerSamplerConfig(urls=urls, weights_folder=folder, max_model_len=96, **fields)
+        return closing(VllmServerSampler(policies[0], config))
 
-def opened(policy: Path, folder: Path, *wires: Wire, **fields: Any) -> closing[VllmServerSampler]:
-    return closing(VllmServerSampler(policy, configured(folder, *(wire.url for wire in wires), **fields)))
+    return on
 
 
 def trained(policy: Path) -> Weights:
@@ -65,10 +88,8 @@ def said(completion: Completion) -> tuple[tuple[int, ...], tuple[float, ...]]:
 # ---------------------------------------------------------------- sampling
 
 
-def test_each_request_gets_its_own_tokens_and_logprobs_from_one_of_the_servers(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path
-) -> None:
-    with opened(policies[0], tmp_path, *wires) as sampler:
+def test_each_request_gets_its_own_tokens_and_logprobs_from_one_of_the_servers(wires: Wires, opened: Opened) -> None:
+    with opened(*wires) as sampler:
         completions = sampler.generate(REQUESTS, SAMPLING)
     assert [said(one) for one in completions] == [expected(wires[0], request) for request in REQUESTS]
     assert {(one.policy_version, one.finish_reason) for one in completions} == {(0, "length")}
@@ -77,10 +98,8 @@ def test_each_request_gets_its_own_tokens_and_logprobs_from_one_of_the_servers(
     assert min(shares) >= 3
 
 
-def test_a_request_carries_what_decides_its_answer(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path
-) -> None:
-    with opened(policies[0], tmp_path, wires[0]) as sampler:
+def test_a_request_carries_what_decides_its_answer(wires: Wires, opened: Opened) -> None:
+    with opened(wires[0]) as sampler:
         sampler.generate([SamplingRequest((10, 11), seed=7, max_tokens=3)], SAMPLING)
         sampler.generate([SamplingRequest((10, 11), seed=7)], SamplingConfig(temperature=0, top_p=0.5, max_tokens=2))
     drawn, greedy = [body for route, body in wires[0].asked if route == GENERATE and body]
@@ -101,13 +120,11 @@ def test_a_request_carries_what_decides_its_answer(
     assert greedy["sampling_params"] | {"seed": None, "top_p": 1.0, "temperature": 0.0} == greedy["sampling_params"]
 
 
-def test_requests_that_join_later_get_the_same_answers(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_requests_that_join_later_get_the_same_answers(wires: Wires, opened: Opened) -> None:
     waiting = list(enumerate(REQUESTS))
     new, waiting = waiting[:4], waiting[4:]
     done: dict[int, Completion] = {}
-    with opened(policies[0], tmp_path, *wires) as sampler:
+    with opened(*wires) as sampler:
         while finished := sampler.advance(new, SAMPLING):
             done |= dict(finished)
             new, waiting = waiting[: len(finished)], waiting[len(finished) :]
@@ -116,28 +133,18 @@ def test_requests_that_join_later_get_the_same_answers(
 
 
 def test_what_is_still_being_sampled_is_dropped_by_the_next_batch(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path
+    wires: Wires, opened: Opened, hanging: Hanging
 ) -> None:
-    release = threading.Event()
-
-    def slow(route: str, body: Any) -> Answer | None:
-        if route == GENERATE and body["sampling_params"]["seed"] == 5:
-            release.wait(10)
-        return None
-
-    with opened(policies[0], tmp_path, wires[0]) as sampler:
-        wires[0].fault = slow
+    with opened(wires[0]) as sampler:
+        wires[0].fault = partial(hanging, seed=5)
         sampler.advance([(0, SamplingRequest((10,), seed=5)), (1, REQUESTS[1])], SAMPLING)
         assert [said(one) for one in sampler.generate(REQUESTS[:1], SAMPLING)] == [expected(wires[0], REQUESTS[0])]
         assert sampler.advance([], SAMPLING) == []
-        release.set()
 
 
-def test_a_server_never_has_more_requests_than_it_may(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_server_never_has_more_requests_than_it_may(wires: Wires, opened: Opened) -> None:
     wires[0].waits_for = 3
-    with opened(policies[0], tmp_path, wires[0], max_in_flight=3) as sampler:
+    with opened(wires[0], max_in_flight=3) as sampler:
         sampler.generate(REQUESTS, SAMPLING)
     assert wires[0].together == 3
 
@@ -146,10 +153,10 @@ def test_a_server_never_has_more_requests_than_it_may(
 
 
 def test_new_weights_are_served_by_all_under_their_version(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path
+    wires: Wires, opened: Opened, policies: tuple[Path, Path], tmp_path: Path
 ) -> None:
     weights = trained(policies[1])
-    with opened(policies[0], tmp_path, *wires) as sampler:
+    with opened(*wires) as sampler:
         before = sampler.generate(REQUESTS, SAMPLING)
         salt = wires[0].label
         for wire in wires:
@@ -177,9 +184,9 @@ def test_new_weights_are_served_by_all_under_their_version(
 
 
 def test_other_weights_than_those_that_were_sent_are_refused_and_never_sampled_from(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path
+    wires: Wires, opened: Opened, policies: tuple[Path, Path]
 ) -> None:
-    with opened(policies[0], tmp_path, *wires) as sampler:
+    with opened(*wires) as sampler:
         with pytest.raises(SamplingError, match=rf"weights = '{wires[0].url}': the files in .* have the digest"):
             sampler.load_weights(Weights(load_file(policies[1] / "model.safetensors"), "0" * 64), version=3)
         assert {wire.label for wire in wires} == {"reloading"}
@@ -188,55 +195,45 @@ def test_other_weights_than_those_that_were_sent_are_refused_and_never_sampled_f
             sampler.generate(REQUESTS[:1], SAMPLING)
 
 
-def test_a_reload_that_the_engine_refuses_says_why(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_reload_that_the_engine_refuses_says_why(wires: Wires, opened: Opened, policies: tuple[Path, Path]) -> None:
     def refuses(route: str, body: Any) -> Answer | None:
         return (500, {"error": "size mismatch"}) if route == "/collective_rpc" else None
 
-    with opened(policies[0], tmp_path, wires[0]) as sampler:
+    with opened(wires[0]) as sampler:
         wires[0].fault = refuses
         with pytest.raises(SamplingError, match=r"size mismatch.*serve the same architecture, and restart it"):
             sampler.load_weights(trained(policies[1]), version=1)
 
 
 def test_weights_that_do_not_arrive_in_time_leave_the_server_out(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    wires: Wires, opened: Opened, hanging: Hanging, policies: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    release = threading.Event()
-
-    def hangs(route: str, body: Any) -> Answer | None:
-        if route == "/collective_rpc":
-            release.wait(10)
-        return None
-
-    with opened(policies[0], tmp_path, *wires) as sampler:
+    with opened(*wires) as sampler:
         sampler.config = sampler.config.model_copy(update={"load_timeout_s": 0.5})
-        wires[1].fault = hangs
+        wires[1].fault = partial(hanging, of="/collective_rpc")
         sampler.load_weights(trained(policies[1]), version=1)
         assert f"{wires[1].url} took longer than 0.5 s to load" in caplog.text
         asked = len(wires[1].asked)
         assert len(sampler.generate(REQUESTS, SAMPLING)) == 12
         assert len(wires[1].asked) == asked
-        wires[0].fault = hangs
+        wires[0].fault = partial(hanging, of="/collective_rpc")
         with pytest.raises(
             SamplerLostError, match=r"took longer than 0\.5 s to load; .* took longer than 0\.5 s to load"
         ):
             sampler.load_weights(trained(policies[1]), version=2)
-        release.set()
 
 
 # ---------------------------------------------------------------- servers that fail
 
 
 def test_requests_of_a_server_that_is_lost_are_sent_to_another(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    wires: Wires, opened: Opened, policies: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack:
         mortal = Wire()
         running = stack.enter_context(ExitStack())
         running.enter_context(served(mortal))
-        sampler = stack.enter_context(opened(policies[0], tmp_path, mortal, wires[1]))
+        sampler = stack.enter_context(opened(mortal, wires[1]))
         running.close()
         completions = sampler.generate(REQUESTS, SAMPLING)
         assert [said(one) for one in completions] == [expected(wires[1], request) for request in REQUESTS]
@@ -249,9 +246,9 @@ def test_requests_of_a_server_that_is_lost_are_sent_to_another(
 
 
 def test_a_server_that_restarted_with_other_weights_is_left_out(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    wires: Wires, opened: Opened, policies: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with opened(policies[0], tmp_path, *wires) as sampler:
+    with opened(*wires) as sampler:
         wires[0].label, wires[0].digest = "default", "another policy"
         completions = sampler.generate(REQUESTS, SAMPLING)
         assert [said(one) for one in completions] == [expected(wires[1], request) for request in REQUESTS]
@@ -260,9 +257,7 @@ def test_a_server_that_restarted_with_other_weights_is_left_out(
         assert wires[0].digest == wires[1].digest
 
 
-def test_a_policy_that_has_diverged_is_no_answer(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_policy_that_has_diverged_is_no_answer(wires: Wires, opened: Opened) -> None:
     wire = wires[0]
 
     def diverged(route: str, body: Any) -> Answer | None:
@@ -272,16 +267,14 @@ def test_a_policy_that_has_diverged_is_no_answer(
         answer["choices"][0]["logprobs"]["content"][2]["logprob"] = -9999.0  # vLLM's way to write a NaN
         return 200, answer
 
-    with opened(policies[0], tmp_path, wire) as sampler:
+    with opened(wire) as sampler:
         wire.fault = diverged
         with pytest.raises(SamplingError, match=r"\(seed 100\)\.logprobs .* must be finite"):
             sampler.generate(REQUESTS[:1], SAMPLING)
 
 
-def test_a_request_that_is_refused_is_not_sent_again(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path
-) -> None:
-    with opened(policies[0], tmp_path, *wires) as sampler:
+def test_a_request_that_is_refused_is_not_sent_again(wires: Wires, opened: Opened) -> None:
+    with opened(*wires) as sampler:
         for wire in wires:
             wire.asked.clear()
             wire.fault = lambda route, body: (400, {"error": "prompt is too long"})
@@ -290,19 +283,11 @@ def test_a_request_that_is_refused_is_not_sent_again(
         assert sum(len(wire.asked) for wire in wires) == 1
 
 
-def test_a_request_has_a_deadline(wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path) -> None:
-    release = threading.Event()
-
-    def hangs(route: str, body: Any) -> Answer | None:
-        if route == GENERATE and body:
-            release.wait(10)
-        return None
-
-    with opened(policies[0], tmp_path, wires[0], request_timeout_s=0.3, retries=1) as sampler:
-        wires[0].fault = hangs
+def test_a_request_has_a_deadline(wires: Wires, opened: Opened, hanging: Hanging) -> None:
+    with opened(wires[0], request_timeout_s=0.3, retries=1) as sampler:
+        wires[0].fault = hanging
         with pytest.raises(SamplerLostError, match=rf"{wires[0].url} took longer than 0\.3 s"):
             sampler.generate(REQUESTS[:1], SAMPLING)
-        release.set()
 
 
 # ---------------------------------------------------------------- how a server was started
@@ -324,25 +309,23 @@ def test_a_request_has_a_deadline(wires: tuple[Wire, Wire], policies: tuple[Path
     ],
 )
 def test_a_server_that_would_answer_otherwise_is_refused(
-    settings: dict[str, Any], remedy: str, wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path
+    settings: dict[str, Any], remedy: str, wires: Wires, opened: Opened, tmp_path: Path
 ) -> None:
     wires[0].settings |= settings
     with pytest.raises(ConfigError, match=remedy):
-        VllmServerSampler(policies[0], configured(tmp_path, wires[0].url))
+        opened(wires[0])
     assert not (tmp_path / "weights").exists()
 
 
-def test_without_any_server_the_urls_are_named(policies: tuple[Path, Path], tmp_path: Path) -> None:
+def test_without_any_server_the_urls_are_named(opened: Opened) -> None:
     with pytest.raises(SamplerLostError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
-        VllmServerSampler(policies[0], configured(tmp_path, "http://127.0.0.1:9"))
+        opened("http://127.0.0.1:9")
 
 
-def test_the_token_is_sent_and_must_be_set(
-    wires: tuple[Wire, Wire], policies: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_is_sent_and_must_be_set(wires: Wires, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"runtime\.sampler\.token_env = 'SERVERS_KEY': is not set"):
-        VllmServerSampler(policies[0], configured(tmp_path, wires[0].url, token_env="SERVERS_KEY"))
+        opened(wires[0], token_env="SERVERS_KEY")
     monkeypatch.setenv("SERVERS_KEY", "secret")
-    with opened(policies[0], tmp_path, wires[0], token_env="SERVERS_KEY") as sampler:
+    with opened(wires[0], token_env="SERVERS_KEY") as sampler:
         assert sampler.served_version == "0.32.0"
     assert {one.get("Authorization", one.get("authorization")) for one in wires[0].headers} == {"Bearer secret"}

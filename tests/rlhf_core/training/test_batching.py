@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from rlhf_core.training.batching import averaged, micro_batches, ordered, reduce, shares
+from rlhf_core.models.micro_batches import micro_batches, ordered
+from rlhf_core.training.batching import averaged, reduce, shares
 from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
 
 

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from rlhf_core.models.beginnings import LEAST_SAVED, LONGEST, Block, common_beginnings, cost
+from rlhf_core.models.micro_batches import LEAST_SAVED, LONGEST, Block, common_beginnings, cost
 
 Sequences = list[tuple[int, ...]]
 H = 64
