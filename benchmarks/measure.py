@@ -33,7 +33,7 @@ PACKAGES = ("pipelines", "stages", "rlhf_core")
 LONG_FUNCTION, LONG_FILE = 60, 650
 HELD = ROOT / "tests" / "house.json"
 """The figures that later changes are held to."""
-KEY = "kl_coef"
+KEY, USED_AS = "kl", "kl_coef"
 """The setting whose way from a profile to its use is followed."""
 GENERATED = ("code_map.md", "walk.md")
 """Pages that a command writes from the code."""
@@ -196,15 +196,15 @@ def long_files(root: Path) -> int:
 
 
 def files_of_a_setting(root: Path) -> int:
-    """Count the files between a profile and the use of `ppo.kl_coef`, the profile included."""
+    """Count the files between a profile and the use of `ppo.kl.coef`, the profile included."""
     return 1 + len(paths_of_a_setting(root))
 
 
 def paths_of_a_setting(root: Path) -> dict[str, set[str]]:
     """Return path -> the identifiers by which the file counts as one on the way of `KEY`.
 
-    A file counts if its code has the identifier `KEY`; in `pipelines`, which passes whole tables on, also if it has the
-    attribute `.ppo` or the name of a class with that field. Texts and comments do not count. The importers are left out:
+    A file counts if its code has the field or attribute `KEY`, or the identifier `USED_AS`; in `pipelines`, which passes
+    whole tables on, also if it has the attribute `.ppo` or the name of a class with that field. Texts and comments do not count. The importers are left out:
     they write profiles and read none.
     """
     trees = {
@@ -215,8 +215,21 @@ def paths_of_a_setting(root: Path) -> dict[str, set[str]]:
     tables = tables_with(KEY, list(trees.values()))
     if not tables:
         raise LookupError(f"no class has the field {KEY}")
-    names = {path: {KEY} | ({"ppo", *tables} if path.parts[0] == "pipelines" else set()) for path in trees}
-    return {path.as_posix(): names[path] for path, tree in trees.items() if identifiers(tree) & names[path]}
+    names = {path: {USED_AS} | ({"ppo", *tables} if path.parts[0] == "pipelines" else set()) for path in trees}
+    on_the_way = [path for path, tree in trees.items() if identifiers(tree) & names[path] or KEY in attributes(tree)]
+    return {path.as_posix(): {KEY, *names[path]} for path in on_the_way}
+
+
+def attributes(tree: ast.AST) -> set[str]:
+    """Return the attributes that code reads, and the fields that its classes define.
+
+    >>> sorted(attributes(ast.parse("class A:\\n    a: int\\nb.c")))
+    ['a', 'c']
+    """
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    lines = [line.target for node in classes for line in node.body if isinstance(line, ast.AnnAssign)]
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return read | {target.id for target in lines if isinstance(target, ast.Name)}
 
 
 def tables_with(field: str, trees: list[ast.Module]) -> set[str]:
@@ -300,7 +313,7 @@ MEASURES = (
     Measure("import cycles, late imports included", import_cycles, "0"),
     Measure(f"functions longer than {LONG_FUNCTION} lines", long_functions, "0"),
     Measure(f"files longer than {LONG_FILE} lines", long_files, "0"),
-    Measure(f"files from TOML to the use of `ppo.{KEY}`", files_of_a_setting, "<= 6"),
+    Measure(f"files from TOML to the use of `ppo.{KEY}.coef`", files_of_a_setting, "<= 6"),
 )
 WALK = (
     ("files that one prompt enters in a PPO step, in one process", "<= 28"),

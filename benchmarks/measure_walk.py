@@ -106,7 +106,7 @@ class CallTrace:
 def trace_step() -> CallTrace:
     """Return the calls of one PPO step of one prompt, on the runtime in this process; takes a few seconds."""
     from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig, TrainerConfig
-    from rlhf_core.config.policy import PPOConfig
+    from rlhf_core.config.policy import KLInReward, PPOConfig
     from rlhf_core.config.rewards import FunctionReward, RewardsConfig
     from rlhf_core.data.tables import write_prompts
     from rlhf_core.runtime.local_runtime import LocalRuntime
@@ -127,7 +127,7 @@ def trace_step() -> CallTrace:
         samples_per_prompt=1,
         sampling=SamplingConfig(max_tokens=4),
         rewards=RewardsConfig(terms={"number": FunctionReward(function="rlhf_core.rewards.verifiable:final_number")}),
-        kl_coef=0.05,
+        kl=KLInReward(coef=0.05),
         epochs=1,
         minibatches=1,
         checkpoint_every=STEPS,

@@ -122,7 +122,7 @@ def optimized(world: SmallWorld, judge: ArtifactRef, pairs: int, options: argpar
     """
     config = ppo(
         steps=options.steps,
-        kl_coef=1e-6,
+        kl={"coef": 1e-6},
         optimizer=OptimizerConfig(learning_rate=options.learning_rate, schedule="constant"),
         evaluate=HeldOutConfig(every=options.every, prompts=options.prompts, independent=GOLD, export="last"),
         monitors=[{"type": "over_optimization"}],

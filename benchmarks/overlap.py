@@ -24,7 +24,7 @@ from benchmarks.throughput import make_policy
 from pipelines.flows.profile import load_profile
 from rlhf_core.algorithms.advantage.group import RLOOAdvantage
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig, VllmSamplerConfig
-from rlhf_core.config.policy import PPOConfig
+from rlhf_core.config.policy import PPOConfig, Staleness
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.interfaces import Runtime
@@ -89,7 +89,7 @@ def section(staleness: int, options: argparse.Namespace) -> PPOConfig:
         rewards=RewardsConfig(terms={"even": FunctionReward(function="benchmarks.overlap:even_tokens")}),
         advantage=RLOOAdvantage(),
         optimizer=OptimizerConfig(learning_rate=1e-6),
-        staleness=staleness,
+        ahead=Staleness(steps=staleness),
         checkpoint_every=options.steps,
     )
 

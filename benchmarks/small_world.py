@@ -149,7 +149,7 @@ def ppo(*, steps: int, **changes: Any) -> PPOConfig:
         "advantage": {"type": "rloo"},
         "rewards": RewardsConfig(terms={"reward_model": RewardModelReward()}),
         "optimizer": OptimizerConfig(learning_rate=1e-4, schedule="constant"),
-        "kl_coef": 0.05,
+        "kl": {"coef": 0.05},
         "checkpoint_every": 1000,
         "evaluate": HeldOutConfig(every=2, prompts=24, independent=GOLD, export="last"),
     }

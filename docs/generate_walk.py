@@ -35,18 +35,18 @@ changes. Left out are functions without one.
 OTHER_WAYS = """
 ## Other ways to sample and score
 
-`rlhf_core/rollouts/factory.py` chooses them when the stage starts; the loop makes the same calls.
+`stages/ppo.py` `open_rollouts` chooses the first three by `[ppo.ahead]` when the stage starts; the loop makes the same calls.
 
-- `rlhf_core/rollouts/answers.py` `AheadSampler`: samples later steps in a thread while the policy trains, with a `staleness` > 0.
-- `rlhf_core/rollouts/answers.py` `draw_groups`: continues unfinished answers in a later step, with partial rollouts.
-- `rlhf_core/rollouts/scored_step.py` `DynamicScoring`: replaces groups without a gradient, with dynamic sampling.
+- `rlhf_core/rollouts/answers.py` `AheadSampler`: samples later steps in a thread while the policy trains, with `staleness`.
+- `rlhf_core/rollouts/answers.py` `PartialAnswers`: continues unfinished answers in a later step, with `partial`.
+- `rlhf_core/rollouts/scored_step.py` `DynamicScoring`: replaces groups without a gradient, with `dynamic`.
 - `rlhf_core/agents/episodes.py` `play`: makes every answer an episode with an environment, with `ppo.agent`.
 - `rlhf_core/runtime/handles.py` `RaySampler`, `rlhf_core/runtime/handles.py` `RayTrainer`: make the same calls in other processes, with
   `runtime.type = "ray"`.
 """
 
 WAY = """
-## `ppo.{key}`
+## `ppo.{key}.coef`
 
 The code that names the key, or passes on a table that holds it, from the TOML file to the loss; in the order of the layers, and below
 them of the walk.

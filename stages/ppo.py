@@ -3,25 +3,27 @@
 PPO (arXiv 1707.06347, as used in 2203.02155) with a value model, or an estimator without one, such as GRPO or RLOO: those
 in `algorithms.advantage`, with the losses in `algorithms.policy`. One step, top to bottom in `run`, without the options:
   sampler.load_weights   the sampler mu takes the policy's weights
-  sampler.generate       y ~ mu(. | x); with `staleness` mu has the weights of that many steps before
+  sampler.generate       y ~ mu(. | x); with `ahead` mu may have the weights of steps before
   score                  the terms of `rewards`: reward models, functions, judges, servers
   measure                log pi_old, log pi_ref and values of every token, before the update
-  estimate               A of every token, with the KL penalty in the rewards (`kl_in = "reward"`; else it is in the loss)
+  estimate               A of every token, with the KL penalty in the rewards (`kl.in = "reward"`; else it is in the loss)
   update                 the loss: of `clip` E[min(rho A, clip(rho) A)], rho = pi / pi_old, corrected by pi_old / mu
   end_step               held-out evaluation and monitors, which may roll the models back or end the run
-How a step is sampled (ahead of the training, in parts, in several rounds) is chosen by `rollouts.factory`.
+How a step is sampled (ahead of the training, in parts, in several rounds) is chosen by `open_rollouts`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from rlhf_core.agents.process import Environments
 from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL
-from rlhf_core.config.policy import PPOConfig, PtxConfig
+from rlhf_core.config.policy import DynamicSampling, KLAsLoss, KLInReward, PartialRollouts, PPOConfig, PtxConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import rows_at, shuffled_indices
 from rlhf_core.data.shards import Drawn, RolloutLog
@@ -29,13 +31,21 @@ from rlhf_core.data.tables import read_demonstrations, read_prompts
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
-from rlhf_core.rollouts.answers import StepSampler, open_environments
-from rlhf_core.rollouts.factory import open_guard, open_rollouts
-from rlhf_core.rollouts.guard import RunGuard, await_decision, hold_out
-from rlhf_core.rollouts.scored_step import StepScorer, rollout_metrics, with_greedy_rewards
+from rlhf_core.rollouts.answers import (
+    AheadSampler,
+    DrawAnswers,
+    OnPolicySampler,
+    PartialAnswers,
+    StepSampler,
+    WholeAnswers,
+    open_environments,
+)
+from rlhf_core.rollouts.guard import HeldOut, RunGuard, await_decision, hold_out
+from rlhf_core.rollouts.scored_step import DynamicScoring, StepScorer, rollout_metrics, with_greedy_rewards
 from rlhf_core.sampling.requests import stop_token_ids
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoint
+from rlhf_core.store.failures import Counts
 from rlhf_core.training.adamw import scheduled_rate
 from rlhf_core.training.batching import averaged
 from rlhf_core.training.experience import (
@@ -55,6 +65,7 @@ from rlhf_core.types import (
     PolicyRef,
     PolicySample,
     ProcessRewardModelRef,
+    Prompt,
     PromptsRef,
     RewardModelRef,
     Rollout,
@@ -73,7 +84,7 @@ logger = logging.getLogger(__name__)
 class Models:
     """The engines of one run, leased from the runtime.
 
-    Only gae has a `value_model`, and only a run with `kl_coef` > 0 a `reference`.
+    Only gae has a `value_model`, and only a run with `kl.coef` > 0 a `reference`.
     """
 
     sampler: Sampler
@@ -159,14 +170,20 @@ def open_parts(
     # First, since a mistake in them shows in a second; the models take minutes.
     environments = open_environments(config.agent, folder, leases, context)
     models = lease_models(config, policy, reference, reward_models, context, leases)
-    engine, scorer, failed = models.sampler, models.scorer, context.failed
-    log = RolloutLog(context.work / "rollouts")
     rollouts = open_rollouts(
-        config, engine, scorer, chat, rows, log, seed=context.seed, environments=environments, note_failed=failed
+        config,
+        models.sampler,
+        models.scorer,
+        chat,
+        rows,
+        RolloutLog(context.work / "rollouts"),
+        seed=context.seed,
+        environments=environments,
+        note_failed=context.failed,
     )
     # Last, so that nothing is being sampled when the engines are given back.
     sampler, score = leases.enter_context(rollouts)
-    guard = open_guard(config, engine, sampler, scorer, chat, held_out, reward_models, environments, context, leases)
+    guard = open_guard(config, models, sampler, chat, held_out, reward_models, environments, context, leases)
     objective = PolicyObjective(
         loss=config.loss,
         max_length=config.agent.max_episode_tokens if config.agent else config.sampling.max_tokens,
@@ -174,7 +191,7 @@ def open_parts(
         kl_coef=0.0,
         entropy_coef=config.entropy_coef,
         correction=config.correction,
-        kl_estimator=config.kl_estimator,
+        kl_estimator=config.kl.estimator if isinstance(config.kl, KLAsLoss) else "k2",
         function=context.user_function(config.loss),
     )
     return Parts(
@@ -210,17 +227,96 @@ def lease_models(
         names = sorted(reward_models, key=lambda name: (isinstance(reward_models[name], ProcessRewardModelRef), name))
         start = str(context.path(reward_models[names[0]])) if names else folder
         spec = ModelSpec(path=start, head="value", lora=None, seed=context.seed)
-        critic = leases.enter_context(context.runtime.trainer("value_model", spec, config.value_optimizer))
+        critic = leases.enter_context(context.runtime.trainer("value_model", spec, config.value.optimizer))
     sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
     trained = leases.enter_context(context.runtime.trainer("policy", actor, config.optimizer))
-    if config.reference_sync:
-        start_path, sync = context.path(reference), config.reference_sync
+    if config.kl.reference_sync:
+        start_path, sync = context.path(reference), config.kl.reference_sync
         frozen = MovingReference(context.runtime, start_path, context.work, sync, seed=context.seed, leases=leases)
     elif config.uses_reference:
         spec = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
         frozen = leases.enter_context(context.runtime.trainer("reference", spec, None))
     scorer = leases.enter_context(open_scorer(config.rewards, reward_models, context))
     return Models(sampler=sampler, policy=trained, reference=frozen, value_model=critic, scorer=scorer)
+
+
+@contextmanager
+def open_rollouts(
+    config: PPOConfig,
+    engine: Sampler,
+    scorer: Scorer,
+    chat: ChatTemplate,
+    prompts: Sequence[Prompt],
+    log: RolloutLog,
+    *,
+    seed: int,
+    environments: Environments | None = None,
+    note_failed: Callable[[int, Counts], None] = lambda step, counts: None,
+) -> Iterator[tuple[StepSampler, StepScorer]]:
+    """Yield the sampler and the scorer of each step, as `[ppo.ahead]` chooses; leave before the engines' leases end.
+
+    Every sample has its own seed, so a restart draws the same answers. `note_failed` is called with the number that a
+    step has once it is made and how many of its answers failed, before they are written to the `log`.
+    """
+    ahead, groups, size = config.ahead, config.prompts_per_step, config.samples_per_prompt
+    drawn: dict[str, Any] = {"engine": engine, "chat": chat, "prompts": prompts, "sampling": config.sampling}
+    drawn |= {"groups": groups, "group_size": size, "seed": seed}
+    whole = WholeAnswers(**drawn, environments=environments)
+    draw: DrawAnswers = whole
+    dynamic: DynamicScoring | None = None
+    if isinstance(ahead, PartialRollouts):
+        in_flight = ahead.in_flight_groups or 2 * groups
+        draw = PartialAnswers(**drawn, tokens=ahead.tokens, in_flight_groups=in_flight)
+    elif isinstance(ahead, DynamicSampling):
+        dynamic = DynamicScoring(scorer, whole.sample_round, ahead, groups, size)
+    sampler = OnPolicySampler(engine, log, draw)
+    keep = config.checkpoint_every
+    score = StepScorer(
+        scorer=scorer, log=log, group_size=size, keep_steps=keep, note_failed=note_failed, dynamic=dynamic
+    )
+    if not config.staleness:
+        yield sampler, score
+        return
+    with AheadSampler(sampler, staleness=config.staleness, steps=config.steps, group_size=size) as sampling:
+        yield sampling, score
+
+
+def open_guard(
+    config: PPOConfig,
+    models: Models,
+    sampler: StepSampler,
+    chat: ChatTemplate,
+    held_out: Sequence[Prompt],
+    reward_models: dict[str, RewardModelRef],
+    environments: Environments | None,
+    context: StageContext,
+    leases: ExitStack,
+) -> RunGuard:
+    """Return the guard of a run; `leases` hold the engines of its independent rewards."""
+    evaluated: HeldOut | None = None
+    if config.evaluate is not None:
+        independent = config.evaluate.independent
+        evaluated = HeldOut(
+            config.evaluate,
+            held_out,
+            engine=models.sampler,
+            chat=chat,
+            sampling=config.sampling,
+            seed=context.seed,
+            environments=environments,
+            scorer=models.scorer.comparable(),
+            independent=leases.enter_context(open_scorer(independent, reward_models, context)) if independent else None,
+            note_failed=context.failed,
+        )
+    return RunGuard(
+        context,
+        sampler,
+        evaluated,
+        config.monitors,
+        steps=config.steps,
+        first_update=1 + (config.value.warmup_steps if models.value_model else 0),
+        rewards=config.rewards,
+    )
 
 
 def token_samples(
@@ -249,7 +345,7 @@ def sampling_metrics(parts: Parts, step: int, drawn: Drawn, rollouts: Sequence[R
         prompts_per_step=config.prompts_per_step,
         group_size=config.samples_per_prompt,
         episodes=config.agent is not None,
-        dynamic_sampling=config.dynamic_sampling,
+        dynamic_sampling=config.ahead if isinstance(config.ahead, DynamicSampling) else None,
         ahead=parts.sampler.ahead,
         ends=parts.ends,
     )
@@ -291,8 +387,8 @@ def estimate(
         experience,
         estimator=config.advantage,
         group_size=config.samples_per_prompt,
-        kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
-        kl_credit=config.kl_credit,
+        kl_coef=kl_coef if isinstance(config.kl, KLInReward) else 0.0,
+        kl_credit=config.kl.credit if isinstance(config.kl, KLInReward) else "token",
         turn_weight=parts.turn_weight,
         function=parts.estimator_function,
         greedy=greedy,
@@ -314,10 +410,10 @@ def update(
     Without rows, where every answer of the step was cut off and is masked, there is no update.
     """
     config, context, models, ptx = parts.config, parts.context, parts.models, parts.config.ptx
-    policy_objective = replace(parts.objective, kl_coef=kl_coef if config.kl_in == "loss" else 0.0)
-    value_objective = ValueObjective(clip=config.value_clip or None)
-    value_rate = scheduled_rate(config.value_optimizer, step, config.steps)
-    frozen = config.value_warmup_steps if models.value_model else 0
+    policy_objective = replace(parts.objective, kl_coef=kl_coef if isinstance(config.kl, KLAsLoss) else 0.0)
+    value_objective = ValueObjective(clip=config.value.clip or None)
+    value_rate = scheduled_rate(config.value.optimizer, step, config.steps)
+    frozen = config.value.warmup_steps if models.value_model else 0
     history: list[Metrics] = []
     if not policy_rows:
         logger.warning("%s: every answer of step %d was cut off and is masked: no update", context.label, step)
@@ -377,16 +473,16 @@ def start_or_resume(parts: Parts) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
     config, context, models, guard = parts.config, parts.context, parts.models, parts.guard
     checkpoint = context.checkpoints.to_resume()
     if checkpoint is None:
-        kl: FixedKL | AdaptiveKL = FixedKL(coef=config.kl_coef)
-        if config.kl_target > 0:
-            kl = AdaptiveKL(coef=config.kl_coef, target=config.kl_target, horizon=config.kl_horizon)
+        kl: FixedKL | AdaptiveKL = FixedKL(coef=config.kl.coef)
+        if config.kl.target > 0:
+            kl = AdaptiveKL(coef=config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
         context.metrics(0, guard.before_training(models.policy.weights))
         save(parts, 0, kl, {}, stop=False)
         return 0, kl, {}
     parts.sampler.load(checkpoint.path / "rollouts", checkpoint.step)
     guard.restore(checkpoint.state)
     guard.decide()
-    kl = restored(models, checkpoint, adaptive=config.kl_target > 0)
+    kl = restored(models, checkpoint, adaptive=config.kl.target > 0)
     return checkpoint.step, kl, dict(checkpoint.state["metrics"])
 
 

@@ -161,7 +161,7 @@ def test_the_pages_count_the_stages_right(
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("ppo.kl_coeff=0.1", "ppo.kl_coeff = 0.1: unknown key; did you mean ppo.kl_coef?"),
+        ("ppo.kl_coeff=0.1", "ppo.kl_coeff = 0.1: unknown key; did you mean ppo.kl.coef?"),
         (
             'ppo.rewards.terms.correct={type = "function", function = "my/reward.py:f"}',
             (

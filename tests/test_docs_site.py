@@ -38,7 +38,8 @@ def test_every_page_is_in_the_navigation_once_and_every_entry_is_a_page(referenc
 def test_the_reference_has_a_row_for_every_key(reference: dict[str, str]) -> None:
     """A key of each kind: with bounds, of a table with changed defaults, of a union, operational, and of the top level."""
     assert (
-        "| `kl_coef` | float, >= 0 | `0.05` | yes | Weight of the KL divergence from the reference." in reference["ppo"]
+        "| `coef` | float, >= 0 | `0.05` | yes | Weight of the KL divergence from the reference."
+        in (reference["shared_tables"])
     )
     assert "| `loop` | [LoopConfig](shared_tables.md#loopconfig) | `{epochs = 2}` | yes |" in reference["sft"]
     assert "[GAEAdvantage](shared_tables.md#gaeadvantage) or [Rei" in reference["ppo"]

@@ -70,7 +70,7 @@ steps = 8
 prompts_per_step = 12
 sampling = {{max_tokens = 16}}
 checkpoint_every = 2
-kl_target = 4.0
+kl = {{target = 4.0}}
 [ppo.rewards]
 normalise = "running"
 clip = 3.0

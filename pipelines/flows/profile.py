@@ -13,10 +13,12 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig
 from pipelines.flows.sections import (
@@ -32,9 +34,10 @@ from pipelines.flows.sections import (
     RewardModelSection,
 )
 from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.former_names import FORMER, renamed
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest
-from rlhf_core.schema.base import OPERATIONAL, Config, added_option
+from rlhf_core.schema.base import FIELD_OF, OPERATIONAL, Config, added_option, by_type, tag_of
 from rlhf_core.secrets.redaction import hidden
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import read_regular
@@ -66,17 +69,20 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     unknown = [one for one in error.errors() if one["type"] == "extra_forbidden"]
     first = (unknown or error.errors())[0]
     location, given = first["loc"], first["input"]
-    if first["type"] == "value_error" and isinstance(given, Mapping) and location and location[-1] == given.get("type"):
+    tags = [given.get(tag) for tag in FIELD_OF] if isinstance(given, Mapping) else []
+    if first["type"] == "value_error" and location and location[-1] in tags:
         location = location[:-1]  # the rule is about a whole table, and this is the tag of its union
     keys = _real_keys(location, tree)
     dotted = ".".join(keys)
     if first["type"] == "extra_forbidden":
-        others = _types_with(keys, model)
+        tag, others = _types_with(keys, model)
         if others and len(location) > len(keys):  # pydantic puts the chosen type between table and key
-            return _key_of_another_type(keys, location[-2], first["input"], others)
+            return _key_of_another_type(keys, location[-2], first["input"], others, tag)
         near = _nearest(keys, model)
         remedy = f"did you mean {near}?" if near not in ("", dotted) else "remove it"
         return f"{dotted} = {shown_value(keys[-1], first['input'])}: unknown key; {remedy}"
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return _unknown_type(keys, given, model)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         if not dotted:
@@ -115,27 +121,47 @@ def shown_value(key: str, value: Any) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
 
 
-def _key_of_another_type(keys: Sequence[str], chosen: int | str, value: Any, others: Sequence[str]) -> str:
+def _unknown_type(keys: Sequence[str], given: Any, model: type[BaseModel]) -> str:
+    """Return the error for a table with another `type` than those that can stand at its place, or without one."""
+    found = [tag_of(one) for one in _models_at(keys, model)]
+    tag, names = next(tag for tag, _ in found if tag), [name for _, values in found for name in values]
+    dotted = ".".join([*keys, tag])
+    if tag not in given:
+        return f"{dotted}: missing, and it has no default; choose one of {', '.join(names)}"
+    return f"{dotted} = {shown_value(tag, given[tag])}: there is no such type; {nearest(str(given[tag]), names)}"
+
+
+def _key_of_another_type(keys: Sequence[str], chosen: int | str, value: Any, others: Sequence[str], tag: str) -> str:
     """Return the error for a key that `others`, types of the same table, have and the `chosen` one has not."""
     dotted, table = ".".join(keys), ".".join(keys[:-1])
     named = " and ".join(filter(None, [", ".join(map(repr, others[:-1])), repr(others[-1])]))
     rule = f"is not an option of type {chosen!r} but of {named}"
-    remove, replace = "remove it", f'choose type = "{others[0]}" for the whole table {table}'
+    remove, replace = "remove it", f'choose {tag} = "{others[0]}" for the whole table {table}'
     if not any(key.isdigit() for key in keys):  # --set reaches no place in a list
         remove += f", for example with --set {dotted}=none"
-        replace = f"replace the whole table: --set {table}='{{type = \"{others[0]}\", {keys[-1]} = ...}}'"
+        replace = f"replace the whole table: --set {table}='{{{tag} = \"{others[0]}\", {keys[-1]} = ...}}'"
     return f"{dotted} = {shown_value(keys[-1], value)}: {rule}; {remove}, or {replace}"
 
 
-def _types_with(keys: Sequence[str], model: type[BaseModel]) -> list[str]:
-    """Return the `type` of each model that can stand at the place of `keys` without the last, and has this last key."""
+def _types_with(keys: Sequence[str], model: type[BaseModel]) -> tuple[str, list[str]]:
+    """Return the types that can stand at the place of `keys` without the last and have this last key, and their tag."""
+    found = [tag_of(one) for one in _models_at(keys[:-1], model) if keys[-1] in _fields(one)]
+    return max((tag for tag, _ in found), default=""), sorted({name for _, names in found for name in names})
+
+
+def _models_at(keys: Sequence[str], model: type[BaseModel]) -> list[type[BaseModel]]:
+    """Return the models that can stand at the place of `keys`."""
     models = [model]
-    for key in keys[:-1]:
+    for key in keys:
         if not key.isdigit():  # a place in a list, whose models were found with the list
-            fields = [one.model_fields[key].annotation for one in models if key in one.model_fields]
+            fields = [_fields(one)[key].annotation for one in models if key in _fields(one)]
             models = [found for annotation in fields for found in _models_in(annotation)]
-    found = [one.model_fields for one in models if keys[-1] in one.model_fields and "type" in one.model_fields]
-    return sorted({str(name) for fields in found for name in get_args(fields["type"].annotation)})
+    return models
+
+
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a model by their keys."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _real_keys(location: Sequence[int | str], tree: Any) -> list[str]:
@@ -171,7 +197,7 @@ def _is_name(keys: Sequence[str], name: Sequence[str]) -> bool:
 
 def _names(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the keys of every option, with `ANY` for the names in a table of models."""
-    for name, field in model.model_fields.items():
+    for name, field in _fields(model).items():
         yield (*above, name)
         named = (ANY,) if get_origin(field.annotation) is dict else ()
         for inner in _models_in(field.annotation):
@@ -360,6 +386,8 @@ class PipelineConfig(Config):
 
 # ---------------------------------------------------------------- loading
 
+POLICY_TABLES = (("ppo",), ("online", "ppo"))
+"""Tables whose options may have their former names."""
 NAMES = ("name", "title", "after", "metric", "type", "path")
 """Keys that name an entry of a list of tables; the first one that it has counts."""
 
@@ -367,7 +395,7 @@ NAMES = ("name", "title", "after", "metric", "type", "path")
 def load_profile(profile: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Return the configuration of a profile, by path or shipped name, with `dotted.key=value` overrides.
 
-    >>> load_profile("tiny/full", ["ppo.kl_coef=0.1"]).ppo.kl_coef
+    >>> load_profile("tiny/full", ["ppo.kl.coef=0.1"]).ppo.kl.coef
     0.1
     """
     path = find_profile(profile)
@@ -389,7 +417,7 @@ def with_overrides(config: PipelineConfig, overrides: Sequence[str]) -> Pipeline
     """Return `config` with `dotted.key=value` changes; raise ConfigError as for a profile."""
     if not overrides:
         return config
-    tree = config.model_dump(mode="json", exclude_none=True)
+    tree = _with_current_names(config.model_dump(mode="json", exclude_none=True), below={})
     for override in overrides:
         _apply(tree, override)
     return parse(tree, origin=config.name)
@@ -445,14 +473,32 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}; strings are quoted, tables are [in.brackets]") from None
     if "extends" not in tree:
-        return tree
+        return _with_current_names(tree, below={})
     named = tree.pop("extends")
     if not isinstance(named, str) or "\0" in named:
         remedy = f"give the path of a profile, or a shipped one: {', '.join(profile_names())}"
         raise ConfigError(f"extends = {shown_value('extends', named)}: must be the name of a file; {remedy}")
     beside, shipped = path.parent / named, shipped_profiles() / f"{named}.toml"
     base = _read_tree(shipped if not _is_file(beside) and _is_file(shipped) else beside, (*seen, path))
-    return _merge(base, tree)
+    return _merge(base, _with_current_names(tree, below=base))
+
+
+def _with_current_names(tree: dict[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a profile, or what is laid over the one `below`, with former keys under their present names."""
+    for *above, last in POLICY_TABLES:
+        tables, under = _table_at(tree, above), _table_at(below, above)
+        if isinstance(tables.get(last), Mapping):
+            try:
+                tables[last] = renamed(tables[last], _table_at(under, [last]))
+            except ValueError as error:
+                raise ConfigError(f"{'.'.join([*above, last])}.{error}") from None
+    return tree
+
+
+def _table_at(tree: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree if isinstance(tree, Mapping) else {}
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
@@ -473,8 +519,8 @@ def _is_file(path: Path) -> bool:
 def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[Any, Any]:
     merged = dict(base)
     for key, value in changes.items():
-        before = merged.get(key)
         here = path if isinstance(key, int) else (*path, str(key))  # a place in a list is no part of an option's name
+        before = _as_table(merged.get(key), here)
         if value == "none":
             _remove(merged, key, here)
         elif isinstance(value, Mapping) and _is_table_list(before):
@@ -512,6 +558,13 @@ def _merge_list(entries: Sequence[Mapping[str, Any]], changes: Mapping[str, Any]
     return list(changed.values())
 
 
+def _as_table(value: Any, keys: Sequence[str]) -> Any:
+    """Return the table that a bare name stands for: `loss = "ipo"` is `loss = {type = "ipo"}`; else the value."""
+    if isinstance(value, str) and any(tag_of(one)[0] == "type" for one in _models_at(keys, PipelineConfig)):
+        return by_type(value)
+    return value
+
+
 def _of_another_type(table: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
     """Return whether `changes` select another `type`: the options of the previous type do not apply to it."""
     return "type" in changes and "type" in table and changes["type"] != table["type"]
@@ -521,18 +574,25 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     key, text = key.strip(), text.strip()
     if not separator or not key:
-        raise ConfigError(f"--set {shown_value('', override)}: must read key=value; for example --set ppo.kl_coef=0.1")
+        raise ConfigError(f"--set {shown_value('', override)}: must read key=value; for example --set ppo.kl.coef=0.1")
     if encodable(override) != override:
         raise ConfigError(f"--set {shown_value('', override)}: must be valid UTF-8; type it again")
     value = _value(key, text)
-    *sections, last = key.split(".")
-    for section in sections:
+    *sections, last = keys = key.split(".")
+    if any(
+        keys[: len(path)] == [*path] and set(keys[len(path) : len(path) + 1]) & FORMER.keys() for path in POLICY_TABLES
+    ):
+        layer = reduce(lambda inner, name: {name: inner}, reversed(keys), value)
+        tree.update(_merge(tree, _with_current_names(layer, below=tree)))
+        return
+    for position, section in enumerate(sections):
         if value == "none" and section not in tree:
             check_removal(
                 (*sections, last), {}, PipelineConfig
             )  # there is nothing to take away, and nothing is created
             return
-        tree = tree.setdefault(section, {})
+        tree[section] = _as_table(tree.get(section, {}), keys[: position + 1])
+        tree = tree[section]
         if not isinstance(tree, dict):
             raise ConfigError(
                 f"{key} = {shown_value(key, value)}: {section} is a value, not a table, and has no keys; remove what follows it"

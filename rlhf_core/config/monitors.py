@@ -157,8 +157,8 @@ def check_watched(
             )
         if monitor.action == "rollback" and late:
             raise ValueError(
-                f'{where}.action = "rollback": {late} has answers of the rejected policy on their way; set it to 0, or '
-                'choose "stop"'
+                f'{where}.action = "rollback": ahead.type = {late!r} has answers of the rejected policy on their way; remove '
+                '[ppo.ahead], or choose "stop"'
             )
         if monitor.action != "warn" and evaluate is None:
             raise ValueError(
@@ -187,7 +187,7 @@ def check_watched(
 def _never_logged(name: str, evaluate: HeldOutConfig | None, *, uses_reference: bool, uses_values: bool) -> str:
     """Return why a metric is never logged, with the remedy; "" if it may be logged."""
     if name.startswith("kl/") and not uses_reference:
-        return "because there is no reference; set kl_coef above 0"
+        return "because there is no reference; set kl.coef above 0"
     if name.startswith("value/") and not uses_values:
         return 'because there is no value model; use advantage = "gae"'
     if name.startswith("eval/") and evaluate is None:

@@ -10,9 +10,16 @@ Each loss is a class in `rlhf_core.algorithms.preference` with its options, form
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from rlhf_core.algorithms import advantage, policy, preference
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, TokenAdvantage
@@ -23,49 +30,10 @@ from rlhf_core.algorithms.preference.base import PreferenceMethod, ReferenceFree
 from rlhf_core.algorithms.token_math import CorrectionConfig, KLInLoss
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
+from rlhf_core.config.former_names import recorded, renamed
 from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
 from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig, what_compares_answers, what_moves_rewards
-from rlhf_core.schema.base import OPERATIONAL, Config, added_option
-
-# ---------------------------------------------------------------- policy parts
-
-
-class DynamicSampling(Config):
-    """Resampling of whole groups whose answers all get the same reward: DAPO, arXiv 2503.14476, section 3.2.
-
-    A prompt is judged by the shaped rewards of its answers or, as in OpenRLHF, by the `scores` that an agent, a reward
-    function or a server returns besides rewards, if it is the only term with a weight. With several terms the reward
-    decides. If only some answers to a prompt have a score, the stage ends with an error.
-    """
-
-    low: float | None = None
-    """Lower bound: a prompt is kept only if the mean of its scores, or rewards, is above it."""
-    high: float | None = None
-    """Upper bound: a prompt is kept only if the mean of its scores, or rewards, is below it. Without either bound a prompt is
-    kept if its scores, or rewards, differ."""
-    max_rounds: int = Field(3, ge=2)
-    """Maximum number of sampling rounds in a step; after that missing groups are replaced by rejected ones."""
-
-
-class PtxConfig(Config):
-    """Demonstrations mixed into every update to keep the abilities of SFT: PPO-ptx, arXiv 2203.02155 eq. 2."""
-
-    coef: float = Field(0.1, gt=0)
-    batch_size: int = Field(16, ge=1)
-    """Number of demonstrations per optimizer step."""
-    max_length: int = Field(256, ge=8)
-
-
-class ReferenceSync(Config):
-    """A reference that follows the policy: TR-DPO, arXiv 2404.09656."""
-
-    every: int = Field(ge=1)
-    """Number of steps after which the reference takes over weights of the policy."""
-    mix: float = Field(1.0, gt=0, le=1)
-    """Part of the policy in the new reference: 1 takes its weights as they are, less the weighted mean."""
-
-
-# ---------------------------------------------------------------- policy
+from rlhf_core.schema.base import OPERATIONAL, Config, added_option, by_type
 
 # ---------------------------------------------------------------- the methods, by their type
 
@@ -84,7 +52,140 @@ KLCredit = Literal["token", "answer"]
 TruncatedAnswers = Literal["train", "mask"]
 """Treatment of truncated answers in the update."""
 
+# ---------------------------------------------------------------- KL
+
+
+class ReferenceSync(Config):
+    """A reference that follows the policy: TR-DPO, arXiv 2404.09656."""
+
+    every: int = Field(ge=1)
+    """Number of steps after which the reference takes over weights of the policy."""
+    mix: float = Field(1.0, gt=0, le=1)
+    """Part of the policy in the new reference: 1 takes its weights as they are, less the weighted mean."""
+
+
+class KLPenalty(Config):
+    """The penalty on the KL divergence from the reference."""
+
+    coef: float = Field(0.05, ge=0)
+    """Weight of the KL divergence from the reference. With 0 no reference is loaded and no KL is measured."""
+    target: float = Field(0.0, ge=0)
+    """KL per sequence that the coefficient is adapted to hold; 0 keeps the coefficient fixed."""
+    horizon: int = Field(10_000, ge=1)
+    """Number of rollouts over which an adapted coefficient may change by 20 %; more than a fifth of a step's."""
+    reference_sync: ReferenceSync | None = added_option(None)
+    """When the reference takes over weights of the policy; None keeps it as it is."""
+
+    @model_validator(mode="after")
+    def _check_coef(self) -> Self:
+        if self.target and not self.coef:
+            raise ValueError(
+                f"target = {self.target}: the coefficient is adapted by multiplication, so coef = 0 stays 0; raise coef, or "
+                "set target to 0"
+            )
+        if self.reference_sync and not self.coef:
+            raise ValueError(
+                "reference_sync: a reference follows the weights of the policy, and coef = 0 loads none; remove one of them"
+            )
+        return self
+
+
+class KLInReward(KLPenalty):
+    """A penalty that is subtracted from the reward: k1 on every token."""
+
+    in_: Literal["reward"] = Field("reward", alias="in")
+    """Where the penalty enters: `reward` subtracts k1 from every token's reward, `loss` adds k2 to the loss."""
+    credit: KLCredit = "token"
+    """Value from which the penalty is subtracted, for estimators that compare the answers to a prompt. `token`: from each
+    token after the group's baseline, so that a token pays for the penalty from itself on (OpenRLHF; REINFORCE++, arXiv
+    2501.03262). `answer`: its sum, from the answer's reward before the baseline (RLOO, arXiv 2402.14740; TRL, verl)."""
+
+
+class KLAsLoss(KLPenalty):
+    """A penalty that is added to the loss."""
+
+    in_: Literal["loss"] = Field("loss", alias="in")
+    """Where the penalty enters: `reward` subtracts k1 from every token's reward, `loss` adds k2 to the loss."""
+    estimator: KLInLoss = added_option("k2")
+    """Estimator that is added: `k2`; the value of `k1` or `k3` with the gradient of k2, the reverse KL's (arXiv
+    2510.01555); or `k3_direct`, k3 with its own gradient, as in GRPO's paper (arXiv 2402.03300 eq. 4)."""
+
+
+KL = Annotated[KLInReward | KLAsLoss, Field(discriminator="in_")]
+
+# ---------------------------------------------------------------- ways of sampling
+
+
+class Staleness(Config):
+    """Sampling of the next steps while this one trains, by older weights."""
+
+    type: Literal["staleness"] = "staleness"
+    steps: int = Field(1, ge=0, le=4)
+    """Number of steps by which the sampling weights lag behind, so that sampling and training overlap. 0 samples, then
+    trains; 1 is one step off; more helps if answer lengths vary from step to step."""
+
+
+class PartialRollouts(Config):
+    """Sampling in rounds that leave unfinished answers to the next step, which continues them with its weights."""
+
+    type: Literal["partial"] = "partial"
+    tokens: int = Field(ge=1)
+    """Number of tokens per sampling round. A step's sampling ends as soon as `prompts_per_step` groups are complete; the
+    others continue in the next step. It must divide `sampling.max_tokens`."""
+    in_flight_groups: int = Field(0, ge=0)
+    """Number of groups that are sampled at once; 0 means twice `prompts_per_step`."""
+    staleness: int = Field(0, ge=0, le=4)
+    """Number of steps by which the sampling weights lag behind, too."""
+
+
+class DynamicSampling(Config):
+    """Resampling of whole groups whose answers all get the same reward: DAPO, arXiv 2503.14476, section 3.2.
+
+    A prompt is judged by the shaped rewards of its answers or, as in OpenRLHF, by the `scores` that an agent, a reward
+    function or a server returns besides rewards, if it is the only term with a weight. With several terms the reward
+    decides. If only some answers to a prompt have a score, the stage ends with an error.
+    """
+
+    type: Literal["dynamic"] = "dynamic"
+    low: float | None = None
+    """Lower bound: a prompt is kept only if the mean of its scores, or rewards, is above it."""
+    high: float | None = None
+    """Upper bound: a prompt is kept only if the mean of its scores, or rewards, is below it. Without either bound a prompt is
+    kept if its scores, or rewards, differ."""
+    max_rounds: int = Field(3, ge=2)
+    """Maximum number of sampling rounds in a step; after that missing groups are replaced by rejected ones."""
+
+
+Ahead = Annotated[Staleness | PartialRollouts | DynamicSampling, Field(discriminator="type"), BeforeValidator(by_type)]
+
 # ---------------------------------------------------------------- the stage
+
+
+class ValueConfig(Config):
+    """The value model of `gae`: its loss and its optimizer."""
+
+    clip: float = Field(0.2, ge=0)
+    """Clip range of the value loss; 0 disables clipping."""
+    warmup_steps: int = Field(0, ge=0)
+    """Number of steps that train only the value model, before the policy's schedule begins."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
+
+    @model_validator(mode="after")
+    def _check_average(self) -> Self:
+        if self.optimizer.ema_decay:
+            raise ValueError(
+                f"optimizer.ema_decay = {self.optimizer.ema_decay}: the average of a value model is not used; leave it at 0"
+            )
+        return self
+
+
+class PtxConfig(Config):
+    """Demonstrations mixed into every update to keep the abilities of SFT: PPO-ptx, arXiv 2203.02155 eq. 2."""
+
+    coef: float = Field(0.1, gt=0)
+    batch_size: int = Field(16, ge=1)
+    """Number of demonstrations per optimizer step."""
+    max_length: int = Field(256, ge=8)
 
 
 class PPOConfig(Config):
@@ -104,24 +205,8 @@ class PPOConfig(Config):
     loss: PolicyLoss = ClipLoss()
     correction: CorrectionConfig = CorrectionConfig()
 
-    kl_coef: float = Field(0.05, ge=0)
-    """Weight of the KL divergence from the reference. With 0 no reference is loaded and no KL is measured."""
-    kl_in: Literal["reward", "loss"] = "reward"
-    """Where the KL penalty enters: `reward` subtracts k1 from every token's reward, `loss` adds k2 to the loss."""
-    kl_credit: KLCredit = "token"
-    """Value from which a KL penalty in the reward is subtracted, for estimators that compare the answers to a prompt. `token`:
-    from each token after the group's baseline, so that a token pays for the penalty from itself on (OpenRLHF;
-    REINFORCE++, arXiv 2501.03262). `answer`: its sum, from the answer's reward before the baseline (RLOO, arXiv
-    2402.14740; TRL, verl)."""
-    kl_estimator: KLInLoss = added_option("k2")
-    """Estimator that `kl_in = "loss"` adds: `k2`; the value of `k1` or `k3` with the gradient of k2, the reverse KL's (arXiv
-    2510.01555); or `k3_direct`, k3 with its own gradient, as in GRPO's paper (arXiv 2402.03300 eq. 4)."""
-    reference_sync: ReferenceSync | None = added_option(None)
-    """When the reference takes over weights of the policy; None keeps it as it is."""
-    kl_target: float = Field(0.0, ge=0)
-    """KL per sequence that the coefficient is adapted to hold; 0 keeps the coefficient fixed."""
-    kl_horizon: int = Field(10_000, ge=1)
-    """Number of rollouts over which an adapted coefficient may change by 20 %; more than a fifth of a step's."""
+    kl: KL = KLInReward()
+    """The penalty on the KL divergence from the reference."""
 
     epochs: int = Field(1, ge=1)
     """Number of passes over the rollouts of a step."""
@@ -130,29 +215,18 @@ class PPOConfig(Config):
     entropy_coef: float = 0.0
     ptx: PtxConfig | None = None
     """Demonstrations to mix into the updates."""
-    dynamic_sampling: DynamicSampling | None = None
-    """Replacement of groups that carry no gradient."""
-
-    staleness: int = Field(0, ge=0, le=4)
-    """Number of steps by which the sampling weights lag behind, so that sampling and training overlap. 0 samples, then
-    trains; 1 is one step off; more helps if answer lengths vary from step to step."""
-    partial_tokens: int = Field(0, ge=0)
-    """Number of tokens per sampling round if above 0. A step's sampling ends as soon as `prompts_per_step` groups are
-    complete; the others continue in the next step with its weights. It must divide `sampling.max_tokens`."""
-    in_flight_groups: int = Field(0, ge=0)
-    """Number of groups that partial rollouts sample at once; 0 means twice `prompts_per_step`."""
+    ahead: Ahead | None = None
+    """Another way to sample than one round of whole answers per step by its own weights: the next steps while this one
+    trains (`staleness`), in parts (`partial`), or again for groups that carry no gradient (`dynamic`)."""
 
     truncated_answers: TruncatedAnswers = added_option("train")
     """Treatment of truncated answers in the update: `mask` trains on none of their tokens, and
     keeps them in the baseline of their group (DAPO's overlong filtering, arXiv 2503.14476). `rewards.truncated` changes
     their reward instead."""
 
-    value_clip: float = Field(0.2, ge=0)
-    """Clip range of the value loss; 0 disables clipping."""
-    value_warmup_steps: int = Field(0, ge=0)
-    """Number of steps that train only the value model, before the policy's schedule begins; only gae has one."""
+    value: ValueConfig = ValueConfig()
+    """The value model, which only gae has."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
-    value_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
     lora: LoraConfig | None = None
 
     evaluate: HeldOutConfig | None = added_option(None)
@@ -166,12 +240,30 @@ class PPOConfig(Config):
     @property
     def uses_reference(self) -> bool:
         """Return whether anything depends on the reference: a coefficient of 0 stays 0, as it is adapted by factors."""
-        return self.kl_coef > 0
+        return self.kl.coef > 0
 
     @property
-    def groups_in_flight(self) -> int:
-        """Return the number of groups with which a step of partial rollouts begins, including those carried over."""
-        return self.in_flight_groups or 2 * self.prompts_per_step
+    def staleness(self) -> int:
+        """Return by how many steps the sampling weights lag behind."""
+        match self.ahead:
+            case Staleness(steps=steps) | PartialRollouts(staleness=steps):
+                return steps
+            case _:
+                return 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_names(cls, table: Any) -> Any:
+        return renamed(table, below={}) if isinstance(table, Mapping) else table
+
+    def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields under the names that results were recorded with."""
+        return recorded(table)
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        flat = recorded(handler(self))
+        return {name: one for name, one in flat.items() if one is not None} if info.exclude_none else flat
 
     @model_validator(mode="after")
     def _check_minibatches(self) -> PPOConfig:
@@ -189,7 +281,8 @@ class PPOConfig(Config):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> PPOConfig:
-        comparing = ["dynamic_sampling"] * bool(self.dynamic_sampling) + _what_compares_groups(self.rewards)
+        dynamic = isinstance(self.ahead, DynamicSampling)
+        comparing = ["ahead.type = 'dynamic'"] * dynamic + _what_compares_groups(self.rewards)
         if comparing and self.samples_per_prompt < 2:
             raise ValueError(
                 f"samples_per_prompt = {self.samples_per_prompt}: {comparing[0]} compares the samples of a prompt and needs "
@@ -199,16 +292,11 @@ class PPOConfig(Config):
 
     @model_validator(mode="after")
     def _check_reward_bounds(self) -> PPOConfig:
-        bounds, mover = self.dynamic_sampling, what_moves_rewards(self.rewards)
-        if bounds and (bounds.low is not None or bounds.high is not None) and mover:
+        bounds, mover = self.ahead, what_moves_rewards(self.rewards)
+        if isinstance(bounds, DynamicSampling) and (bounds.low is not None or bounds.high is not None) and mover:
             raise ValueError(
-                f"dynamic_sampling.low = {bounds.low}, high = {bounds.high}: are compared with the shaped reward, and "
-                f"{mover} changes it; remove one of them"
-            )
-        if self.value_optimizer.ema_decay:
-            raise ValueError(
-                f"value_optimizer.ema_decay = {self.value_optimizer.ema_decay}: the average of a value model is not used; "
-                "leave it at 0"
+                f"ahead.low = {bounds.low}, high = {bounds.high}: are compared with the shaped reward, and {mover} changes "
+                "it; remove one of them"
             )
         return self
 
@@ -262,22 +350,30 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _check_kl_normalization(self) -> PPOConfig:
-        if self.advantage.divides_by_spread and self.kl_in == "reward" and self.kl_coef > 0:
+    def _check_kl(self) -> PPOConfig:
+        kl, rollouts = self.kl, self.prompts_per_step * self.samples_per_prompt
+        if self.advantage.divides_by_spread and isinstance(kl, KLInReward) and kl.coef > 0:
             raise ValueError(
-                f"kl_in = 'reward': {self.advantage.type} divides by the spread or the mean of rewards, which consists only of the penalty where all answers "
+                f"kl.in = 'reward': {self.advantage.type} divides by the spread or the mean of rewards, which consists only of the penalty where all answers "
                 "earn the same, and a penalty added afterwards would have another scale at each prompt; as in its paper, set "
-                'kl_in = "loss"'
+                'kl.in = "loss"'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_kl_credit(self) -> PPOConfig:
-        if self.kl_credit == "answer" and not (self.kl_in == "reward" and isinstance(self.advantage, GroupAdvantage)):
-            found = f"advantage is {self.advantage.type} and kl_in {self.kl_in!r}"
+        if isinstance(kl, KLInReward) and kl.credit == "answer" and not isinstance(self.advantage, GroupAdvantage):
             raise ValueError(
-                "kl_credit = 'answer': applies to a penalty in the reward of an estimator that compares the answers to a "
-                f'prompt, and {found}; set kl_credit = "token"'
+                "kl.credit = 'answer': applies to an estimator that compares the answers to a prompt, and advantage is "
+                f'{self.advantage.type}; set kl.credit = "token"'
+            )
+        if kl.reference_sync and self.optimizer.ema_decay:
+            raise ValueError(
+                "kl.reference_sync: a reference follows the weights of the policy, and the average of the policy is what it "
+                "exports; remove one of them"
+            )
+        if (
+            kl.target and kl.horizon <= 0.2 * rollouts
+        ):  # a step changes the coefficient by up to 0.2 * rollouts / horizon
+            raise ValueError(
+                f"kl.horizon = {kl.horizon}: must be > a fifth of the {rollouts} rollouts of a step, or a step could turn "
+                "the coefficient negative; raise it"
             )
         return self
 
@@ -286,13 +382,7 @@ class PPOConfig(Config):
         if not self.advantage.asks_greedy:
             return self
         moved, compared = what_moves_rewards(self.rewards), what_compares_answers(self.rewards)
-        others = {
-            "agent": self.agent is not None,
-            "staleness": self.staleness,
-            "partial_tokens": self.partial_tokens,
-            "dynamic_sampling": self.dynamic_sampling is not None,
-        }
-        found = [name for name, used in others.items() if used]
+        found = ["agent"] * (self.agent is not None) + [f"ahead.type = {one.type!r}" for one in [self.ahead] if one]
         if moved or compared or found:
             rule = "compares with a greedy answer of the same policy, scored by the same rewards"
             if moved:
@@ -305,102 +395,55 @@ class PPOConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _check_kl_estimator(self) -> PPOConfig:
-        if self.kl_estimator != "k2" and not (self.kl_in == "loss" and self.kl_coef > 0):
-            raise ValueError(
-                f"kl_estimator = {self.kl_estimator!r}: applies to a penalty in the loss (the reward takes k1); set "
-                'kl_in = "loss" and kl_coef > 0, or remove it'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_reference_updates(self) -> PPOConfig:
-        if self.reference_sync and (not self.uses_reference or self.optimizer.ema_decay):
-            why = "the average of the policy is what it exports" if self.uses_reference else "kl_coef = 0 loads none"
-            raise ValueError(
-                f"reference_sync: a reference follows the weights of the policy, and {why}; remove one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_adaptive_kl(self) -> PPOConfig:
-        rollouts = self.prompts_per_step * self.samples_per_prompt
-        if self.kl_target and not self.kl_coef:
-            raise ValueError(
-                f"kl_target = {self.kl_target}: the coefficient is adapted by multiplication, so kl_coef = 0 stays 0; raise "
-                "kl_coef, or set kl_target to 0"
-            )
-        if self.kl_target and self.kl_horizon <= 0.2 * rollouts:
-            raise ValueError(
-                f"kl_horizon = {self.kl_horizon}: must be > a fifth of the {rollouts} rollouts of a step, or a step could "
-                "turn the coefficient negative; raise it"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_value_warmup(self) -> PPOConfig:
-        if self.advantage.uses_values and self.value_warmup_steps >= self.steps:
+        if self.advantage.uses_values and self.value.warmup_steps >= self.steps:
             raise ValueError(
-                f"value_warmup_steps = {self.value_warmup_steps}: must be < steps = {self.steps}, or the policy is never "
+                f"value.warmup_steps = {self.value.warmup_steps}: must be < steps = {self.steps}, or the policy is never "
                 "trained; lower it, or raise steps"
             )
         return self
 
     @model_validator(mode="after")
-    def _check_correction(self) -> PPOConfig:
+    def _check_ahead(self) -> PPOConfig:
+        partial = isinstance(self.ahead, PartialRollouts)
+        key = f"ahead.{'staleness' if partial else 'steps'}"
         if self.staleness >= self.steps:
             raise ValueError(
-                f"staleness = {self.staleness}: must be < steps = {self.steps}, or the first weights would sample all answers; "
+                f"{key} = {self.staleness}: must be < steps = {self.steps}, or the first weights would sample all answers; "
                 "lower it, or raise steps"
             )
         decoupled = self.correction.level != "off" and self.correction.pi_old == "trainer"
-        name, value = ("staleness", self.staleness) if self.staleness > 1 else ("partial_tokens", self.partial_tokens)
-        if (self.staleness > 1 or self.partial_tokens) and not decoupled:
+        if (self.staleness > 1 or partial) and not decoupled:
+            what = f"{key} = {self.staleness}" if self.staleness > 1 else "ahead.type = 'partial'"
             raise ValueError(
-                f"{name} = {value}: answers sampled by weights that old need the correction pi_old / mu; set correction.pi_old = "
+                f"{what}: answers sampled by weights that old need the correction pi_old / mu; set correction.pi_old = "
                 '"trainer" and a correction.level other than "off"'
             )
+        if isinstance(self.ahead, PartialRollouts):
+            self._check_rounds(self.ahead)
         return self
 
-    @model_validator(mode="after")
-    def _check_group_sampling(self) -> PPOConfig:
-        if self.dynamic_sampling and (self.staleness or self.partial_tokens):
-            name, value = ("staleness", self.staleness) if self.staleness else ("partial_tokens", self.partial_tokens)
-            raise ValueError(
-                f"{name} = {value}: dynamic_sampling samples again after a step is scored, with the weights of that step; "
-                "remove one of them"
-            )
-        if self.agent and self.partial_tokens:
-            raise ValueError(
-                f"partial_tokens = {self.partial_tokens}: the episodes of an agent cannot be carried over; set it to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_rounds(self) -> PPOConfig:
+    def _check_rounds(self, ahead: PartialRollouts) -> None:
         # Rounds of equal size complete every answer, and a pool of at least a step's groups lets every step finish.
-        if self.partial_tokens and (
-            self.sampling.max_tokens % self.partial_tokens or self.partial_tokens == self.sampling.max_tokens
-        ):
+        longest = self.sampling.max_tokens
+        if self.agent:
             raise ValueError(
-                f"partial_tokens = {self.partial_tokens}: must divide sampling.max_tokens = {self.sampling.max_tokens} into "
-                "two rounds or more; use a half or a quarter of it"
+                "ahead.type = 'partial': the episodes of an agent cannot be carried over; remove one of them"
             )
-        if self.in_flight_groups and not self.partial_tokens:
+        if longest % ahead.tokens or ahead.tokens == longest:
             raise ValueError(
-                f"in_flight_groups = {self.in_flight_groups}: without partial_tokens no groups are carried over; set both, "
-                "or leave it at 0"
+                f"ahead.tokens = {ahead.tokens}: must divide sampling.max_tokens = {longest} into two rounds or more; use a "
+                "half or a quarter of it"
             )
-        if 0 < self.in_flight_groups < self.prompts_per_step:
+        if 0 < ahead.in_flight_groups < self.prompts_per_step:
             raise ValueError(
-                f"in_flight_groups = {self.in_flight_groups}: must be >= prompts_per_step = {self.prompts_per_step}, or no "
-                "step would ever have its groups; raise it"
+                f"ahead.in_flight_groups = {ahead.in_flight_groups}: must be >= prompts_per_step = {self.prompts_per_step}, "
+                "or no step would ever have its groups; raise it"
             )
-        return self
 
     @model_validator(mode="after")
     def _check_monitors(self) -> PPOConfig:
-        late = ", ".join(name for name in ("staleness", "partial_tokens") if getattr(self, name))
+        late = self.ahead.type if self.ahead and (self.staleness or isinstance(self.ahead, PartialRollouts)) else ""
         check_watched(
             self.evaluate,
             self.monitors,

@@ -1,18 +1,16 @@
-"""Sample the answers of a step: `samples_per_prompt` for each prompt.
+"""Sample the answers of a step: whole, in parts, or ahead of the training.
 
 With an agent an answer is an episode: turns of the policy with the environment's observations between them.
 
-Continue unfinished answers in a later step, with the weights of that step (partial rollouts).
+Partial rollouts sample in rounds of so many tokens per answer and end, for a step, with the round after which its groups
+are whole. What is unfinished then stays in the pool and continues with the weights of the next step, so that no step waits
+for the longest answer.
 
-Sampling goes in rounds of `partial_tokens` tokens per answer and ends, for a step, with the round after which
-`prompts_per_step` groups are whole. What is unfinished then stays in the pool, so that no step waits for the longest answer.
-
-Sample ahead: one thread loads weights and samples for later steps while the caller trains.
-
-Step s trains on what the weights of step max(0, s - staleness) sampled. This is a fixed schedule: which weights answer
-which prompts with which seeds does not depend on timing, so a resumed run has the same bytes, with overlap too.
-On Ray the thread only waits for other processes; a sampler in this process shares its cores with the training. Scoring
-waits for the step, since the trainers' workers do it.
+Sampling ahead, one thread loads weights and samples for later steps while the caller trains. Step s trains on what the
+weights of step max(0, s - staleness) sampled. This is a fixed schedule: which weights answer which prompts with which seeds
+does not depend on timing, so a resumed run has the same bytes, with overlap too. On Ray the thread only waits for other
+processes; a sampler in this process shares its cores with the training. Scoring waits for the step, since the trainers'
+workers do it.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.process import Environments
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import rows_at, rows_from
 from rlhf_core.data.shards import POOL, Drawn, Pool, RolloutLog, read_drawn, read_pool, write_drawn, write_pool
@@ -126,26 +123,47 @@ class OnPolicySampler:
         self._pool = read_pool(folder / POOL)
 
 
-@dataclass(frozen=True)
-class WholeAnswers:
-    """Draws the prompts of a step and samples their answers whole: a `DrawAnswers` without a pool."""
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """What the answers of a step are drawn from, and how many they are."""
 
     engine: Sampler
     chat: ChatTemplate
     prompts: Sequence[Prompt]
-    config: PPOConfig
+    sampling: SamplingConfig
+    groups: int
+    """Number of prompts of a step."""
+    group_size: int
+    """Number of answers to each."""
     seed: int
-    environments: Environments | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeAnswers(Draw):
+    """Draws the prompts of a step and samples their answers whole: a `DrawAnswers` without a pool."""
+
+    environments: Environments | None = None
 
     def __call__(self, step: int, pool: Pool) -> tuple[list[Generation], Pool]:
         """Return the answers of `step`, and the pool as it is."""
         return self.sample_round(step, 0), pool
 
     def sample_round(self, step: int, number: int) -> list[Generation]:
-        """Return the answers of round `number` of `step`; each round has other prompts and seeds."""
+        """Return the answers of round `number` of `step`, those of a prompt together; each has its own seed.
+
+        Each round has other prompts and seeds. A prompt that occurs twice in it continues to number its answers.
+        """
         seed = derive_seed(self.seed, "round", number) if number else self.seed
-        batch = rows_at(step, self.prompts, count=self.config.prompts_per_step, seed=seed)
-        return sample(self.engine, self.chat, batch, self.config, step=step, seed=seed, environments=self.environments)
+        chat = self.chat if self.environments is None else self.chat.with_tools(self.environments.tools)
+        work: list[Episode] = []
+        drawn: Counter[str] = Counter()
+        for prompt in rows_at(step, self.prompts, count=self.groups, seed=seed):
+            ids = chat.prompt_ids(prompt.messages)
+            numbers = range(drawn[prompt.id], drawn[prompt.id] + self.group_size)
+            work += [Episode(prompt, ids, derive_seed(seed, "ppo", step, prompt.id, i)) for i in numbers]
+            drawn[prompt.id] += self.group_size
+        made = answers(self.engine, chat, work, self.sampling, self.environments)
+        return [Generation(one.prompt, ids, completion) for one, (ids, completion) in zip(work, made, strict=True)]
 
 
 def open_environments(
@@ -158,32 +176,6 @@ def open_environments(
         agent, tokenizer=str(policy), functions=context.functions, files=context.files, notes=context.notes
     )
     return leases.enter_context(opened)
-
-
-def sample(
-    sampler: Sampler,
-    chat: ChatTemplate,
-    prompts: Sequence[Prompt],
-    config: PPOConfig,
-    *,
-    step: int,
-    seed: int,
-    environments: Environments | None = None,
-) -> list[Generation]:
-    """Return `samples_per_prompt` completions per prompt, those of a prompt together, each from its own seed.
-
-    A prompt that occurs twice in `prompts` continues to number its samples, so that they get other seeds.
-    """
-    chat = chat if environments is None else chat.with_tools(environments.tools)
-    work: list[Episode] = []
-    drawn: Counter[str] = Counter()
-    for prompt in prompts:
-        ids = chat.prompt_ids(prompt.messages)
-        numbers = range(drawn[prompt.id], drawn[prompt.id] + config.samples_per_prompt)
-        work += [Episode(prompt, ids, derive_seed(seed, "ppo", step, prompt.id, i)) for i in numbers]
-        drawn[prompt.id] += config.samples_per_prompt
-    drawn_answers = answers(sampler, chat, work, config.sampling, environments)
-    return [Generation(one.prompt, ids, completion) for one, (ids, completion) in zip(work, drawn_answers, strict=True)]
 
 
 def answers(
@@ -221,66 +213,66 @@ def episode_metrics(completions: Sequence[Completion]) -> Metrics:
 # ---------------------------------------------------------------- partial
 
 
-def draw_groups(
-    pool: Pool, sampler: Sampler, chat: ChatTemplate, prompts: Sequence[Prompt], config: PPOConfig, *, seed: int
-) -> tuple[list[Generation], Pool]:
-    """Return the `prompts_per_step` oldest groups that are whole, and the pool that they leave.
+@dataclass(frozen=True, kw_only=True)
+class PartialAnswers(Draw):
+    """Samples answers in rounds and takes the groups that are whole: a `DrawAnswers` with a pool."""
 
-    First new groups fill the pool up to `in_flight_groups`. After max_tokens / partial_tokens rounds all of it is whole,
-    and it holds at least `prompts_per_step` groups: so this ends whatever the answers' lengths are.
-    """
-    size = config.samples_per_prompt
-    missing = config.groups_in_flight - len(pool.samples) // size
-    samples = [*pool.samples, *begun_groups(pool.begun, missing, chat, prompts, config, seed=seed)]
-    for _ in range(config.sampling.max_tokens // config.partial_tokens):
-        samples = after_a_round(samples, sampler, chat, config)
-        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
-        whole = [number for number, group in enumerate(groups) if all(is_finished(one, config) for one in group)]
-        if len(whole) >= config.prompts_per_step:
-            taken = whole[: config.prompts_per_step]
-            left = [one for number, group in enumerate(groups) if number not in taken for one in group]
-            return [one for number in taken for one in groups[number]], Pool(pool.begun + missing, tuple(left))
-    rule = f"the sampler ended answers early: {len(whole)} of {config.prompts_per_step} groups are whole"
-    raise SamplingError(explain("ppo.partial_tokens", config.partial_tokens, rule, "please report this as a bug"))
+    tokens: int
+    """Number of tokens per answer and round; the answers' `max_tokens` are a multiple of it."""
+    in_flight_groups: int
+    """Number of groups that are sampled at once, at least `groups`."""
 
+    def __call__(self, step: int, pool: Pool) -> tuple[list[Generation], Pool]:
+        """Return the `groups` oldest groups that are whole, and the pool that they leave.
 
-def begun_groups(
-    first: int, count: int, chat: ChatTemplate, prompts: Sequence[Prompt], config: PPOConfig, *, seed: int
-) -> list[Generation]:
-    """Return the samples of `count` new groups, from number `first` on, without a token yet; each has its own seed."""
-    samples = []
-    for number, prompt in enumerate(rows_from(first, prompts, count=count, seed=seed), start=first):
-        ids = chat.prompt_ids(prompt.messages)
-        for member in range(config.samples_per_prompt):
-            own = derive_seed(seed, "ppo", "group", number, prompt.id, member)
-            samples.append(Generation(prompt, ids, Completion((), (), "", "length", 0, own)))
-    return samples
+        First new groups fill the pool up to `in_flight_groups`. After max_tokens / tokens rounds all of it is whole, and it
+        holds at least `groups` groups: so this ends whatever the answers' lengths are.
+        """
+        size = self.group_size
+        missing = self.in_flight_groups - len(pool.samples) // size
+        samples = [*pool.samples, *self._begun(pool.begun, missing)]
+        for _ in range(self.sampling.max_tokens // self.tokens):
+            samples = self._after_a_round(samples)
+            groups = [samples[start : start + size] for start in range(0, len(samples), size)]
+            whole = [number for number, group in enumerate(groups) if all(map(self._is_finished, group))]
+            if len(whole) >= self.groups:
+                taken = whole[: self.groups]
+                left = [one for number, group in enumerate(groups) if number not in taken for one in group]
+                return [one for number in taken for one in groups[number]], Pool(pool.begun + missing, tuple(left))
+        rule = f"the sampler ended answers early: {len(whole)} of {self.groups} groups are whole"
+        raise SamplingError(explain("ppo.ahead.tokens", self.tokens, rule, "please report this as a bug"))
 
+    def _begun(self, first: int, count: int) -> list[Generation]:
+        """Return the samples of `count` new groups, from number `first` on, without a token yet; each has its own seed."""
+        samples = []
+        for number, prompt in enumerate(rows_from(first, self.prompts, count=count, seed=self.seed), start=first):
+            ids = self.chat.prompt_ids(prompt.messages)
+            for member in range(self.group_size):
+                own = derive_seed(self.seed, "ppo", "group", number, prompt.id, member)
+                samples.append(Generation(prompt, ids, Completion((), (), "", "length", 0, own)))
+        return samples
 
-def after_a_round(
-    samples: Sequence[Generation], sampler: Sampler, chat: ChatTemplate, config: PPOConfig
-) -> list[Generation]:
-    """Return the samples in order, those that were unfinished with at most `partial_tokens` more tokens, in one batch.
+    def _after_a_round(self, samples: Sequence[Generation]) -> list[Generation]:
+        """Return the samples in order, those that were unfinished with at most `tokens` more tokens, in one batch.
 
-    A segment's seed derives from its sample's seed and its number, so a restart draws the same.
-    """
-    unfinished = [number for number, one in enumerate(samples) if not is_finished(one, config)]
-    requests = [
-        SamplingRequest(one.prompt_ids + one.completion.token_ids, _segment_seed(one.completion))
-        for one in (samples[number] for number in unfinished)
-    ]
-    segments = sampler.generate(requests, config.sampling.model_copy(update={"max_tokens": config.partial_tokens}))
-    after = list(samples)
-    for number, segment in zip(unfinished, segments, strict=True):
-        one = samples[number]
-        after[number] = Generation(one.prompt, one.prompt_ids, _longer(one.completion, segment, chat))
-    return after
+        A segment's seed derives from its sample's seed and its number, so a restart draws the same.
+        """
+        unfinished = [number for number, one in enumerate(samples) if not self._is_finished(one)]
+        requests = [
+            SamplingRequest(one.prompt_ids + one.completion.token_ids, _segment_seed(one.completion))
+            for one in (samples[number] for number in unfinished)
+        ]
+        segments = self.engine.generate(requests, self.sampling.model_copy(update={"max_tokens": self.tokens}))
+        after = list(samples)
+        for number, segment in zip(unfinished, segments, strict=True):
+            one = samples[number]
+            after[number] = Generation(one.prompt, one.prompt_ids, _longer(one.completion, segment, self.chat))
+        return after
 
-
-def is_finished(sample: Generation, config: PPOConfig) -> bool:
-    """Return whether an answer ended by itself or has `max_tokens` tokens."""
-    made = sample.completion
-    return made.finish_reason == "stop" or len(made.token_ids) >= config.sampling.max_tokens
+    def _is_finished(self, sample: Generation) -> bool:
+        """Return whether an answer ended by itself or has `max_tokens` tokens."""
+        made = sample.completion
+        return made.finish_reason == "stop" or len(made.token_ids) >= self.sampling.max_tokens
 
 
 def _segment_seed(completion: Completion) -> int:

@@ -3,15 +3,13 @@
 Without `[ppo.evaluate]` and `[[ppo.monitors]]` a guard does nothing. A rollback restores the models of an earlier
 checkpoint and goes on with the next step and its prompts: steps are counted on, so a run ends after `steps` of them.
 
-Evaluate the policy on prompts that are held out of the training prompts, while it is optimized.
+Held-out prompts are answered with the same seeds at every evaluation, so that two evaluations differ by the policy alone.
+They are scored with the rewards that train (not normalized, with their final weights) and, if there are some, with rewards
+that do not.
 
-The same prompts, with the same seeds, at every evaluation: two evaluations differ by the policy alone. They are scored
-with the rewards that train (not normalized, with their final weights) and, if there are some, with rewards that do not.
-
-Pause a run of policy optimization until a person has decided whether it goes on.
-
-The run saves a checkpoint and ends as waiting. The pause is a part of that checkpoint, and what was decided one of the
-report: a run whose answer came at once and one whose answer came a week later have the same result.
+A run pauses until a person has decided whether it goes on: it saves a checkpoint and ends as waiting. The pause is a part of
+that checkpoint, and what was decided one of the report: a run whose answer came at once and one whose answer came a week
+later have the same result.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from rlhf_core.agents.episodes import Episode
 from rlhf_core.agents.process import Environments
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.monitors import HeldOutConfig
-from rlhf_core.config.policy import PPOConfig
+from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import content_id
 from rlhf_core.errors import ConfigError, explain
@@ -91,7 +89,7 @@ class HeldOut:
         independent: Scorer | None,
         note_failed: Callable[[int, Counts], None],
     ) -> None:
-        self._config = config
+        self.config = config
         self._engine = engine
         self._chat = chat if environments is None else chat.with_tools(environments.tools)
         self._sampling = sampling
@@ -133,7 +131,7 @@ class HeldOut:
         return Measured(metrics, samples)
 
     def _by_prompt(self, rollouts: Sequence[Rollout]) -> tuple[float, ...]:
-        size = self._config.samples
+        size = self.config.samples
         groups = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
         return tuple(_mean([one.reward for one in group if not one.invalid]) for group in groups)
 
@@ -382,15 +380,27 @@ class RunGuard:
     """
 
     def __init__(
-        self, config: PPOConfig, sampler: StepSampler, held_out: HeldOut | None, context: StageContext
+        self,
+        context: StageContext,
+        sampler: StepSampler,
+        held_out: HeldOut | None,
+        monitors: Sequence[MonitorConfig],
+        *,
+        steps: int,
+        first_update: int,
+        rewards: RewardsConfig,
     ) -> None:
-        self._config = config
+        """Guard a run of `steps` steps on `rewards`, whose first update of the policy is in step `first_update`, from 1."""
+        self._context = context
         self._sampler = sampler
         self._held_out = held_out
-        self._context = context
-        evaluate = config.evaluate
-        self._watch = Watch(config.monitors, looks=1 + math.ceil(config.steps / evaluate.every) if evaluate else 0)
-        self.acts = evaluate is not None
+        self._evaluate = held_out.config if held_out else None
+        self._monitors = monitors
+        self._steps = steps
+        self._first_update = first_update
+        self._rewards = rewards
+        self._watch = Watch(monitors, looks=1 + math.ceil(steps / self._evaluate.every) if self._evaluate else 0)
+        self.acts = held_out is not None
         """Whether the guard may roll back, so that the best checkpoint without alarms is kept besides the newest."""
         self.checkpoints = context.checkpoints.keeping(best=1) if self.acts else context.checkpoints
         self.target: Checkpoint | None = None
@@ -413,7 +423,7 @@ class RunGuard:
 
     def steps(self, first: int) -> Iterator[int]:
         """Yield the steps from `first` on, until the run ends."""
-        for step in range(first, self._config.steps):
+        for step in range(first, self._steps):
             if self._ended:
                 return
             yield step
@@ -425,7 +435,7 @@ class RunGuard:
         """
         if self._idle:
             return {}
-        measured = self._evaluate(0, weights)
+        measured = self._measure(0, weights)
         self._watch.check_metrics({*measured.metrics, *self._components()}, only="eval/")
         self._judge(0, measured.metrics)
         self._watch.observe(0, measured.metrics, measured.samples)
@@ -439,9 +449,9 @@ class RunGuard:
         self.target = None
         if self._idle:
             return {}
-        every = self._config.evaluate.every if self._config.evaluate else 0
-        due = every and (step % every == 0 or step == self._config.steps)
-        measured = self._evaluate(step, weights) if due else NOTHING
+        every = self._evaluate.every if self._evaluate else 0
+        due = every and (step % every == 0 or step == self._steps)
+        measured = self._measure(step, weights) if due else NOTHING
         self._check_metrics(step, metrics)
         alarms = self._watch.observe(step, metrics | measured.metrics, measured.samples)
         complaints = self._watch.complaints()
@@ -452,9 +462,9 @@ class RunGuard:
         acting = [alarm for alarm in alarms if alarm.action != "warn"]
         if acting:
             self._act(acting)
-        elif due and self._config.evaluate and 0 < self._config.evaluate.patience <= self._best.since:
-            text = f"no better {self._config.evaluate.best_by} since step {self._best.step}"
-            self._end(step, text, export=self._config.evaluate.export)
+        elif due and self._evaluate and 0 < self._evaluate.patience <= self._best.since:
+            text = f"no better {self._evaluate.best_by} since step {self._best.step}"
+            self._end(step, text, export=self._evaluate.export)
         return measured.metrics | complaints
 
     def saves(self, step: int) -> bool:
@@ -494,7 +504,7 @@ class RunGuard:
 
     def export(self, policy: Trainer) -> Metrics:
         """Export the chosen weights, with the report of the monitors; return the final metrics of the guard."""
-        folder, done = self._context.out, self._ended["step"] if self._ended else self._config.steps
+        folder, done = self._context.out, self._ended["step"] if self._ended else self._steps
         if self._idle:
             policy.export(folder)
             return {"steps": float(done)}
@@ -544,9 +554,9 @@ class RunGuard:
 
     @property
     def _idle(self) -> bool:
-        return self._config.evaluate is None and not self._config.monitors
+        return self._evaluate is None and not self._monitors
 
-    def _evaluate(self, step: int, weights: Callable[[], Weights]) -> Measured:
+    def _measure(self, step: int, weights: Callable[[], Weights]) -> Measured:
         if self._held_out is None:
             return NOTHING
         generations = self._sampler.borrow(weights, version=step, job=self._held_out.sample)
@@ -556,15 +566,15 @@ class RunGuard:
 
     def _check_metrics(self, step: int, metrics: Metrics) -> None:
         """Raise ConfigError, at the first policy update, for a monitor of a metric that steps do not have."""
-        if step == 1 + self._config.value_warmup_steps * self._config.advantage.uses_values:
+        if step == self._first_update:
             # Where every answer was cut off and is masked, the step has no update.
             not_updated = () if "policy/loss" in metrics else ("policy/", "value/")
             self._watch.check_metrics(metrics, later=("eval/", "reward_extra/", *not_updated))
 
     def _components(self) -> list[str]:
         """Return the metrics of terms, which an evaluation has only if they apply to one of its answers."""
-        evaluate = self._config.evaluate
-        scored = {"reward": self._config.rewards, "independent": evaluate.independent if evaluate else None}
+        evaluate = self._evaluate
+        scored = {"reward": self._rewards, "independent": evaluate.independent if evaluate else None}
         return [
             f"eval/{name}_component/{term}"
             for name, rewards in scored.items()
@@ -579,9 +589,9 @@ class RunGuard:
     def _judge(self, step: int, metrics: Metrics) -> None:
         """Set `candidate` to the value of a new best evaluation, if no monitor objects; else to None."""
         self.candidate = None
-        if self._config.evaluate is None or not metrics:
+        if self._evaluate is None or not metrics:
             return
-        name = self._config.evaluate.best_by
+        name = self._evaluate.best_by
         if name not in metrics:
             rule = f"evaluations have no such metric, but {', '.join(sorted(metrics))}"
             raise ConfigError(explain("ppo.evaluate.metric", name, rule, "choose one of these"))
@@ -595,7 +605,7 @@ class RunGuard:
             self._pause = Pause(tuple(alarms))
             return
         target = self.checkpoints.best()
-        last = alarm.step == self._config.steps
+        last = alarm.step == self._steps
         if alarm.action == "stop" or last or target is None:
             where = f", step {target.step} is the result" if target else ""
             self._note(alarm, f"stopped{where}")
@@ -614,7 +624,7 @@ class RunGuard:
 
     def _end(self, step: int, why: str, *, export: str) -> None:
         self._ended = {"step": step, "why": why, "export": export}
-        logger.warning("%s: ends at step %d of %d: %s", self._context.label, step, self._config.steps, why)
+        logger.warning("%s: ends at step %d of %d: %s", self._context.label, step, self._steps, why)
 
     def _note(self, alarm: Alarm, done: str, *, said: str = "") -> None:
         text = f"monitor {alarm.monitor}: {alarm.text} at step {alarm.step}: {done}"
@@ -627,7 +637,7 @@ class RunGuard:
     def _exports_best(self) -> bool:
         if self._ended:
             return bool(self._ended["export"] == "best")
-        return self._config.evaluate is not None and self._config.evaluate.export == "best"
+        return self._evaluate is not None and self._evaluate.export == "best"
 
     def _write_report(self, file: Path, exported: int) -> None:
         report = {
@@ -635,7 +645,7 @@ class RunGuard:
             "ended": self._ended,
             "events": self._events,
             "evaluations": self._evaluations,
-            "monitors": [keyed(monitor) for monitor in self._config.monitors],
+            "monitors": [keyed(monitor) for monitor in self._monitors],
         }
         file.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         self._context.tracker.file(file, "")

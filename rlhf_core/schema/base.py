@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -45,19 +46,57 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_default_types(cls, table: Any) -> Any:
+        """Name the default's type in tables that name none: `[ppo.loss] clip_low = 0.1` is an option of `clip`."""
+        if not isinstance(table, Mapping):
+            return table
+        tags = {key: tag for key, tag in _default_tags(cls).items() if isinstance(table.get(key), Mapping)}
+        return {**table, **{key: tag | dict(table[key]) for key, tag in tags.items()}}
+
     @model_validator(mode="after")
     def _check_plain_secrets(self) -> Self:
         for name in holding(type(self)):
             refuse_plain(name, getattr(self, name))
         return self
 
+    def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of this table as keys and stored results have them: under the names they were recorded with."""
+        return table
+
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
         for name, text in _field_texts(cls).items():
-            properties[name].setdefault("description", text)
+            properties[cls.model_fields[name].alias or name].setdefault("description", text)
         return schema
+
+
+FIELD_OF = {"type": "type", "in": "in_"}
+"""Keys that choose among the types of a table, and their fields: `in` is no name in Python."""
+
+
+def tag_of(model: type[BaseModel]) -> tuple[str, tuple[str, ...]]:
+    """Return the key by which a table of this type is chosen, and its values; ("", ()) if it stands alone.
+
+    >>> from rlhf_core.algorithms.policy.clip import ClipLoss
+    >>> tag_of(ClipLoss), tag_of(CustomFunction)
+    (('type', ('clip',)), ('', ()))
+    """
+    for name, field in model.model_fields.items():
+        if (key := field.alias or name) in FIELD_OF and get_origin(field.annotation) is Literal:
+            return key, get_args(field.annotation)
+    return "", ()
+
+
+@lru_cache(maxsize=512)
+def _default_tags(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    """Return, for each field whose default is one of several types, the key and the value that choose this type."""
+    defaults = {field.alias or name: field.default for name, field in model.model_fields.items()}
+    tags = {key: (tag_of(type(one))[0], one) for key, one in defaults.items() if isinstance(one, Config)}
+    return {key: {tag: getattr(one, FIELD_OF[tag])} for key, (tag, one) in tags.items() if tag}
 
 
 @lru_cache(maxsize=512)
@@ -108,13 +147,14 @@ def keyed(config: BaseModel) -> dict[str, Any]:
 
     Those marked `OPERATIONAL` are left out, and options that were added later (`added_option`) at their defaults.
     """
-    return {
+    table = {
         name: _keyed_value(value)
         for name, field in type(config).model_fields.items()
         for value in [getattr(config, name)]
         if not any(isinstance(mark, Operational) for mark in field.metadata)
         and not (field.exclude_if is not None and field.exclude_if(value))
     }
+    return config.recorded(table) if isinstance(config, Config) else table
 
 
 def _keyed_value(value: Any) -> Any:

@@ -101,7 +101,7 @@ def estimate_advantages(
     metrics = _reward_metrics(scores_B) | _rollout_metrics(experience, old_BT, mask_BT) | distance
     if kl_coef and not distance:
         rule = "the log-probs of a reference are missing"
-        raise ConfigError(explain("ppo.kl_coef", kl_coef, rule, "compute them, or set it to 0"))
+        raise ConfigError(explain("ppo.kl.coef", kl_coef, rule, "compute them, or set it to 0"))
     if isinstance(estimator, GroupAdvantage):
         # Computed from the scores, not from sums of token rewards, whose rounding errors look like a spread of the group.
         answers_B = scores_B - kl_coef * kl_BT.sum(dim=1) if kl_credit == "answer" else scores_B

@@ -101,13 +101,13 @@ def mix_weights(folder: Path, other: Path, *, part: float) -> None:
 
 def _tensor(files: dict[str, Path], name: str, shape: torch.Size) -> torch.Tensor:
     rule = "the reference has no such tensor of that shape, so the two cannot be averaged"
-    remedy = "use a reference of the policy's architecture, or set reference_sync.mix = 1"
+    remedy = "use a reference of the policy's architecture, or set kl.reference_sync.mix = 1"
     if name not in files:
-        raise ConfigError(explain("ppo.reference_sync", name, rule, remedy))
+        raise ConfigError(explain("ppo.kl.reference_sync", name, rule, remedy))
     with safe_open(files[name], framework="pt") as tensors:
         found: torch.Tensor = tensors.get_tensor(name)
     if found.shape != shape:
-        raise ConfigError(explain("ppo.reference_sync", f"{name} {tuple(shape)}", rule, remedy))
+        raise ConfigError(explain("ppo.kl.reference_sync", f"{name} {tuple(shape)}", rule, remedy))
     return found
 
 

@@ -63,7 +63,7 @@ def test_the_hacked_profiles_pay_for_following_alone_and_answer_the_same_held_ou
     assert honest.ppo is not None and hacked.ppo is not None and one_word.ppo is not None
     assert one_word.ppo.rewards == hacked.ppo.rewards
     assert {monitor.action for monitor in one_word.ppo.monitors} == {"rollback", "stop"}
-    assert honest.ppo.kl_coef > hacked.ppo.kl_coef == 0.0
+    assert honest.ppo.kl.coef > hacked.ppo.kl.coef == 0.0
     assert honest.sft is not None and hacked.sft is one_word.sft is None and hacked.ppo.start_from == "base"
     held_out = [make_tables(one.prepare_data.data, seed=one.seed)[0].eval_prompts for one in (honest, hacked)]  # type: ignore[arg-type]
     assert held_out[0] == held_out[1] and honest.evaluate == hacked.evaluate

@@ -19,7 +19,7 @@ layers = ["loose | config", "(optional)"]
 """,
     "pipelines/__init__.py": "",
     "pipelines/flow.py": "def run(profile):\n    return profile.ppo\n",
-    "pipelines/importers/flags.py": "kl_coef = 1\n",
+    "pipelines/importers/flags.py": "kl = 1\n",
     "stages/__init__.py": "",
     "stages/ppo.py": """from typing import TYPE_CHECKING
 
@@ -27,13 +27,13 @@ def run(config):
     import rlhf_core.loose
     if TYPE_CHECKING:
         import rlhf_core.config.policy
-    return config.kl_coef
+    return config.kl
 """,
     "rlhf_core/__init__.py": "",
-    "rlhf_core/loose.py": "import rlhf_core.other\n# kl_coef\n",
+    "rlhf_core/loose.py": "import rlhf_core.other\n# kl\n",
     "rlhf_core/other.py": "def late():\n    import rlhf_core.loose\n" + "    '''.'''\n" * 59,
     "rlhf_core/config/__init__.py": "",
-    "rlhf_core/config/policy.py": "class PPOConfig(Config):\n    kl_coef: float\n" + "x = 1\n" * 399,
+    "rlhf_core/config/policy.py": "class PPOConfig(Config):\n    kl: float\n" + "x = 1\n" * 399,
 }
 
 
@@ -54,7 +54,7 @@ def test_every_measure_of_a_small_tree_is_what_a_person_counts(tree: Path) -> No
             (one.name for one in measure.MEASURES),
             # The comment of loose.py is the only one, and no class has the keys of profiles. pipelines/flow.py,
             # pipelines/importers and rlhf_core/other.py stand in no layer; loose and other import each other; the profile,
-            # flow.py, policy.py and stages/ppo.py are on the way of kl_coef.
+            # flow.py, policy.py and stages/ppo.py are on the way of kl.
             (
                 *(lines, 10, 4, 0, "not measured (No module named 'pipelines.flows')", round(100 / lines, 1), 0),
                 *(2, 2, 2, 3, 1, 1, 0, 4),
@@ -68,7 +68,7 @@ def test_every_measure_of_a_small_tree_is_what_a_person_counts(tree: Path) -> No
 
 def test_a_tree_without_the_setting_is_not_measured(tree: Path) -> None:
     (tree / "rlhf_core/config/policy.py").write_text("x = 1\n")
-    with pytest.raises(LookupError, match="no class has the field kl_coef"):
+    with pytest.raises(LookupError, match="no class has the field kl"):
         measure.files_of_a_setting(tree)
 
 

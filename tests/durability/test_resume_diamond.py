@@ -48,8 +48,8 @@ CONFIGS: dict[str, Config] = {
         sampling=SamplingConfig(max_tokens=6),
         rewards=RewardsConfig(terms={"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}),
         optimizer=RATE,
-        value_optimizer=RATE,
-        kl_target=0.5,
+        value={"optimizer": RATE},
+        kl={"target": 0.5},
         checkpoint_every=2,
     ),
 }

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
+from tests.rlhf_core.http.test_peers import NOBODY, asked_as
 
 from pipelines.services import servers
 from pipelines.services.home import SERVER_AUTH, Home, quiet_environment
@@ -29,7 +30,6 @@ from rlhf_core.agents.endpoint import Endpoint
 from rlhf_core.http import door
 from rlhf_core.http.door import CONNECTIONS, Door
 from rlhf_core.rewards.server import create_app
-from tests.rlhf_core.http.test_peers import NOBODY, asked_as
 
 SECRET = "s3cret"
 OWN = "127.0.0.1:4200"

@@ -87,7 +87,7 @@ def test_twin_runs_have_identical_curves(tmp_path: Path, policy: Path) -> None:
             "sampling": {"max_tokens": 6},
             "rewards": {"terms": {"short": {"type": "function", "function": "tests.stages.test_ppo:short_is_good"}}},
             "optimizer": FAST,
-            "value_optimizer": FAST,
+            "value": {"optimizer": FAST},
         }
     )
     curves = []

@@ -173,7 +173,7 @@ def test_twin_runs_have_identical_curves(runtime: RayRuntime, tmp_path: Path, po
             "sampling": {"max_tokens": 6},
             "rewards": {"terms": {"short": {"type": "function", "function": "tests.stages.test_ppo:short_is_good"}}},
             "optimizer": FAST,
-            "value_optimizer": FAST,
+            "value": {"optimizer": FAST},
         }
     )
     curves = []

@@ -17,7 +17,7 @@ from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics, ModelSpec, Role, Trainer
-from rlhf_core.rollouts.answers import sample
+from rlhf_core.rollouts.answers import WholeAnswers
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.types import Generation, Message, Prompt
@@ -53,8 +53,8 @@ def config(**changes: Any) -> PPOConfig:
         "sampling": SamplingConfig(max_tokens=6),
         "rewards": RewardsConfig(terms={"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}),
         "optimizer": OptimizerConfig(learning_rate=5e-3, schedule="constant"),
-        "value_optimizer": OptimizerConfig(learning_rate=5e-3, schedule="constant"),
-        "kl_coef": 0.0,
+        "value": {"optimizer": OptimizerConfig(learning_rate=5e-3, schedule="constant")},
+        "kl": {"coef": 0.0},
         "checkpoint_every": 1,
     }
     return PPOConfig(**(settings | changes))
@@ -67,7 +67,7 @@ def test_the_first_update_is_on_policy_and_the_reference_is_at_distance_zero(
     tmp_path: Path, policy: Path, advantage: str
 ) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
-    held = {"kl_coef": 0.01, "kl_in": "loss" if advantage == "grpo" else "reward"}
+    held = {"kl": {"coef": 0.01, "in": "loss" if advantage == "grpo" else "reward"}}
     shop.run("ppo", config(advantage={"type": advantage}, steps=2, **held), inputs)
     assert series(shop, "policy/ratio_max")[0] == 1.0
     assert series(shop, "kl/per_sequence")[0] == 0.0
@@ -99,9 +99,8 @@ FALLING = {"schedule": "linear", "warmup_fraction": 0.0, "min_lr_fraction": 0.0}
 def test_the_policys_schedule_begins_after_the_warm_up_of_the_value_model(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
     settings = {
-        "value_warmup_steps": 2,
+        "value": {"warmup_steps": 2, "optimizer": OptimizerConfig(learning_rate=1e-3, **FALLING)},
         "optimizer": OptimizerConfig(learning_rate=1e-3, **FALLING),
-        "value_optimizer": OptimizerConfig(learning_rate=1e-3, **FALLING),
     }
     shop.run("ppo", config(**settings), inputs)
     # two of the four steps are the policy's: the first at the peak, the second half way to 0
@@ -111,17 +110,17 @@ def test_the_policys_schedule_begins_after_the_warm_up_of_the_value_model(tmp_pa
 
 def test_without_a_value_model_the_policy_waits_for_nothing(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
-    shop.run("ppo", config(advantage={"type": "rloo"}, steps=2, value_warmup_steps=9), inputs)
+    shop.run("ppo", config(advantage={"type": "rloo"}, steps=2, value={"warmup_steps": 9}), inputs)
     assert len(series(shop, "policy/learning_rate")) == 2
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"advantage": {"type": "gae"}, "kl_coef": 0.05, "kl_target": 0.5},
-        {"advantage": {"type": "grpo"}, "kl_coef": 0.05, "kl_target": 0.5, "kl_in": "loss"},
+        {"advantage": {"type": "gae"}, "kl": {"coef": 0.05, "target": 0.5}},
+        {"advantage": {"type": "grpo"}, "kl": {"in": "loss", "coef": 0.05, "target": 0.5}},
         {"advantage": {"type": "grpo"}},
-        {"kl_coef": 0.05, "kl_in": "loss", "reference_sync": {"every": 2, "mix": 0.5}, "truncated_answers": "mask"},
+        {"kl": {"in": "loss", "coef": 0.05, "reference_sync": {"every": 2, "mix": 0.5}}, "truncated_answers": "mask"},
     ],
     ids=["gae", "grpo", "grpo without a reference", "a moving reference"],
 )
@@ -135,11 +134,15 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path, cha
 
 def test_a_reference_that_takes_over_the_policy_at_every_step_is_at_distance_zero(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
-    held = {"advantage": {"type": "rloo"}, "kl_coef": 0.05, "kl_in": "loss"}
-    shop.run("ppo", config(steps=3, reference_sync={"every": 1}, **held), inputs)
+
+    def held(every: int) -> PPOConfig:
+        kl = {"in": "loss", "coef": 0.05, "reference_sync": {"every": every}}
+        return config(steps=3, advantage={"type": "rloo"}, kl=kl)
+
+    shop.run("ppo", held(1), inputs)
     assert series(shop, "kl/k3") == pytest.approx([0.0, 0.0, 0.0], abs=1e-9)
     shop, inputs = shop_and_inputs(tmp_path / "later", policy)
-    shop.run("ppo", config(steps=3, reference_sync={"every": 2}, **held), inputs)
+    shop.run("ppo", held(2), inputs)
     first, second, third = series(shop, "kl/k3")
     assert second > 1e-7 > max(first, third)
 
@@ -164,10 +167,10 @@ def test_without_a_coefficient_no_reference_is_loaded_and_the_weights_are_the_sa
 ) -> None:
     made = {}
     # 1e-30 of any log-ratio (at most 20) is absorbed where it is added to a reward or a value of 1e-6 or more in float32.
-    for name, kl_coef in (("without", 0.0), ("with", 1e-30)):
+    for name, coef in (("without", 0.0), ("with", 1e-30)):
         shop, inputs = shop_and_inputs(tmp_path / name, policy)
         shop.runtime = runtime = Recording()
-        ref, _ = shop.run("ppo", config(advantage={"type": advantage}, kl_coef=kl_coef, epochs=2), inputs)
+        ref, _ = shop.run("ppo", config(advantage={"type": advantage}, kl={"coef": coef}, epochs=2), inputs)
         made[name] = (ref.digest, runtime.roles, shop)
     assert "reference" not in made["without"][1]
     assert sorted(made["with"][1]) == sorted([*made["without"][1], "reference"])
@@ -236,11 +239,13 @@ def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(
 ) -> None:
     sampled: list[int] = []
 
-    def counted(*args: Any, step: int, **rest: Any) -> list[Generation]:
-        sampled.append(step)
-        return sample(*args, step=step, **rest)
+    draw = WholeAnswers.sample_round
 
-    monkeypatch.setattr("rlhf_core.rollouts.answers.sample", counted)
+    def counted(self: WholeAnswers, step: int, number: int) -> list[Generation]:
+        sampled.append(step)
+        return draw(self, step, number)
+
+    monkeypatch.setattr(WholeAnswers, "sample_round", counted)
     # the normaliser's running statistics are part of what a rollout step leaves behind
     terms = {"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}
     settings = config(checkpoint_every=2, rewards=RewardsConfig(terms=terms, normalise="running"))
@@ -268,10 +273,10 @@ def test_a_group_estimator_needs_a_group_and_minibatches_need_rollouts() -> None
         ({"sampling": SamplingConfig(top_k=5)}, r"sampling\.top_k = 5: the trainer's log-probs .*; leave it at 0"),
         ({"sampling": SamplingConfig(temperature=0.0)}, r"sampling\.temperature = 0\.0: greedy .*; raise it"),
         (
-            {"advantage": {"type": "grpo"}, "kl_coef": 0.1},
-            r"kl_in = 'reward': grpo divides by .*set kl_in = \"loss\"",
+            {"advantage": {"type": "grpo"}, "kl": {"coef": 0.1}},
+            r"kl.in = 'reward': grpo divides by .*set kl.in = \"loss\"",
         ),
-        ({"steps": 4, "value_warmup_steps": 4}, r"value_warmup_steps = 4: must be < steps = 4.*; lower it"),
+        ({"steps": 4, "value": {"warmup_steps": 4}}, r"value.warmup_steps = 4: must be < steps = 4.*; lower it"),
     ],
 )
 def test_settings_that_would_quietly_spoil_the_gradient_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -313,7 +318,7 @@ def test_dynamic_sampling_replaces_groups_without_a_gradient_and_resumes_bitwise
     settings = {"rewards": RewardsConfig(terms=terms), "advantage": {"type": "dr_grpo"}}
     plain, inputs = shop_and_inputs(tmp_path / "plain", policy)
     plain.run("ppo", config(**settings), inputs)
-    dynamic = config(**settings, dynamic_sampling={"max_rounds": 4})
+    dynamic = config(**settings, ahead={"type": "dynamic", "max_rounds": 4})
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, _ = whole.run("ppo", dynamic, inputs)
     assert sum(series(plain, "reward/zero_variance_groups")) > sum(series(whole, "reward/zero_variance_groups"))
@@ -321,19 +326,19 @@ def test_dynamic_sampling_replaces_groups_without_a_gradient_and_resumes_bitwise
     assert not series(plain, "rollout/undecided_groups")
     killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
     assert killed_and_resumed(killed, "ppo", dynamic, inputs, at=3).digest == expected.digest
-    with pytest.raises(ValidationError, match="samples_per_prompt = 1: dynamic_sampling compares"):
-        config(samples_per_prompt=1, dynamic_sampling={})
+    with pytest.raises(ValidationError, match=r"samples_per_prompt = 1: ahead\.type = 'dynamic' compares"):
+        config(samples_per_prompt=1, ahead="dynamic")
 
 
 def test_grpo_may_have_the_penalty_in_the_loss() -> None:
-    assert config(advantage={"type": "grpo"}, kl_coef=0.1, kl_in="loss").kl_coef == 0.1
+    assert config(advantage={"type": "grpo"}, kl={"in": "loss", "coef": 0.1}).kl.coef == 0.1
 
 
 OVERLAPS: dict[str, dict[str, Any]] = {
-    "one step off": {"staleness": 1},
-    "two steps off": {"staleness": 2},
-    "partial": {"partial_tokens": 2},
-    "partial, one step off": {"staleness": 1, "partial_tokens": 3, "in_flight_groups": 5},
+    "one step off": {"ahead": {"type": "staleness", "steps": 1}},
+    "two steps off": {"ahead": {"type": "staleness", "steps": 2}},
+    "partial": {"ahead": {"type": "partial", "tokens": 2}},
+    "partial, one step off": {"ahead": {"type": "partial", "tokens": 3, "in_flight_groups": 5, "staleness": 1}},
 }
 
 
@@ -372,7 +377,7 @@ def test_with_overlap_a_stage_that_is_asked_to_stop_loses_nothing(tmp_path: Path
 
 def test_old_rollouts_are_corrected_and_their_age_and_what_they_cost_is_said(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
-    shop.run("ppo", config(staleness=2, advantage={"type": "rloo"}), inputs)
+    shop.run("ppo", config(ahead={"type": "staleness", "steps": 2}, advantage={"type": "rloo"}), inputs)
     assert series(shop, "rollout/staleness") == [0, 1, 2, 2]
     assert series(shop, "rollout/staleness_max") == [0, 1, 2, 2]
     assert series(shop, "rollout/in_flight") == [8, 8, 4, 0]
@@ -386,7 +391,10 @@ def test_old_rollouts_are_corrected_and_their_age_and_what_they_cost_is_said(tmp
 
 def test_an_answer_that_two_policies_wrote_has_the_log_probs_of_each(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
-    partial = {"partial_tokens": 2, "in_flight_groups": 8, "optimizer": OptimizerConfig(learning_rate=1e-9)}
+    partial = {
+        "ahead": {"type": "partial", "tokens": 2, "in_flight_groups": 8},
+        "optimizer": OptimizerConfig(learning_rate=1e-9),
+    }
     shop.run("ppo", config(**partial, advantage={"type": "rloo"}, steps=4), inputs)
     assert max(series(shop, "rollout/staleness_max")) >= 1
     # with weights that hardly move, sampler and trainer agree on every segment as they do on a whole answer

@@ -151,7 +151,7 @@ def rewards_of_grpo(
         agent=agent,
         rewards=RewardsConfig(terms={"digits": reward or EpisodeReward()}),
         optimizer=OptimizerConfig(learning_rate=2e-2, schedule="constant"),
-        kl_coef=0.0,
+        kl={"coef": 0.0},
     )
     shop.run("ppo", settings, inputs, seed=seed)
     assert set(series(shop, "rollout/failed_episodes")) <= {0.0}

@@ -596,7 +596,7 @@ _MUON = Missing("", "the optimizer is AdamW", "optimizer.learning_rate of AdamW"
 MISSING = {
     "zpg": Missing("1", "no hierarchical partition of ZeRO++", "runtime.trainer.zero_stage = 3"),
     "optim": Missing("adam", "the optimizer is AdamW", "optimizer.learning_rate of AdamW"),
-    "critic.optim": Missing("adam", "the optimizer is AdamW", "value_optimizer.learning_rate of AdamW"),
+    "critic.optim": Missing("adam", "the optimizer is AdamW", "value.optimizer.learning_rate of AdamW"),
     "muon.lr": _MUON,
     "muon.momentum": _MUON,
     "critic.muon.lr": _MUON,

@@ -65,35 +65,35 @@ def policy_loss(one: Sheet) -> None:
 
 def kl(one: Sheet) -> None:
     """Write the KL penalty: k1 in the reward; in the loss k2, k3 as it is, or any value with the gradient of k2."""
-    one.put("ppo.kl_coef", one.number("init_kl_coef"), "init_kl_coef")
+    one.put("ppo.kl.coef", one.number("init_kl_coef"), "init_kl_coef")
     estimator = "k3" if one.has("use_kl_estimator_k3") else one.text("kl_estimator")
     name = "use_kl_estimator_k3" if one.has("use_kl_estimator_k3") else "kl_estimator"
     grouped = one.text("advantage_estimator") == "group_norm" and one.number("init_kl_coef") > 0
     in_loss = one.has("use_kl_loss") or grouped
     if grouped and not one.has("use_kl_loss"):
         note = "grpo divides by the spread of a group, so the penalty is no part of the reward"
-        one.put("ppo.kl_in", "loss", note=note)
+        one.put("ppo.kl.in", "loss", note=note)
         one.draft.note(f"OpenRLHF takes the penalty off the reward of group_norm, here it is in the loss: {note}")
     else:
-        one.put("ppo.kl_in", "loss" if in_loss else "reward", "use_kl_loss" if in_loss else name)
+        one.put("ppo.kl.in", "loss" if in_loss else "reward", "use_kl_loss" if in_loss else name)
     if not in_loss and one.text("advantage_estimator") in ("rloo", "reinforce_baseline", "dr_grpo"):
-        one.put("ppo.kl_credit", "token", note="the baseline first, then the penalty on every token")
+        one.put("ppo.kl.credit", "token", note="the baseline first, then the penalty on every token")
     if one.has("use_kl_loss") and one.number("init_kl_coef") > 0:
         _kl_in_loss(one, name, estimator)
     elif one.has("use_kl_loss"):
         one.ignore(name, "a coefficient of 0 is no penalty")
     elif estimator == ("k2" if in_loss else "k1"):
-        one.says(name, f"{estimator} is the estimator of ppo.kl_in")
+        one.says(name, f"{estimator} is the estimator of ppo.kl.in")
     elif in_loss:
-        one.refuse(name, f"{estimator} in the reward is no part of {_LOSS_OF_GROUPS}", 'ppo.kl_in = "loss"')
+        one.refuse(name, f"{estimator} in the reward is no part of {_LOSS_OF_GROUPS}", 'ppo.kl.in = "loss"')
     else:
-        one.refuse(name, "the penalty in the reward is k1", 'k1, by kl_in = "reward"')
+        one.refuse(name, "the penalty in the reward is k1", 'k1, by kl.in = "reward"')
     one.ignore("kl_estimator", "--use_kl_estimator_k3 wins")
     one.ignore("algo.kl.unbiased_gradient", "is read only with a penalty in the loss")
     if one.has("kl_target"):
-        reason = "OpenRLHF's target is nats per token, ppo.kl_target per sequence"
-        one.refuse("kl_target", reason, "ppo.kl_target = that * the mean length of an answer")
-        one.refuse("kl_horizon", reason, f"ppo.kl_horizon = {one.text('kl_horizon')} with ppo.kl_target")
+        reason = "OpenRLHF's target is nats per token, ppo.kl.target per sequence"
+        one.refuse("kl_target", reason, "ppo.kl.target = that * the mean length of an answer")
+        one.refuse("kl_horizon", reason, f"ppo.kl.horizon = {one.text('kl_horizon')} with ppo.kl.target")
     one.ignore("kl_horizon", "is read only with a target")
 
 
@@ -102,16 +102,16 @@ def _kl_in_loss(one: Sheet, name: str, estimator: str) -> None:
     unbiased = "algo.kl.unbiased_gradient"
     if one.has(unbiased):
         one.put(
-            "ppo.kl_estimator", estimator, name, unbiased, note="with the gradient of k2, not weighted by pi / pi_old"
+            "ppo.kl.estimator", estimator, name, unbiased, note="with the gradient of k2, not weighted by pi / pi_old"
         )
     elif estimator == "k1":
         one.refuse(
-            name, "the gradient of k1 as a loss is zero on average", 'kl_estimator = "k1", with the gradient of k2'
+            name, "the gradient of k1 as a loss is zero on average", 'kl.estimator = "k1", with the gradient of k2'
         )
     elif estimator == "k3":
-        one.put("ppo.kl_estimator", "k3_direct", name)
+        one.put("ppo.kl.estimator", "k3_direct", name)
     else:
-        one.put("ppo.kl_estimator", estimator, name)
+        one.put("ppo.kl.estimator", estimator, name)
 
 
 def correction(one: Sheet) -> None:
@@ -193,8 +193,8 @@ def extras(one: Sheet) -> None:
         one.put("ppo.entropy_coef", one.number("entropy_loss_coef"), "entropy_loss_coef")
     if one.text("advantage_estimator") == "gae":
         note = "" if one.has("value_clip") else "0.2 before 0.8.3"
-        one.put("ppo.value_clip", one.number("value_clip"), "value_clip", note=note)
-        one.put("ppo.value_warmup_steps", max(0, one.integer("freezing_actor_steps")), "freezing_actor_steps")
+        one.put("ppo.value.clip", one.number("value_clip"), "value_clip", note=note)
+        one.put("ppo.value.warmup_steps", max(0, one.integer("freezing_actor_steps")), "freezing_actor_steps")
     for name in ("value_clip", "freezing_actor_steps"):
         one.ignore(name, "there is no value model")
     if one.has("enable_ema"):
@@ -203,8 +203,9 @@ def extras(one: Sheet) -> None:
     one.ignore("ema_beta", "is read only with --enable_ema")
     if one.has("dynamic_filtering"):
         low, high = one.pair("dynamic_filtering_reward_range")
-        one.put("ppo.dynamic_sampling.low", low, "dynamic_filtering_reward_range", "dynamic_filtering")
-        one.put("ppo.dynamic_sampling.high", high, "dynamic_filtering_reward_range", "dynamic_filtering")
+        one.put("ppo.ahead.type", "dynamic", "dynamic_filtering")
+        one.put("ppo.ahead.low", low, "dynamic_filtering_reward_range", "dynamic_filtering")
+        one.put("ppo.ahead.high", high, "dynamic_filtering_reward_range", "dynamic_filtering")
     one.ignore("dynamic_filtering_reward_range", "is read only with --dynamic_filtering")
 
 

@@ -405,24 +405,27 @@ def agent(one: Sheet) -> None:
 
 def overlap(one: Sheet) -> None:
     """Write how far sampling may run ahead of training."""
-    if one.has("async_train") and any(key.startswith("ppo.dynamic_sampling") for key in one.draft.values):
+    if one.has("async_train") and "ppo.ahead.low" in one.draft.values:
         for name in ("async_train", "async_queue_size"):
-            one.refuse(name, "dynamic sampling draws again after a step is scored", "ppo.dynamic_sampling alone")
+            one.refuse(
+                name, "dynamic sampling draws again after a step is scored", '[ppo.ahead] of type "dynamic" alone'
+            )
     elif one.has("async_train"):
         queue = one.integer("async_queue_size") if one.has("async_queue_size") else 1
         corrected = one.draft.values["ppo.correction.level"].value != "off"
-        one.put("ppo.staleness", min(4, queue) if corrected else 1, "async_train", "async_queue_size")
+        one.put("ppo.ahead.type", "staleness", "async_train")
+        one.put("ppo.ahead.steps", min(4, queue) if corrected else 1, "async_train", "async_queue_size")
         if queue > 1 and not corrected:
-            one.refuse("async_queue_size", "older answers need a correction", "ppo.correction, then ppo.staleness")
+            one.refuse("async_queue_size", "older answers need a correction", "ppo.correction, then ppo.ahead.steps")
     one.ignore("async_queue_size", "sampling and training take turns without --async_train")
     reason = "OpenRLHF changes the weights within an answer whenever they come"
-    one.refuse("partial_rollout", reason, "ppo.partial_tokens, which does so after a number of tokens")
+    one.refuse("partial_rollout", reason, '[ppo.ahead] of type "partial", which does so after a number of tokens')
 
 
 def value_model(one: Sheet) -> None:
     """Write the value model's optimizer. The value model starts from the reward model, or the policy, on both sides."""
     if one.text("advantage_estimator") == "gae":
-        optimizer(one, "ppo.value_optimizer", head="critic")
+        optimizer(one, "ppo.value.optimizer", head="critic")
         if one.text("critic_pretrain") not in ("", one.text("reward_pretrain")):
             reason = "the value model starts from the reward model, or else from the policy"
             one.refuse("critic_pretrain", reason, "the reward model")

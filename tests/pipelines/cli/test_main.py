@@ -52,7 +52,7 @@ def cli(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (
             ["plan", "tiny/full", "--set", "ppo.kl_coeff=1"],
-            "ppo.kl_coeff = 1: unknown key; did you mean ppo.kl_coef?\n",
+            "ppo.kl_coeff = 1: unknown key; did you mean ppo.kl.coef?\n",
         ),
         (["plan", "tiny/nothing_like_it_at_all"], "profile = 'tiny/nothing_like_it_at_all': no such file"),
         (["explain", "sfft"], "explain 'sfft': no such stage; this pipeline has prepare_data, sft"),

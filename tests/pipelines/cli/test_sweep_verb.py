@@ -43,7 +43,7 @@ FOUR = "ppo.kl_coef=0.01,0.02,0.05,0.1"
 def toys(config: PipelineConfig, stages: Stages) -> None:
     assert config.ppo is not None
     first = stages.run_stage(toy_spec(ToyConfig(), label="first", seed=config.seed), PolicyRef)
-    second = ToyConfig(kl_coef=config.ppo.kl_coef)
+    second = ToyConfig(kl_coef=config.ppo.kl.coef)
     stages.run_stage(toy_spec(second, label="second", seed=config.seed, inputs={"policy": first}), PolicyRef)
 
 
@@ -230,7 +230,7 @@ def test_optuna_chooses_the_points_and_a_killed_search_finds_its_own_again(
     ("words", "error"),
     [
         (["--optuna", "3", "--random", "2"], "--optuna = 3: chooses its points itself; leave --random out"),
-        (["--optuna", "3", "--range", "ppo.kl_coef=-1..1"], "ppo.kl_coef = -1"),
+        (["--optuna", "3", "--range", "ppo.kl_coef=-1..1"], "ppo.kl.coef = -1"),
         (["--grid", "ppo.kl_coef=0.1", "--sweep-seed", "3"], "--sweep-seed = 3: a grid draws nothing"),
         (["--optuna", "3", "--range", "ppo.kl_coef=0.1..1", "--set", "ppo.kl_coef=0.2"], "this key is swept"),
         (["--range", "ppo.kl_coef=0.1..1"], "needs --random N or --optuna N"),
@@ -278,7 +278,7 @@ def test_what_cannot_be_swept_is_refused_before_anything_runs(
         assert main(swept(tmp_path, *words)) == EXIT_REFUSED
         assert capsys.readouterr().err == f"{error}\n"
     assert main(swept(tmp_path, grid="ppo.kl_coef=0.1,-1")) == EXIT_REFUSED
-    assert capsys.readouterr().err.startswith("ppo.kl_coef = -1: ")
+    assert capsys.readouterr().err.startswith("ppo.kl.coef = -1: ")
     assert small.trackers == []
 
 

@@ -70,7 +70,7 @@ def test_a_reference_that_nothing_asks_is_in_no_key() -> None:
             stages.dpo("dpo", config, policy=policy, reference=other, preferences=pairs)
         return specs[0].inputs
 
-    free = [PPOConfig(kl_coef=0.0), DPOConfig(loss=SimPOLoss()), DPOConfig(loss=ORPOLoss())]
+    free = [PPOConfig(kl={"coef": 0.0}), DPOConfig(loss=SimPOLoss()), DPOConfig(loss=ORPOLoss())]
     assert [inputs(config, "one") == inputs(config, "other") for config in free] == [True] * 3
     assert [inputs(config, "one") == inputs(config, "other") for config in (PPOConfig(), DPOConfig())] == [False] * 2
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import operator
 import os
 import re
 from pathlib import Path
@@ -21,9 +22,9 @@ def test_the_tiny_profiles_are_shipped() -> None:
 
 
 def test_an_override_changes_one_value_and_keeps_its_type() -> None:
-    config = load_profile("tiny/full", ["ppo.kl_coef=0.125", "name=night run", "ppo.advantage.whiten=false"])
+    config = load_profile("tiny/full", ["ppo.kl.coef=0.125", "name=night run", "ppo.advantage.whiten=false"])
     assert config.ppo is not None
-    assert (config.ppo.kl_coef, config.name, config.ppo.advantage.model_dump()["whiten"]) == (0.125, "night run", False)
+    assert (config.ppo.kl.coef, config.name, config.ppo.advantage.model_dump()["whiten"]) == (0.125, "night run", False)
 
 
 def test_an_override_of_none_takes_a_section_away() -> None:
@@ -33,7 +34,7 @@ def test_an_override_of_none_takes_a_section_away() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("ppo.kl_coeff=0.1", "ppo.kl_coeff = 0.1: unknown key; did you mean ppo.kl_coef?"),
+        ("ppo.kl_coeff=0.1", "ppo.kl_coeff = 0.1: unknown key; did you mean ppo.kl.coef?"),
         ("sft.loop.epoch=2", "sft.loop.epoch = 2: unknown key; did you mean sft.loop.epochs?"),
         ("pppo.steps=2", "pppo = {'steps': 2}: unknown key; did you mean ppo?"),
         (
@@ -50,9 +51,9 @@ def test_a_misspelt_key_is_refused_with_the_nearest_one(override: str, message: 
 
 def test_a_bad_value_names_key_value_rule_and_remedy() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_profile("tiny/full", ["ppo.kl_coef=-1"])
+        load_profile("tiny/full", ["ppo.kl.coef=-1"])
     assert str(caught.value) == (
-        "ppo.kl_coef = -1: must be greater than or equal to 0; change it in tiny/full or with --set ppo.kl_coef=..."
+        "ppo.kl.coef = -1: must be greater than or equal to 0; change it in tiny/full or with --set ppo.kl.coef=..."
     )
 
 
@@ -62,6 +63,33 @@ def test_a_bare_name_chooses_a_loss_with_its_defaults() -> None:
     assert short == long
     with pytest.raises(ConfigError, match=r"ppo\.loss"):
         load_profile("tiny/full", ["ppo.loss=gpso"])
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("[ppo.loss]\nclip_low = 0.1\n", [], {"loss.clip_low": 0.1}),
+        ("", ["ppo.loss.clip_low=0.1", "ppo.kl.coef=0.2"], {"loss.clip_low": 0.1, "kl.coef": 0.2, "kl.in_": "reward"}),
+        ("[ppo.kl]\nin = 'loss'\n", ["ppo.kl.coef=0.2"], {"kl.in_": "loss", "kl.coef": 0.2}),
+        ("ppo.loss = 'gspo'\n", ["ppo.loss.clip_low=0.1"], {"loss.type": "gspo", "loss.clip_low": 0.1}),
+        ("[ppo]\nkl_coef = 0.3\nkl_target = 2.0\n", ["ppo.kl_coef=0.2"], {"kl.coef": 0.2, "kl.target": 2.0}),
+        ("[ppo]\nkl_in = 'loss'\n", ["ppo.kl.estimator=k3"], {"kl.coef": 0.05, "kl.in_": "loss", "kl.estimator": "k3"}),
+        ("[ppo]\nstaleness = 1\n", ["ppo.partial_tokens=8"], {"ahead.tokens": 8, "ahead.staleness": 1}),
+        ("[ppo]\nstaleness = 1\n", ["ppo.ahead.steps=2"], {"ahead.steps": 2}),
+        ("[ppo]\nstaleness = 1\n", ["ppo.staleness=0"], {"ahead": None}),
+        ("[ppo]\nahead = 'staleness'\n", ["ppo.staleness=none"], {"ahead": None}),
+        ("[ppo.value_optimizer]\neps = 0.1\n", [], {"value.optimizer.eps": 0.1, "value.optimizer.learning_rate": 5e-4}),
+        ("[ppo]\nkl_coef = 'none'\n", [], {"kl.coef": 0.05}),
+    ],
+)  # fmt: skip
+def test_the_default_type_holds_until_another_is_named_and_former_names_are_read(
+    tmp_path: Path, text: str, overrides: list[str], expected: dict[str, object]
+) -> None:
+    profile = tmp_path / "mine.toml"
+    profile.write_text(f"extends = 'tiny/full'\n{text}")
+    config = load_profile(profile, overrides)
+    assert {key: operator.attrgetter(key)(config.ppo) for key in expected} == expected
+    assert with_overrides(config, ["ppo.kl.coef=0.7"]).ppo == load_profile(profile, [*overrides, "ppo.kl.coef=0.7"]).ppo
 
 
 def test_another_type_does_not_inherit_the_options_of_the_one_before(tmp_path: Path) -> None:
@@ -303,7 +331,7 @@ def test_an_override_of_several_lines_is_text_and_changes_nothing_else() -> None
     ("key", "meant"),
     [
         ("pppo", "ppo"),
-        ("ppo.kl_ceof", "ppo.kl_coef"),
+        ("ppo.kl.ceof", "ppo.kl.coef"),
         ("ppo.rewards.terms.reward_modl", "ppo.rewards.terms.reward_model"),
     ],
 )

@@ -66,3 +66,33 @@ def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name()
         ConfigError, match=r"revison = 'a': unknown key; did you mean distill\.external\.big\.revision\?"
     ):
         load_profile("tiny/distill", ['distill.external={big = {path = "/x", revison = "a"}}'])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["ppo.loss.type=clp"], "ppo.loss.type = 'clp': there is no such type; did you mean clip?"),
+        (["ppo.loss=clp"], "ppo.loss.type = 'clp': there is no such type; did you mean clip?"),
+        (["ppo.kl.in=los"], "ppo.kl.in = 'los': there is no such type; did you mean loss?"),
+        (["ppo.ahead.steps=1"], "ppo.ahead.type: missing, and it has no default; choose one of staleness, partial, dynamic"),
+        (
+            ["ppo.kl.estimator=k3"],
+            ("ppo.kl.estimator = 'k3': is not an option of type 'reward' but of 'loss'; remove it, for example with --set "
+            """ppo.kl.estimator=none, or replace the whole table: --set ppo.kl='{in = "loss", estimator = ...}'"""),
+        ),
+        (
+            ["ppo={kl_coef = 0.1, kl = {coef = 0.1}}"],
+            "ppo.kl_coef = 0.1: is the former name of kl.coef, which is set, too; remove kl_coef",
+        ),
+        (
+            ["ppo.staleness=1", "ppo.dynamic_sampling.low=1"],
+            ("ppo.staleness = 1: dynamic_sampling samples again after a step is scored, with the weights of that step; remove "
+            "one of them"),
+        ),
+        (["ppo.kl_coef=-1"], "ppo.kl.coef = -1: must be greater than or equal to 0; change it in tiny/full or with --set ppo.kl.coef=..."),
+    ],
+)  # fmt: skip
+def test_a_type_that_is_misspelt_or_does_not_fit_is_refused_with_the_remedy(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_profile("tiny/full", overrides)
+    assert str(refused.value) == message

@@ -11,9 +11,11 @@ from rlhf_core.algorithms.advantage.group import CustomAdvantage, GRPOAdvantage
 from rlhf_core.algorithms.advantage.token import GAEAdvantage
 from rlhf_core.algorithms.policy.clip import ClipLoss, GSPOLoss
 from rlhf_core.algorithms.policy.weighted import CISPOLoss
-from rlhf_core.config.policy import GROUP_ADVANTAGES, PPOConfig
+from rlhf_core.config.former_names import renamed
+from rlhf_core.config.policy import GROUP_ADVANTAGES, KLAsLoss, PPOConfig
 from rlhf_core.schema.base import keyed
 
+DYNAMIC, STALE, PARTIAL = {"type": "dynamic"}, {"type": "staleness"}, {"type": "partial", "tokens": 16}
 RELATIVE = {"type": "function", "function": "a.b:c", "compares": "group"}
 
 
@@ -31,9 +33,9 @@ def test_a_bare_name_stands_for_its_defaults(name: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in GROUP_ADVANTAGES if kind is not CustomAdvantage])
 def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
     with pytest.raises(ValidationError, match=r"samples_per_prompt = 1: .* compares the samples of a prompt"):
-        PPOConfig(advantage=kind(), kl_in="loss")
+        PPOConfig(advantage=kind(), kl=KLAsLoss())
     enough = kind().least_group
-    assert PPOConfig(advantage=kind(), kl_in="loss", samples_per_prompt=enough).advantage == kind()
+    assert PPOConfig(advantage=kind(), kl=KLAsLoss(), samples_per_prompt=enough).advantage == kind()
 
 
 @pytest.mark.parametrize(
@@ -42,18 +44,21 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ({"advantage": "gea"}, "'gae', 'reinforce\\+\\+'"),
         ({"advantage": {"type": "rloo", "gamma": 0.9}, "samples_per_prompt": 2}, "Extra inputs"),
         ({"correction": {"pi_old": "sampler"}}, "level = 'token': with pi_old = 'sampler' the ratio q is 1 everywhere"),
-        ({"dynamic_sampling": {}}, "samples_per_prompt = 1: dynamic_sampling compares"),
+        ({"ahead": "dynamic"}, r"samples_per_prompt = 1: ahead\.type = 'dynamic' compares"),
         ({"rewards": {"composition": {"type": "gdpo"}}}, 'samples_per_prompt = 1: rewards.composition.type = "gdpo"'),
         (
             {"rewards": {"terms": {"rm": {"type": "reward_model", "normalise": "group"}}}},
             'samples_per_prompt = 1: rewards.terms.rm.normalise = "group" compares',
         ),
-        ({"dynamic_sampling": {"max_rounds": 1}, "samples_per_prompt": 2}, "greater than or equal to 2"),
+        ({"ahead": DYNAMIC | {"max_rounds": 1}, "samples_per_prompt": 2}, "greater than or equal to 2"),
         ({"ptx": {"coef": 0}}, "greater than 0"),
-        ({"value_optimizer": {"ema_decay": 0.9}}, "the average of a value model is not used"),
+        (
+            {"value": {"optimizer": {"ema_decay": 0.9}}},
+            r"optimizer\.ema_decay = 0\.9: the average of a value model is not used",
+        ),
         (
             {
-                "dynamic_sampling": {"low": 0.1},
+                "ahead": DYNAMIC | {"low": 0.1},
                 "samples_per_prompt": 2,
                 "rewards": {"normalise": "running"},
             },
@@ -61,7 +66,7 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ),
         (
             {
-                "dynamic_sampling": {"high": 0.9},
+                "ahead": DYNAMIC | {"high": 0.9},
                 "samples_per_prompt": 2,
                 "rewards": {"composition": {"type": "gdpo"}},
             },
@@ -69,7 +74,7 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ),
         (
             {
-                "dynamic_sampling": {"low": 0.1},
+                "ahead": DYNAMIC | {"low": 0.1},
                 "samples_per_prompt": 2,
                 "rewards": {"terms": {"rm": {"type": "reward_model", "normalise": "group"}}},
             },
@@ -79,18 +84,15 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
             {"rewards": {"terms": {"won": {"type": "episode"}}}},
             "rewards.terms.won.type = 'episode': only agent episodes have this reward",
         ),
-        ({"advantage": "grpo", "samples_per_prompt": 2}, "kl_in = 'reward': grpo divides"),
+        ({"advantage": "grpo", "samples_per_prompt": 2}, r"kl\.in = 'reward': grpo divides"),
+        ({"kl": {"credit": "answer"}}, r"kl\.credit = 'answer': .*advantage is gae; set kl\.credit = \"token\""),
+        ({"kl": {"in": "loss", "credit": "answer"}}, r"kl\.loss\.credit\s+Extra inputs"),
+        ({"kl": {"coef": 0.0, "target": 6.0}}, r"target = 6\.0: .* coef = 0 stays 0; raise coef"),
+        ({"kl": {"target": 6.0, "horizon": 12}}, r"kl\.horizon = 12: must be > a fifth of the 64 rollouts of a step"),
         (
-            {"kl_credit": "answer"},
-            r"kl_credit = 'answer': .*advantage is gae and kl_in 'reward'; set kl_credit = \"token\"",
+            {"advantage": "remax", "ahead": "staleness"},
+            r"advantage = 'remax': .* and ahead\.type = 'staleness' is not made",
         ),
-        (
-            {"advantage": "rloo", "samples_per_prompt": 2, "kl_in": "loss", "kl_credit": "answer"},
-            "kl_credit = 'answer': .*kl_in 'loss'",
-        ),
-        ({"kl_coef": 0.0, "kl_target": 6.0}, r"kl_target = 6\.0: .* kl_coef = 0 stays 0; raise kl_coef"),
-        ({"kl_target": 6.0, "kl_horizon": 12}, "kl_horizon = 12: must be > a fifth of the 64 rollouts of a step"),
-        ({"advantage": "remax", "staleness": 1}, "advantage = 'remax': .* and staleness is not made for it"),
         (
             {"advantage": "remax", "rewards": {"normalise": "running"}},
             "rewards.normalise = 'running' scales rewards by the answers around them",
@@ -99,38 +101,35 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
             {"advantage": "remax", "rewards": {"terms": {"won": RELATIVE}}},
             "rewards.terms.won.compares = 'group' makes them relative to the answers around them",
         ),
-        ({"reference_sync": {"every": 2}, "kl_coef": 0.0}, "reference_sync: .* kl_coef = 0 loads none"),
+        ({"kl": {"reference_sync": {"every": 2}, "coef": 0.0}}, "reference_sync: .* coef = 0 loads none"),
         (
-            {"reference_sync": {"every": 2}, "optimizer": {"ema_decay": 0.9}},
+            {"kl": {"reference_sync": {"every": 2}}, "optimizer": {"ema_decay": 0.9}},
             "reference_sync: .* the average of the policy",
         ),
-        ({"kl_estimator": "k3"}, "kl_estimator = 'k3': applies to a penalty in the loss"),
-        ({"staleness": 5}, "less than or equal to 4"),
-        ({"staleness": 3, "steps": 3}, "staleness = 3: must be < steps = 3"),
+        ({"kl": {"estimator": "k3"}}, r"kl\.reward\.estimator\s+Extra inputs"),
+        ({"ahead": STALE | {"steps": 5}}, "less than or equal to 4"),
+        ({"ahead": STALE | {"steps": 3}, "steps": 3}, r"ahead\.steps = 3: must be < steps = 3"),
+        ({"ahead": PARTIAL | {"staleness": 3}, "steps": 3}, r"ahead\.staleness = 3: must be < steps = 3"),
         (
-            {"staleness": 2, "correction": {"level": "off"}},
-            "staleness = 2: answers sampled by weights that old need the correction",
+            {"ahead": STALE | {"steps": 2}, "correction": {"level": "off"}},
+            r"ahead\.steps = 2: answers sampled by weights that old need the correction",
         ),
         (
-            {"partial_tokens": 16, "correction": {"level": "off", "pi_old": "sampler"}},
-            'partial_tokens = 16: .*; set correction.pi_old = "trainer"',
+            {"ahead": PARTIAL, "correction": {"level": "off", "pi_old": "sampler"}},
+            r'ahead\.type = .partial.: .*; set correction.pi_old = "trainer"',
         ),
+        ({"ahead": PARTIAL | {"tokens": 24}}, r"ahead\.tokens = 24: must divide sampling.max_tokens = 64"),
+        ({"ahead": PARTIAL | {"tokens": 64}}, r"ahead\.tokens = 64: .* two rounds or more"),
+        ({"ahead": PARTIAL | {"in_flight_groups": 63}}, r"in_flight_groups = 63: must be >= prompts_per_step = 64"),
         (
-            {"staleness": 1, "dynamic_sampling": {}, "samples_per_prompt": 2},
-            "staleness = 1: dynamic_sampling samples again",
+            {"ahead": PARTIAL, "agent": {"type": "environment", "environment": "my.module:Game"}},
+            r"ahead\.type = 'partial': the episodes of an agent cannot be carried over",
         ),
-        (
-            {"partial_tokens": 16, "dynamic_sampling": {}, "samples_per_prompt": 2},
-            "partial_tokens = 16: dynamic_sampling samples again",
-        ),
-        ({"partial_tokens": 24}, "partial_tokens = 24: must divide sampling.max_tokens = 64"),
-        ({"partial_tokens": 64}, "partial_tokens = 64: .* two rounds or more"),
-        ({"in_flight_groups": 64}, "in_flight_groups = 64: without partial_tokens"),
-        ({"partial_tokens": 16, "in_flight_groups": 63}, "in_flight_groups = 63: must be >= prompts_per_step = 64"),
-        (
-            {"partial_tokens": 16, "agent": {"type": "environment", "environment": "my.module:Game"}},
-            "partial_tokens = 16: the episodes of an agent cannot be carried over",
-        ),
+        ({"kl_coef": 0.1, "kl": {"coef": 0.1}}, r"kl_coef = 0\.1: is the former name of kl\.coef, which is set, too"),
+        ({"staleness": 1, "ahead": "dynamic"}, "staleness = 1: is the former name of ahead, which is set, too"),
+        ({"staleness": 1, "dynamic_sampling": {}}, "staleness = 1: dynamic_sampling samples again"),
+        ({"partial_tokens": 16, "dynamic_sampling": {}}, "partial_tokens = 16: dynamic_sampling samples again"),
+        ({"in_flight_groups": 64}, r"ahead\.partial\.tokens\s+Field required"),
     ],
 )
 def test_a_section_that_cannot_work_is_refused(section: dict[str, Any], message: str) -> None:
@@ -141,23 +140,64 @@ def test_a_section_that_cannot_work_is_refused(section: dict[str, Any], message:
 def test_bounds_go_with_a_term_that_is_normalised_and_only_watched() -> None:
     watched = {"type": "reward_model", "weight": 0.0, "normalise": "running"}
     rewards = {"terms": {"rm": {"type": "reward_model"}, "watched": watched}}
-    section = {"dynamic_sampling": {"low": 0.1}, "samples_per_prompt": 2, "rewards": rewards}
+    section = {"ahead": DYNAMIC | {"low": 0.1}, "samples_per_prompt": 2, "rewards": rewards}
     assert PPOConfig.model_validate(section).rewards.terms["watched"].weight == 0.0
 
 
 def test_grpo_is_chosen_with_its_own_option() -> None:
-    section = {"advantage": {"type": "grpo", "eps": 1e-4}, "samples_per_prompt": 8, "kl_in": "loss"}
+    section = {"advantage": {"type": "grpo", "eps": 1e-4}, "samples_per_prompt": 8, "kl": {"in": "loss"}}
     assert PPOConfig.model_validate(section).advantage == GRPOAdvantage(eps=1e-4)
 
 
-def test_old_answers_need_no_correction_one_step_off_and_the_pool_is_twice_a_step() -> None:
-    assert PPOConfig.model_validate({"staleness": 1, "correction": {"level": "off"}}).staleness == 1
-    assert PPOConfig(partial_tokens=16).groups_in_flight == 128
-    assert PPOConfig(partial_tokens=16, in_flight_groups=70).groups_in_flight == 70
+@pytest.mark.parametrize(
+    ("former", "current"),
+    [
+        ({"kl_coef": 0.1, "kl_target": 3.0, "kl_horizon": 50}, {"kl": {"coef": 0.1, "target": 3.0, "horizon": 50}}),
+        ({"kl_in": "loss", "kl_credit": "token", "kl_estimator": "k3"}, {"kl": {"in": "loss", "estimator": "k3"}}),
+        ({"kl_credit": "token", "kl_estimator": "k2"}, {"kl": {"in": "reward"}}),
+        ({"reference_sync": {"every": 2}, "kl": {"coef": 0.1}}, {"kl": {"coef": 0.1, "reference_sync": {"every": 2}}}),
+        ({"staleness": 1, "correction": {"level": "off"}}, {"ahead": "staleness", "correction": {"level": "off"}}),
+        ({"staleness": 0, "partial_tokens": 0, "in_flight_groups": 0, "dynamic_sampling": None}, {}),
+        ({"partial_tokens": 16, "staleness": 2, "in_flight_groups": 70},
+         {"ahead": PARTIAL | {"staleness": 2, "in_flight_groups": 70}}),
+        ({"dynamic_sampling": {}, "staleness": 0, "samples_per_prompt": 2}, {"ahead": DYNAMIC, "samples_per_prompt": 2}),
+        ({"value_clip": 0.0, "value_warmup_steps": 3, "value_optimizer": {"eps": 1e-6}},
+         {"value": {"clip": 0.0, "warmup_steps": 3, "optimizer": {"eps": 1e-6}}}),
+    ],
+)  # fmt: skip
+def test_former_names_are_read_and_results_are_recorded_under_them(
+    former: dict[str, Any], current: dict[str, Any]
+) -> None:
+    expected = PPOConfig.model_validate(current)
+    assert PPOConfig.model_validate(former) == expected
+    written = expected.model_dump()
+    assert PPOConfig.model_validate(written) == expected, "a record is read as what it was"
+    assert (
+        {"kl_coef", "kl_in", "staleness", "value_clip", "value_optimizer"} <= written.keys() >= keyed(expected).keys()
+    )
+    assert not {"kl", "ahead", "value"} & written.keys()
+
+
+@pytest.mark.parametrize(
+    ("below", "table", "laid_over"),
+    [
+        ({"kl": {"in": "loss", "coef": 0.2}}, {"kl_coef": 0.1, "kl_credit": "token"}, {"kl": {"coef": 0.1}}),
+        ({"kl": {"credit": "answer"}}, {"kl_credit": "token"}, {"kl": {"credit": "token"}}),
+        ({"ahead": "staleness"}, {"staleness": 0}, {"ahead": "none"}),
+        ({"ahead": DYNAMIC}, {"staleness": 0}, {"ahead": DYNAMIC}),
+        ({"ahead": STALE | {"steps": 2}}, {"partial_tokens": 8}, {"ahead": PARTIAL | {"tokens": 8, "staleness": 2}}),
+        ({"ahead": PARTIAL | {"staleness": 1}}, {"dynamic_sampling": "none", "partial_tokens": 0}, {"ahead": STALE | {"steps": 1}}),
+        ({}, {"dynamic_sampling": "none"}, {}),
+    ],
+)  # fmt: skip
+def test_a_former_name_changes_what_lies_below(
+    below: dict[str, Any], table: dict[str, Any], laid_over: dict[str, Any]
+) -> None:
+    assert renamed(table, below) == laid_over
 
 
 def test_later_options_are_not_in_the_keys_of_profiles_without_them() -> None:
-    found = keyed(PPOConfig(advantage="grpo", samples_per_prompt=2, kl_in="loss"))  # type: ignore[arg-type]
+    found = keyed(PPOConfig(advantage="grpo", samples_per_prompt=2, kl=KLAsLoss()))  # type: ignore[arg-type]
     assert not {"kl_estimator", "truncated_answers"} & set(found)
     assert found["advantage"] == {"type": "grpo", "eps": 1e-6}
     assert "truncated" not in found["rewards"] and "token_cap" not in found["correction"]

@@ -36,8 +36,7 @@ def config(agent: dict[str, Any], **changes: Any) -> PPOConfig:
         "rewards": RewardsConfig(terms={"won": EpisodeReward()}),
         "advantage": "grpo",
         "optimizer": OptimizerConfig(learning_rate=2e-2, schedule="constant"),
-        "kl_coef": 0.0,
-        "kl_in": "loss",
+        "kl": {"in": "loss", "coef": 0.0},
         "checkpoint_every": 1,
     }
     return PPOConfig(**(settings | changes))

@@ -14,15 +14,14 @@ from typing import Any, Self
 import pytest
 
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.config.policy import PPOConfig
+from rlhf_core.config.policy import PartialRollouts, PPOConfig, Staleness
 from rlhf_core.data.shards import RolloutLog
 from rlhf_core.errors import DataError, RewardError, SamplerLostError
 from rlhf_core.interfaces import Metrics
-from rlhf_core.rollouts.factory import open_rollouts
 from rlhf_core.rollouts.scored_step import staleness
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import ActionSpan, Completion, Generation, Rollout, SamplingRequest
-from stages.ppo import sampling_metrics
+from stages.ppo import open_rollouts, sampling_metrics
 from tests.rlhf_core.rollouts.fake_engines import PROMPTS, FakeChat, FakeSampler, FakeScorer, FakeTrainer
 
 
@@ -70,7 +69,7 @@ class Ahead:
 
 @pytest.mark.parametrize("behind", [0, 1, 2, 4])
 def test_a_step_trains_on_what_the_weights_of_that_many_steps_before_sampled(tmp_path: Path, behind: int) -> None:
-    ahead = Ahead(tmp_path, staleness=behind)
+    ahead = Ahead(tmp_path, ahead=Staleness(steps=behind))
     with ahead:
         made = [ahead.step(step) for step in range(6)]
     versions = [{one.completion.policy_version for one in rollouts} for rollouts, _ in made]
@@ -86,14 +85,14 @@ def test_a_step_trains_on_what_the_weights_of_that_many_steps_before_sampled(tmp
 def test_the_same_prompts_are_asked_with_the_same_seeds_whoever_answers(tmp_path: Path) -> None:
     asked = []
     for behind in (0, 2):
-        ahead = Ahead(tmp_path / str(behind), staleness=behind)
+        ahead = Ahead(tmp_path / str(behind), ahead=Staleness(steps=behind))
         with ahead:
             asked.append([[one.completion.seed for one in ahead.step(step)[0]] for step in range(6)])
     assert asked[0] == asked[1]
 
 
 def test_rewards_are_weighed_as_at_the_step_that_trains_on_them(tmp_path: Path) -> None:
-    ahead = Ahead(tmp_path, staleness=2)
+    ahead = Ahead(tmp_path, ahead=Staleness(steps=2))
     with ahead:
         for step in range(6):
             ahead.step(step)
@@ -101,7 +100,7 @@ def test_rewards_are_weighed_as_at_the_step_that_trains_on_them(tmp_path: Path) 
 
 
 def test_the_next_step_is_sampled_while_this_one_trains(tmp_path: Path) -> None:
-    ahead = Ahead(tmp_path, staleness=1)
+    ahead = Ahead(tmp_path, ahead=Staleness(steps=1))
     trained = threading.Event()
     seen: list[bool] = []
 
@@ -121,7 +120,7 @@ def test_the_next_step_is_sampled_while_this_one_trains(tmp_path: Path) -> None:
 
 
 def test_what_goes_wrong_ahead_is_raised_by_the_next_step_and_by_a_checkpoint(tmp_path: Path) -> None:
-    ahead = Ahead(tmp_path, staleness=1)
+    ahead = Ahead(tmp_path, ahead=Staleness(steps=1))
 
     def fail(request: SamplingRequest) -> int:
         raise SamplerLostError("sampler.policy = 'generate on worker 0': the worker died; run again")
@@ -142,21 +141,19 @@ def every_third_is_long(request: SamplingRequest) -> int:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"staleness": 1}, {"staleness": 3}, {"partial_tokens": 2}, {"staleness": 2, "partial_tokens": 1}]
+    "ahead", [Staleness(steps=1), Staleness(steps=3), PartialRollouts(tokens=2), PartialRollouts(staleness=2, tokens=1)]
 )
 @pytest.mark.parametrize("at", [1, 3, 5])
-def test_a_source_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
-    tmp_path: Path, changes: dict[str, int], at: int
-) -> None:
-    whole = Ahead(tmp_path / "whole", every_third_is_long, **changes)
+def test_a_source_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path: Path, ahead: Any, at: int) -> None:
+    whole = Ahead(tmp_path / "whole", every_third_is_long, ahead=ahead)
     with whole:
         expected = [whole.step(step) for step in range(6)]
-    killed = Ahead(tmp_path / "killed", every_third_is_long, **changes)
+    killed = Ahead(tmp_path / "killed", every_third_is_long, ahead=ahead)
     with killed:
         made = [killed.step(step) for step in range(at)]
         killed.steps.save(tmp_path / "checkpoint")
     # without the log: the checkpoint is enough
-    resumed = Ahead(tmp_path / "resumed", every_third_is_long, **changes)
+    resumed = Ahead(tmp_path / "resumed", every_third_is_long, ahead=ahead)
     with resumed:
         resumed.steps.load(tmp_path / "checkpoint", at)
         made += [resumed.step(step) for step in range(at, 6)]
@@ -164,17 +161,15 @@ def test_a_source_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"staleness": 2}, {"partial_tokens": 2}, {"staleness": 1, "partial_tokens": 2}]
+    "ahead", [None, Staleness(steps=2), PartialRollouts(tokens=2), PartialRollouts(staleness=1, tokens=2)]
 )
-def test_steps_that_were_scored_after_the_checkpoint_are_taken_from_the_log(
-    tmp_path: Path, changes: dict[str, int]
-) -> None:
-    killed = Ahead(tmp_path, every_third_is_long, **changes)
+def test_steps_that_were_scored_after_the_checkpoint_are_taken_from_the_log(tmp_path: Path, ahead: Any) -> None:
+    killed = Ahead(tmp_path, every_third_is_long, ahead=ahead)
     with killed:
         killed.step(0)
         killed.steps.save(tmp_path / "checkpoint")
         expected = [killed.step(step) for step in range(1, 6)]
-    resumed = Ahead(tmp_path, every_third_is_long, **changes)
+    resumed = Ahead(tmp_path, every_third_is_long, ahead=ahead)
     with resumed:
         resumed.steps.load(tmp_path / "checkpoint", 1)
         assert [resumed.step(step) for step in range(1, 6)] == expected
@@ -183,7 +178,7 @@ def test_steps_that_were_scored_after_the_checkpoint_are_taken_from_the_log(
 
 
 def test_a_checkpoint_without_the_rollouts_that_it_counts_on_is_refused(tmp_path: Path) -> None:
-    ahead = Ahead(tmp_path, staleness=2)
+    ahead = Ahead(tmp_path, ahead=Staleness(steps=2))
     rule = r"rollouts of the steps 3 to 4 should be here, but found those of \[\]; start the stage over with --force"
     with ahead, pytest.raises(DataError, match=rule):
         ahead.steps.load(tmp_path / "nothing", 3)
@@ -196,18 +191,16 @@ def test_staleness_is_weighed_by_tokens_over_the_segments() -> None:
     assert staleness(rollouts, 5) == {"rollout/staleness": 6 / 8, "rollout/staleness_max": 2.0}
 
 
-@pytest.mark.parametrize("changes", [{}, {"staleness": 1}, {"dynamic_sampling": {}}])
-def test_a_step_without_a_valid_group_is_scored_again_by_the_next_attempt(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("ahead", [None, "staleness", "dynamic"])
+def test_a_step_without_a_valid_group_is_scored_again_by_the_next_attempt(tmp_path: Path, ahead: Any) -> None:
     class Down(FakeScorer):
         def __call__(self, generations: Sequence[Generation]) -> list[Rollout]:
             return [replace(one, reward=math.nan, invalid="refused") for one in super().__call__(generations)]
 
-    down = Ahead(tmp_path, score=Down(), **changes)
+    down = Ahead(tmp_path, score=Down(), ahead=ahead)
     with down, pytest.raises(RewardError, match="every group of the step has an invalid rollout"):
         down.step(0)
-    again = Ahead(tmp_path, **changes)
+    again = Ahead(tmp_path, ahead=ahead)
     with again:
         assert len(again.step(0)[0]) == 4
 
@@ -218,12 +211,12 @@ def test_episodes_that_all_failed_are_not_kept_in_a_checkpoint_for_ever(tmp_path
             failure = "the server is away" if len(self.batches) == 2 else ""
             return replace(super()._answer(request, most), failure=failure)
 
-    first = Ahead(tmp_path, sampler=Away(), staleness=2)
+    first = Ahead(tmp_path, sampler=Away(), ahead=Staleness(steps=2))
     with first:
         first.step(0)
         first.steps.save(tmp_path / "checkpoint")
     assert {bool(one.completion.failure) for one in first.steps._drawn[1].result().generations} == {True}
-    again = Ahead(tmp_path, staleness=2)
+    again = Ahead(tmp_path, ahead=Staleness(steps=2))
     with again:
         again.steps.load(tmp_path / "checkpoint", 1)
         made = [again.step(step)[0] for step in range(1, 6)]

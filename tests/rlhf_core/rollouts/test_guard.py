@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.config.monitors import HeldOutConfig
+from rlhf_core.config.policy import Staleness
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.tables import read_prompts, write_prompts
 from rlhf_core.errors import ConfigError
@@ -78,7 +79,7 @@ def test_a_run_without_a_better_evaluation_ends_early(tmp_path: Path, policy: Pa
 def test_a_rollback_returns_to_the_start_and_lowers_the_learning_rate(tmp_path: Path, policy: Path) -> None:
     shop, inputs = shop_and_inputs(tmp_path, policy)
     monitor = ROLLBACK | {"for_steps": 2, "max_rollbacks": 2, "kl_coef_factor": 3.0}
-    settings = watched(evaluate=EVALUATE, monitors=[monitor], steps=9, kl_coef=0.01, checkpoint_every=100)
+    settings = watched(evaluate=EVALUATE, monitors=[monitor], steps=9, kl={"coef": 0.01}, checkpoint_every=100)
     ref, decision = shop.run("ppo", settings, inputs)
     # two steps, back to 0; two steps, back to 0; two steps, and the rollbacks are used up
     assert series(shop, "policy/learning_rate") == pytest.approx([2e-2, 2e-2, 1e-2, 1e-2, 5e-3, 5e-3])
@@ -111,8 +112,7 @@ def test_a_killed_run_with_evaluations_and_rollbacks_ends_with_the_same_bytes(
         steps=8,
         checkpoint_every=3,
         advantage={"type": "gae"},
-        kl_coef=0.05,
-        kl_target=0.5,
+        kl={"coef": 0.05, "target": 0.5},
     )
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, _ = whole.run("ppo", settings, inputs)
@@ -166,7 +166,7 @@ def test_evaluation_and_warnings_change_no_update(tmp_path: Path, policy: Path) 
     shop, inputs = shop_and_inputs(tmp_path, policy)
     evaluate = EVALUATE.model_copy(update={"export": "last"})
     monitors = [ROLLBACK | {"action": "warn"}]
-    ref, _ = shop.run("ppo", watched(evaluate=evaluate, monitors=monitors, staleness=1), inputs)
+    ref, _ = shop.run("ppo", watched(evaluate=evaluate, monitors=monitors, ahead="staleness"), inputs)
     assert len(series(shop, "eval/reward/mean")) == 4
     # the same prompts without those that are held out, which is all that evaluation may change
     plain, inputs = shop_and_inputs(tmp_path / "plain", policy)
@@ -174,7 +174,7 @@ def test_evaluation_and_warnings_change_no_update(tmp_path: Path, policy: Path) 
     assert len(trained_on) == len(held_out) == 3
     write_prompts(tmp_path / "trained_on", trained_on)
     inputs["prompts"] = plain.store.external(PromptsRef, tmp_path / "trained_on")
-    expected, _ = plain.run("ppo", watched(staleness=1), inputs)
+    expected, _ = plain.run("ppo", watched(ahead="staleness"), inputs)
     assert _of_training(shop) == _of_training(plain)
     exported, trained = (store.path(one) for store, one in ((shop.store, ref), (plain.store, expected)))
     assert _tensors(exported / "model.safetensors") == _tensors(trained / "model.safetensors")
@@ -182,7 +182,7 @@ def test_evaluation_and_warnings_change_no_update(tmp_path: Path, policy: Path) 
 
 
 def test_evaluation_beside_sampling_ahead_is_resumed(tmp_path: Path, policy: Path) -> None:
-    settings = watched(evaluate=EVALUATE, staleness=2, checkpoint_every=2)
+    settings = watched(evaluate=EVALUATE, ahead=Staleness(steps=2), checkpoint_every=2)
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, _ = whole.run("ppo", settings, inputs)
     killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
@@ -232,7 +232,7 @@ def test_a_first_step_whose_answers_are_all_cut_off_and_masked_does_not_end_the_
         ({"monitors": [{"type": "explained_variance"}]}, "there is no value model"),
         ({"monitors": [{"type": "over_optimization"}]}, "add .ppo.evaluate."),
         ({"monitors": [{"type": "over_optimization"}], "evaluate": {}}, "add .ppo.evaluate.independent."),
-        ({"monitors": [ROLLBACK], "staleness": 1}, "staleness has answers of the rejected policy"),
+        ({"monitors": [ROLLBACK], "ahead": "staleness"}, "ahead.type = 'staleness' has answers of the rejected policy"),
         ({"monitors": [ROLLBACK]}, r"monitors\[0\]\.action = 'rollback': .* add .ppo\.evaluate."),
         ({"monitors": [ROLLBACK | {"action": "pause"}]}, r"monitors\[0\]\.action = 'pause': .* add .ppo\.evaluate."),
         ({"monitors": [ROLLBACK | {"action": "stop"}]}, r"monitors\[0\]\.action = 'stop': .* add .ppo\.evaluate."),

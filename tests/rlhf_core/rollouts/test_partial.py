@@ -7,32 +7,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.config.policy import PPOConfig
 from rlhf_core.data.shards import Pool
 from rlhf_core.errors import SamplingError
-from rlhf_core.rollouts.answers import draw_groups
+from rlhf_core.rollouts.answers import PartialAnswers
 from rlhf_core.types import Generation, SamplingRequest, derive_seed
 from tests.rlhf_core.rollouts.fake_engines import PROMPT_LENGTH, PROMPTS, FakeChat, FakeSampler
 
 
-def config(*, prompts: int, group: int, tokens: int, rounds: int, in_flight: int) -> PPOConfig:
-    return PPOConfig(
-        prompts_per_step=prompts,
-        samples_per_prompt=group,
+def answers(
+    sampler: FakeSampler, *, prompts: int, group: int, tokens: int, rounds: int, in_flight: int
+) -> PartialAnswers:
+    return PartialAnswers(
+        engine=sampler,
+        chat=FakeChat(),
+        prompts=PROMPTS,
         sampling=SamplingConfig(max_tokens=tokens * rounds),
-        partial_tokens=tokens,
+        groups=prompts,
+        group_size=group,
+        seed=3,
+        tokens=tokens,
         in_flight_groups=in_flight,
     )
 
 
-def steps_of(
-    settings: PPOConfig, sampler: FakeSampler, count: int, pool: Pool = Pool()
-) -> list[tuple[list[Generation], Pool]]:
+def steps_of(sampler: FakeSampler, count: int, **sizes: int) -> list[tuple[list[Generation], Pool]]:
     """Return what `count` steps draw, each under a new version."""
-    made = []
+    draw, pool, made = answers(sampler, **sizes), Pool(), []
     for version in range(count):
         sampler.version = version
-        drawn, pool = draw_groups(pool, sampler, FakeChat(), PROMPTS, settings, seed=3)
+        drawn, pool = draw(version, pool)
         made.append((drawn, pool))
     return made
 
@@ -63,10 +66,10 @@ def test_no_sizes_and_no_lengths_lock_up_and_no_group_is_lost_torn_or_older_than
     prompts: int, group: int, tokens: int, rounds: int, more: int, salt: int
 ) -> None:
     in_flight = prompts + more
-    settings_ = config(prompts=prompts, group=group, tokens=tokens, rounds=rounds, in_flight=in_flight)
+    given = {"prompts": prompts, "group": group, "tokens": tokens, "rounds": rounds, "in_flight": in_flight}
     sampler = of_the_state(tokens * rounds, salt)
     taken: list[int] = []
-    for step, (drawn, pool) in enumerate(steps_of(settings_, sampler, 9)):
+    for step, (drawn, pool) in enumerate(steps_of(sampler, 9, **given)):
         assert len(drawn) == prompts * group
         assert len(pool.samples) == (in_flight - prompts) * group
         assert pool.begun == in_flight + step * prompts
@@ -92,9 +95,8 @@ def test_no_sizes_and_no_lengths_lock_up_and_no_group_is_lost_torn_or_older_than
 def test_a_step_ends_when_its_groups_are_whole_and_what_is_long_goes_on_under_the_next_weights() -> None:
     # groups of one, two a step, four under way; only prompt p0 is long
     long_prompt = 0
-    settings_ = config(prompts=2, group=1, tokens=2, rounds=3, in_flight=4)
     sampler = FakeSampler(lambda request: 6 if request.prompt_ids[1] == long_prompt else 1)
-    steps = steps_of(settings_, sampler, 3)
+    steps = steps_of(sampler, 3, prompts=2, group=1, tokens=2, rounds=3, in_flight=4)
     assert [len(requests) for _, requests in sampler.batches[:1]] == [4]
     assert [version for version, _ in sampler.batches] == [0, 1, 2], "no step waited for the long answer"
     (spans,) = [one.completion.spans for drawn, _ in steps for one in drawn if one.prompt.id == "p0"][:1]
@@ -104,9 +106,8 @@ def test_a_step_ends_when_its_groups_are_whole_and_what_is_long_goes_on_under_th
 
 
 def test_an_answer_goes_on_from_its_own_tokens_with_a_seed_of_its_own_per_segment() -> None:
-    settings_ = config(prompts=1, group=2, tokens=2, rounds=2, in_flight=1)
     sampler = FakeSampler(lambda request: 4)
-    ((drawn, pool),) = steps_of(settings_, sampler, 1)
+    ((drawn, pool),) = steps_of(sampler, 1, prompts=1, group=2, tokens=2, rounds=2, in_flight=1)
     (_, first), (_, second) = sampler.batches
     assert [request.prompt_ids for request in second] == [(*request.prompt_ids, 100, 100) for request in first]
     assert len({request.seed for request in first + second}) == 4
@@ -116,8 +117,8 @@ def test_an_answer_goes_on_from_its_own_tokens_with_a_seed_of_its_own_per_segmen
 
 
 def test_prompts_come_in_their_order_and_a_prompt_that_comes_again_has_other_seeds() -> None:
-    settings_ = config(prompts=7, group=1, tokens=1, rounds=2, in_flight=7)
-    drawn = [one for step, _ in steps_of(settings_, FakeSampler(), 2) for one in step]
+    steps = steps_of(FakeSampler(), 2, prompts=7, group=1, tokens=1, rounds=2, in_flight=7)
+    drawn = [one for step, _ in steps for one in step]
     assert sorted(one.prompt.id for one in drawn[:7]) == sorted(one.prompt.id for one in drawn[7:])
     assert len({one.completion.seed for one in drawn}) == 14
 
@@ -127,6 +128,5 @@ def test_a_sampler_that_cuts_answers_short_ends_in_an_error_and_not_in_a_loop() 
         def _answer(self, request: SamplingRequest, most: int):  # type: ignore[no-untyped-def]
             return super()._answer(request, 1)
 
-    settings_ = config(prompts=1, group=1, tokens=4, rounds=2, in_flight=1)
-    with pytest.raises(SamplingError, match="partial_tokens = 4: the sampler ended answers early: 0 of 1 groups"):
-        steps_of(settings_, Short(lambda request: 99), 1)
+    with pytest.raises(SamplingError, match=r"ahead\.tokens = 4: the sampler ended answers early: 0 of 1 groups"):
+        steps_of(Short(lambda request: 99), 1, prompts=1, group=1, tokens=4, rounds=2, in_flight=1)

@@ -10,6 +10,7 @@ from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.importers.openrlhf.flags import COMMANDS, FLAGS
 from pipelines.importers.openrlhf.shell import read_commands
 from pipelines.importers.openrlhf.translate import Translation, translate
+from rlhf_core.config.policy import DynamicSampling, KLInReward
 from rlhf_core.runtime.placement import layout
 
 PPO_010 = r"""
@@ -135,7 +136,7 @@ def test_rollouts_are_prompts_times_samples_and_are_split_into_optimizer_steps(t
 def test_bounds_on_rewards_win_over_their_running_normalisation(tmp_path: Path) -> None:
     flags = "--normalize_reward --advantage_estimator rloo --n_samples_per_prompt 4 --dynamic_filtering"
     config, translation = translated(PPO + flags, tmp_path)
-    assert config.ppo and config.ppo.dynamic_sampling and config.ppo.rewards.normalise == "none"
+    assert config.ppo and isinstance(config.ppo.ahead, DynamicSampling) and config.ppo.rewards.normalise == "none"
     assert fates(translation)["--normalize_reward"] == "not translatable"
 
 
@@ -178,7 +179,7 @@ def test_the_penalty_is_k1_in_the_reward_or_k2_in_the_loss(
     flags: str, kl_in: str, estimator: str, tmp_path: Path
 ) -> None:
     config, translation = translated(PPO + flags + " --init_kl_coef 0.03", tmp_path)
-    assert config.ppo and (config.ppo.kl_in, config.ppo.kl_coef) == (kl_in, 0.03)
+    assert config.ppo and (config.ppo.kl.in_, config.ppo.kl.coef) == (kl_in, 0.03)
     assert (
         next(fate for flag, fate in fates(translation).items() if flag.replace(".", "_").endswith("kl_estimator"))
         == estimator
@@ -200,8 +201,10 @@ def test_a_penalty_beside_a_group_comes_after_the_baseline(
 ) -> None:
     script = f"{PPO} --advantage_estimator {estimator} --n_samples_per_prompt 4 --init_kl_coef 0.03 {flags}"
     config, translation = translated(script, tmp_path)
-    assert config.ppo and config.ppo.kl_credit == "token"
-    assert ("kl_credit" in translation.profile) is said
+    assert config.ppo
+    if isinstance(config.ppo.kl, KLInReward):
+        assert config.ppo.kl.credit == "token"
+    assert ("credit = " in translation.profile) is said
 
 
 @pytest.mark.parametrize(
@@ -240,14 +243,14 @@ SETTINGS = [
     (GRPO_09, "ppo.loss.clip_high", 0.28),
     (GRPO_09, "ppo.advantage.eps", 1e-9),
     (GRPO_09, "ppo.correction.level", "off"),
-    (GRPO_09, "ppo.dynamic_sampling.low", 0.0),
-    (GRPO_09, "ppo.dynamic_sampling.high", 1.0),
+    (GRPO_09, "ppo.ahead.low", 0.0),
+    (GRPO_09, "ppo.ahead.high", 1.0),
     (GRPO_09, "ppo.rewards.terms.remote.function", "reward_func.py:reward_func"),
     (PPO + "--remote_rm_url http://a:1/get_reward,http://b:1/get_reward", "ppo.rewards.terms.remote.urls", TWO_SERVERS),
     (PPO + "--agent_func_path agent.py", "ppo.agent.file", "agent.py"),
     (PPO + "--agent_func_path agent.py", "ppo.rewards.terms.episode.type", "episode"),
-    (PPO + "--async_train --async_queue_size 2 --enable_vllm_is_correction", "ppo.staleness", 2),
-    (PPO + "--async_train --async_queue_size 2", "ppo.staleness", 1),
+    (PPO + "--async_train --async_queue_size 2 --enable_vllm_is_correction", "ppo.ahead.steps", 2),
+    (PPO + "--async_train --async_queue_size 2", "ppo.ahead.steps", 1),
     (DPO_08, "runtime.trainer.sequence_parallel", 2),
     (PPO + "--use_liger_kernel", "runtime.trainer.liger", True),
     (PPO + "--aux_loss_coef 0.01", "runtime.trainer.router_aux_coef", 0.01),
@@ -269,8 +272,8 @@ SETTINGS = [
     (PPO_010, "ppo.advantage.gae_lambda", 0.95),
     (PPO_010, "ppo.advantage.gamma", 0.99),
     (PPO_010, "ppo.loss.dual_clip", 3.0),
-    (PPO_010, "ppo.value_warmup_steps", 10),
-    (PPO_010, "ppo.value_clip", 0.5),
+    (PPO_010, "ppo.value.warmup_steps", 10),
+    (PPO_010, "ppo.value.clip", 0.5),
     (PPO_010, "ppo.rewards.clip", 5.0),
     (PPO_010, "ppo.rewards.overlong.max_tokens", 2048),
     (PPO_010, "ppo.rewards.overlong.buffer_tokens", 512),
@@ -280,8 +283,8 @@ SETTINGS = [
     (PPO_010, "ppo.optimizer.ema_decay", 0.992),
     (PPO_010, "ppo.optimizer.learning_rate", 5e-7),
     (PPO_010, "ppo.optimizer.warmup_fraction", 0.03),
-    (PPO_010, "ppo.value_optimizer.learning_rate", 9e-6),
-    (PPO_010, "ppo.value_optimizer.warmup_fraction", 0.1),
+    (PPO_010, "ppo.value.optimizer.learning_rate", 9e-6),
+    (PPO_010, "ppo.value.optimizer.warmup_fraction", 0.1),
     (DPO_08, "dpo.loss.type", "ipo"),
     (DPO_08, "dpo.loss.length_average", False),
     (DPO_08, "dpo.loss.beta", 0.2),
@@ -319,8 +322,8 @@ SETTINGS = [
     (EVALUATED + "--best_metric_key x --enable_ema", "ppo.evaluate.export", "last"),
     (PPO + "--vllm_num_engines 0", "runtime.sampler.type", "hf"),
     (PPO + "--enable_prefix_caching", "runtime.sampler.prefix_caching", True),
-    (PPO + "--use_kl_loss --kl_estimator k3", "ppo.kl_estimator", "k3_direct"),
-    (PPO + "--algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.unbiased_gradient", "ppo.kl_estimator", "k3"),
+    (PPO + "--use_kl_loss --kl_estimator k3", "ppo.kl.estimator", "k3_direct"),
+    (PPO + "--algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.unbiased_gradient", "ppo.kl.estimator", "k3"),
     (PPO + "--reward.stop_properly_penalty_coef 0.5", "ppo.rewards.truncated.type", "scale"),
     (PPO + "--reward.stop_properly_penalty_coef -2", "ppo.rewards.truncated.amount", -2.0),
     (PPO + "--enable_vllm_is_correction --vllm_is_correction_type seq-mask-tis", "ppo.correction.token_cap", 5.0),

@@ -263,6 +263,6 @@ def test_one_success_in_four_by_hand_and_an_easy_prompt_that_is_worth_nothing() 
 
 def test_a_group_smaller_than_k_is_refused_when_the_profile_is_read() -> None:
     with pytest.raises(ValidationError, match=r"samples_per_prompt = 3: pass@k .* at least 4"):
-        PPOConfig(advantage=PassAtKAdvantage(k=4), samples_per_prompt=3, kl_in="loss")
+        PPOConfig(advantage=PassAtKAdvantage(k=4), samples_per_prompt=3, kl={"in": "loss"})
     with pytest.raises(ConfigError, match=r"advantage\.k = 4: draws k answers of a group of 3"):
         compared(PassAtKAdvantage(k=4), torch.zeros(1, 3))
