@@ -1,8 +1,8 @@
-"""Read judgments from exports of Label Studio and Argilla.
+"""Read judgments from exports of annotation tools, whose layouts are modules of `rlhf_core.integrations`.
 
-Both hold, for one record, the texts that people saw and the responses of each annotator. A record becomes a `Judged`:
-the answers and one verdict per annotator. An export says neither which field is the prompt nor what a number rates; what
-cannot be read in one way only is refused, with the option that decides it.
+A record holds the texts that people saw and the responses of each annotator. It becomes a `Judged`: the answers and one
+verdict per annotator. An export does not state which field is the prompt or what a number rates. What can be read in
+several ways is refused, with the option that decides it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from statistics import fmean
 from typing import Any
 
@@ -19,9 +20,7 @@ from rlhf_core.data.comparisons import Row, Unrated, asked, ordered_pairs, ratin
 from rlhf_core.errors import DataError
 
 EXPORTS = ("label_studio", "argilla")
-
-LONGEST_S = 1e9
-"""Maximum seconds for one response; longer or invalid times count as not measured."""
+"""Formats of records, each the name of a module of `rlhf_core.integrations` with a function `responses`."""
 
 _KINDS = ("pairwise", "choices", "ranking", "rating")
 _PROMPTS = ("prompt", "instruction", "question", "conversation")
@@ -60,7 +59,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class _Response:
+class Response:
     """The response of one annotator to one question; `shown` are the names of the compared answers, if the export has them."""
 
     annotator: str
@@ -72,19 +71,18 @@ class _Response:
 
 
 def read_record(row: Row, format_name: str, source: Source) -> Judged:
-    """Return a record of an export (`label_studio` or `argilla`). Raises DataError if it is ambiguous or malformed.
+    """Return a record of an export (`label_studio` or `argilla`).
 
-    Raises Unrated without a judgment.
-    `source` decides by `columns` (prompt, response1, response2, preference), `rating_questions` and `bare_rankings`.
+    Raises DataError if the record is ambiguous or malformed, and Unrated if it has no judgment. `source` decides by `columns` (prompt, response1, response2, preference), `rating_questions` and `bare_rankings`.
     """
-    fields, said = _label_studio(row) if format_name == "label_studio" else _argilla(row)
+    fields, said = import_module(f"rlhf_core.integrations.{format_name}").responses(row)
     prompt = _prompt(fields, source)
     said = _of_question(said, source)
     if not said:
         raise Unrated
     names = _answer_names(fields, said, source)
     texts = tuple(fields[name] for name in names)
-    by_annotator: dict[str, list[_Response]] = {}
+    by_annotator: dict[str, list[Response]] = {}
     for number, one in enumerate(said):
         by_annotator.setdefault(one.annotator or f"?{number}", []).append(one)
     verdicts = tuple(_verdict(responses_, names, source) for responses_ in by_annotator.values())
@@ -96,8 +94,7 @@ def preference_rows(judged: Judged, *, pairs: RankingPairs, min_margin: float) -
     """Return the preference pairs of a record by the mean of its verdicts, and the number of ties.
 
     The margin is the difference of the means: for a choice between two answers the share of annotators that chose one
-    less the share that chose the other.
-    Raises Tie if annotators are evenly split or all see a tie, and Unrated if fewer than two answers were judged.
+    less the share that chose the other. Raises Tie if annotators are evenly split or all see a tie, and Unrated if fewer than two answers were judged.
     """
     columns = zip(*(verdict.values for verdict in judged.verdicts), strict=True)
     means = [
@@ -122,121 +119,6 @@ def preference_rows(judged: Judged, *, pairs: RankingPairs, min_margin: float) -
     return rows, tied
 
 
-# ---------------------------------------------------------------- Label Studio
-
-
-def _label_studio(row: Row) -> tuple[Mapping[str, Any], list[_Response]]:
-    """Return the data of a task and the results of its annotations; cancelled ones and predictions are left out."""
-    data, annotations = row.get("data"), row.get("annotations")
-    if not isinstance(data, Mapping) or not isinstance(annotations, (list, tuple)):
-        raise DataError(
-            "not a task of Label Studio: data and annotations are needed; export as JSON, not as JSON-MIN or CSV"
-        )
-    said: list[_Response] = []
-    for annotation in annotations:
-        if not isinstance(annotation, Mapping) or not isinstance(annotation.get("result"), (list, tuple)):
-            raise DataError("not an annotation: it has no list `result`; export as JSON with annotations")
-        if annotation.get("was_cancelled"):
-            continue
-        seconds = annotation.get("lead_time")
-        seconds = float(seconds) if isinstance(seconds, (int, float)) and 0 <= seconds < LONGEST_S else 0.0
-        for result in annotation["result"]:
-            if isinstance(result, Mapping) and isinstance(result.get("value"), Mapping) and "from_name" in result:
-                kind = str(result.get("type"))
-                value = result["value"].get({"pairwise": "selected"}.get(kind, kind))
-                shown = _names(result.get("to_name"))
-                person = _person(annotation.get("completed_by"))
-                said.append(_Response(person, str(result["from_name"]), kind, value, shown, seconds))
-    return data, said
-
-
-def _person(completed_by: Any) -> str:
-    if isinstance(completed_by, Mapping):
-        completed_by = completed_by.get("id", completed_by.get("email", ""))
-    return "" if completed_by is None else str(completed_by)
-
-
-def _names(to_name: Any) -> tuple[str, ...]:
-    parts = to_name.split(",") if isinstance(to_name, str) else to_name if isinstance(to_name, (list, tuple)) else ()
-    return tuple(str(part).strip() for part in parts)
-
-
-# ---------------------------------------------------------------- Argilla
-
-
-def _argilla(row: Row) -> tuple[Mapping[str, Any], list[_Response]]:
-    """Return the fields of a record and the submitted responses, from any of Argilla's layouts.
-
-    `Record.to_dict` of Argilla 2 and 1 nest fields and responses; their datasets have a column for each.
-    """
-    if isinstance(row.get("fields"), Mapping):
-        given = row.get("responses")
-        if isinstance(given, Mapping):
-            said = [one for question, rows in given.items() for one in _responses(question, rows)]
-        else:
-            if not isinstance(given, (list, tuple, type(None))):
-                raise DataError(f"not responses: {type(given).__name__}; a list, or an object by question, is needed")
-            said = [one for response in given or () for one in _user_response(response)]
-        return row["fields"], said
-    said, questions = [], set()
-    for name, value in row.items():
-        if name.endswith(".responses"):  # Argilla 2
-            question = name.removesuffix(".responses")
-            columns = {"value": value, "user_id": row.get(f"{name}.users"), "status": row.get(f"{name}.status")}
-        elif isinstance(value, Mapping) and {"user_id", "value"} <= set(value):
-            question, columns = name, dict(value)  # a sequence of structs is a struct of lists
-        elif (
-            isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) and "user_id" in v for v in value)
-        ):
-            said += _responses(name, value)  # Argilla 1
-            questions.add(name)
-            continue
-        else:
-            continue
-        said += _responses(question, _rows_of(columns, ("value", "user_id", "status")))
-        questions.add(question)
-    fields = {name: value for name, value in row.items() if name.partition(".")[0] not in questions}
-    return {name: value for name, value in fields.items() if isinstance(value, (str, list, tuple))}, said
-
-
-def _rows_of(columns: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the rows of a struct of lists; a column that is missing has no values. DataError for unequal lengths."""
-    given = {name: columns[name] for name in names if columns.get(name) is not None}
-    lengths = {len(column) if isinstance(column, (list, tuple)) else -1 for column in given.values()}
-    if not given:
-        return []
-    if len(lengths) != 1 or -1 in lengths:
-        raise DataError(f"not responses: {sorted(given)} must be lists of one length")
-    return [{name: column[place] for name, column in given.items()} for place in range(lengths.pop())]
-
-
-def _responses(question: str, rows: Any) -> list[_Response]:
-    if not isinstance(rows, (list, tuple)) or not all(isinstance(one, Mapping) and "value" in one for one in rows):
-        raise DataError(f"not responses: question {question!r} needs a list of objects with a value")
-    return [
-        _Response(str(one.get("user_id") or ""), question, _kind(one["value"]), one["value"])
-        for one in rows
-        if one.get("status") in (None, "submitted") and one["value"] is not None
-    ]
-
-
-def _user_response(response: Any) -> list[_Response]:
-    """Return one user's responses to all questions (Argilla 1 and the server's API)."""
-    if not isinstance(response, Mapping) or not isinstance(response.get("values"), Mapping):
-        raise DataError("not a response: values by question are needed; export records with `to_dict`")
-    found = []
-    for question, given in response["values"].items():
-        value = given.get("value") if isinstance(given, Mapping) else given
-        found += _responses(question, [{**response, "value": value}])
-    return found
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, (list, tuple, Mapping)):
-        return "ranking"
-    return "rating" if isinstance(value, (int, float)) and not isinstance(value, bool) else "choices"
-
-
 # ---------------------------------------------------------------- questions and the answers that they compare
 
 
@@ -249,7 +131,7 @@ def _prompt(fields: Mapping[str, Any], source: Source) -> str:
     return names[0]
 
 
-def _of_question(said: list[_Response], source: Source) -> list[_Response]:
+def _of_question(said: list[Response], source: Source) -> list[Response]:
     """Return the responses to the questions that compare the answers. Raises DataError if these are ambiguous."""
     asked_for = set(source.rating_questions) or ({source.columns.preference} - {""})
     questions = asked_for or {one.question for one in said if one.kind in _KINDS}
@@ -272,14 +154,14 @@ def _of_question(said: list[_Response], source: Source) -> list[_Response]:
     return found
 
 
-def _refuse_unread(said: Sequence[_Response]) -> None:
+def _refuse_unread(said: Sequence[Response]) -> None:
     """Raise DataError for responses of kinds that are not known, which would otherwise count as not judged."""
     strange = sorted({f"{one.question} ({one.kind})" for one in said if one.kind not in _KINDS})
     if strange:
         raise DataError(f"not a comparison: {strange} cannot be read; use questions of the kinds {list(_KINDS)}")
 
 
-def _answer_names(fields: Mapping[str, Any], said: Sequence[_Response], source: Source) -> tuple[str, ...]:
+def _answer_names(fields: Mapping[str, Any], said: Sequence[Response], source: Source) -> tuple[str, ...]:
     """Return the fields with the answers. Raises DataError if they are ambiguous."""
     columns = source.columns
     shown = next((one.shown for one in said if one.kind == "pairwise" and set(one.shown) <= set(fields)), ())
@@ -323,10 +205,21 @@ def _plain(name: str) -> str:
     return _NOT_WORD.sub("", name).lower()
 
 
+def rows_of(columns: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of a struct of lists; a column that is missing has no values. DataError for unequal lengths."""
+    given = {name: columns[name] for name in names if columns.get(name) is not None}
+    lengths = {len(column) if isinstance(column, (list, tuple)) else -1 for column in given.values()}
+    if not given:
+        return []
+    if len(lengths) != 1 or -1 in lengths:
+        raise DataError(f"not responses: {sorted(given)} must be lists of one length")
+    return [{name: column[place] for name, column in given.items()} for place in range(lengths.pop())]
+
+
 # ---------------------------------------------------------------- verdicts
 
 
-def _verdict(said: Sequence[_Response], names: tuple[str, ...], source: Source) -> Verdict:
+def _verdict(said: Sequence[Response], names: tuple[str, ...], source: Source) -> Verdict:
     """Return one annotator's verdict on the answers `names`."""
     annotator, seconds = said[0].annotator, said[0].seconds
     twice = next((question for question, count in Counter(one.question for one in said).items() if count > 1), None)
@@ -353,7 +246,7 @@ def _verdict(said: Sequence[_Response], names: tuple[str, ...], source: Source) 
     )
 
 
-def _pairwise(one: _Response, names: tuple[str, ...], source: Source) -> tuple[float, float]:
+def _pairwise(one: Response, names: tuple[str, ...], source: Source) -> tuple[float, float]:
     """Return the values of two answers by which of them was selected, left or right."""
     if one.value not in ("left", "right"):
         raise DataError(f"not a selection: {one.value!r}; left or right is needed")
@@ -370,7 +263,7 @@ def _pairwise(one: _Response, names: tuple[str, ...], source: Source) -> tuple[f
     return (1.0, 0.0) if first else (0.0, 1.0)
 
 
-def _chosen(one: _Response, names: tuple[str, ...]) -> tuple[float, float]:
+def _chosen(one: Response, names: tuple[str, ...]) -> tuple[float, float]:
     value = one.value[0] if isinstance(one.value, (list, tuple)) and len(one.value) == 1 else one.value
     if not isinstance(value, str) or len(names) != 2:
         raise DataError(
@@ -383,7 +276,7 @@ def _chosen(one: _Response, names: tuple[str, ...]) -> tuple[float, float]:
 def _ranking(value: Any, source: Source) -> dict[str, float]:
     """Return the rank of each option, 1 is the best."""
     if isinstance(value, Mapping) and {"rank", "value"} <= set(value):  # a sequence of structs is a struct of lists
-        value = _rows_of(value, ("rank", "value"))
+        value = rows_of(value, ("rank", "value"))
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(f"not a ranking: {str(value)[:80]!r}; a list of values with ranks is needed")
     if all(isinstance(name, str) for name in value):

@@ -1,5 +1,6 @@
-"""Agents and environments of other projects, each a module that is found by the `type` of an agent's configuration.
+"""Agents, environments and annotation tools of other projects, each a module that is found by its name in a profile.
 
-A module defines `open_agent(config, tokenizer=, code=, notes=)` and `SESSION`, the kind of session that plays what it returns.
-Nothing imports these modules: who uses none of those projects need not read them.
+An agent's module (its `type`) defines `open_agent(config, tokenizer=, code=, notes=)` and `SESSION`, the kind of session
+that plays what it returns. A module of an annotation tool (the `format` of a source) defines `responses(row)`, the fields
+of a record and the responses to it. Nothing imports these modules: who uses none of those projects need not read them.
 """
