@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate, RewrittenTurns
+from rlhf_core.data.chat_templates import common_beginning
 from rlhf_core.types import Message, TokenSample
 
 if TYPE_CHECKING:
@@ -151,12 +152,10 @@ def groups(
     """Return the groups of masked tokens that spell the same text in both samples of a conversation."""
     made: list[TokenGroup] = []
     for (first, ours), (teacher_first, others) in zip(_runs(own), _runs(theirs), strict=False):
-        start, teacher_start = 0, 0
-        for end, teacher_end in _common_ends(_Answer.of(student, ours), _Answer.of(teacher, others)):
-            made.append(
-                TokenGroup(first + start, first + end, teacher_first + teacher_start, teacher_first + teacher_end)
-            )
-            start, teacher_start = end, teacher_end
+        common = _common_ends(_Answer.of(student, ours), _Answer.of(teacher, others))
+        for (start, teacher_start), (end, teacher_end) in pairwise([(0, 0), *common]):
+            places = first + start, first + end, teacher_first + teacher_start, teacher_first + teacher_end
+            made.append(TokenGroup(*places))
     return tuple(made)
 
 
@@ -195,7 +194,7 @@ def _common_ends(own: _Answer, theirs: _Answer) -> Iterator[tuple[int, int]]:
     (start, end), (teacher_start, teacher_end) = _edges(own.text, theirs.text), _edges(theirs.text, own.text)
     ours = own.places(start=start, end=end)
     others = theirs.places(start=teacher_start, end=teacher_end)
-    limit = _common_prefix(own.text[start:end], theirs.text[teacher_start:teacher_end])
+    limit = common_beginning(own.text[start:end], theirs.text[teacher_start:teacher_end])
     yield from ((ours[at], others[at]) for at in sorted(ours.keys() & others.keys()) if 0 < at <= limit)
     if same and own.ended and theirs.ended:
         yield len(own.ends) + 1, len(theirs.ends) + 1
@@ -238,11 +237,6 @@ def characters(tokenizer: Any, ids: Sequence[int]) -> tuple[str, tuple[int | Non
     return whole, (*ends[:-1], len(whole)) if ids else ()
 
 
-def _common_prefix(one: str, other: str) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
-
-
 def _cut(sample: TokenSample, length: int) -> TokenSample | None:
     """Return the first `length` tokens of `sample`, None if none of them is trained."""
     mask = sample.loss_mask[:length]
@@ -252,18 +246,13 @@ def _cut(sample: TokenSample, length: int) -> TokenSample | None:
 def _runs(sample: TokenSample) -> list[tuple[int, tuple[int, ...]]]:
     """Return the runs of masked tokens: how many masked tokens come before each, and its tokens."""
     runs: list[tuple[int, tuple[int, ...]]] = []
-    run: list[int] = []
     seen = 0
-    for token, masked in zip((*sample.token_ids, 0), (*sample.loss_mask, 0), strict=True):
+    for masked, pairs in groupby(zip(sample.token_ids, sample.loss_mask, strict=True), key=lambda pair: pair[1]):
         if masked:
-            run.append(token)
-        elif run:
-            runs.append((seen, tuple(run)))
-            seen += len(run)
-            run = []
+            runs.append((seen, tuple(token for token, _ in pairs)))
+            seen += len(runs[-1][1])
     return runs
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return str(decode(list(ids)))
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

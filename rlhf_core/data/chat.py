@@ -2,24 +2,17 @@
 
 A conversation is split into segments where each answer begins (after its generation prompt) and where it ends, and no
 token crosses a border between segments. Prompts are split at their earlier answers in the same way. The tokens before
-any answer are therefore exactly those that the sampler receives (`prompt_ids`), whatever the tokenizer would merge
-across the border, and the mask is exact.
+any answer are therefore exactly those that the sampler receives (`prompt_ids`), and the mask is exact.
 
-Each segment is tokenized on its own, unless the tokenizer marks the beginning of a text (SentencePiece's "▁"). In that
-case a segment gets the tokens that it adds to the text before it. Only if a token of the whole text would cross the
-border, it gets the tokens that it has inside a running text.
+Each segment is tokenized on its own, unless the tokenizer marks the beginning of a text with a "▁", as if a space came
+first (SentencePiece: Llama 2, Zephyr, TinyLlama). Such a segment gets the tokens that it adds to the text before it, or,
+if a token of the whole text would cross the border, the tokens that it has inside a running text.
 
-The loss mask selects the content of each assistant turn and its end-of-turn token (the tokenizer's EOS, or another
-end that the model declares), but not what the template writes after that token (often a newline).
+The loss mask selects the content of each assistant turn and its end-of-turn token (the tokenizer's EOS, or another end
+that the model declares), but not what the template writes after that token (often a newline).
 
 A template that rewrites earlier turns, as reasoning models' do, has no such mask for a conversation as a whole: each
 answer is then an example of its own, after the prompt that the sampler would receive (`examples`).
-
-Tokenize a piece of text as in its context, for tokenizers that mark the beginning of a text.
-
-Llama 2, Zephyr, TinyLlama and others with a SentencePiece vocabulary put a "▁" before a text, as if a space came first.
-A piece from the middle that is tokenized alone gets a "▁" that the whole text does not have there. Byte-level
-tokenizers have no such mark, and their pieces are tokenized alone.
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,16 +39,11 @@ Rows = list[dict[str, Any]]
 UNLIMITED = 1 << 40
 """Value of `max_length` that cuts nothing: no conversation has so many tokens."""
 
+_PARAMETERS = {"type": "object", "properties": {"probe_key": {"type": "string", "description": "Probe."}}}
 _TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "probe_tool",
-            "description": "Probe.",
-            "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": "Probe."}}},
-        },
-    }
+    {"type": "function", "function": {"name": "probe_tool", "description": "Probe.", "parameters": _PARAMETERS}},
 ]
+"""A tool, and below turns with words of their own: what is not in the text that a template makes of them is left out."""
 _CALL = {
     "type": "function",
     "id": "probe0001",
@@ -80,7 +68,6 @@ _RESULT: dict[str, Any] = {
     "name": "probe_tool",
     "tool_call_id": "probe0001",
 }
-
 
 _TODAY = datetime(2024, 7, 26)
 """Date that templates print as today's (the same as in Llama 3), so that tokens do not depend on the day of a run."""
@@ -139,10 +126,8 @@ class Renderer:
                 )
             )
         except Exception as error:  # templates raise their own errors, e.g. for an unsupported system turn
-            roles = [row["role"] for row in rows]
-            raise DataError(
-                explain("messages.role", roles, f"the chat template rejects them ({error})", "change the turns")
-            ) from error
+            roles, rule = [row["role"] for row in rows], f"the chat template rejects them ({error})"
+            raise DataError(explain("messages.role", roles, rule, "change the turns")) from error
 
     def _silent_role(self, rows: Rows) -> str | None:
         """Return the first role of `rows` whose words the template leaves out, "" if none, and None if it rejects them."""
@@ -201,6 +186,7 @@ def left_out(
     `render` gives the text of rows and tools, with a generation prompt or without. A call must also end with `eos`:
     a turn without it has no end that could be learned.
     """
+    own = _TOOLS if tools else []
     if tools and "probe_tool" not in render([_USER], _TOOLS, True):
         return "the tools"
     if any("tool_calls" in row for row in rows):
@@ -210,13 +196,11 @@ def left_out(
             return "the assistant's tool calls"
         if eos not in said:
             return "the end of the turn of a tool call (the tokenizer's EOS)"
-        if speaks_and_calls(rows) and "probe_words" not in render([_USER, _SPEAKING], _TOOLS if tools else [], False):
+        if speaks_and_calls(rows) and "probe_words" not in render([_USER, _SPEAKING], own, False):
             return "the assistant's words beside a tool call"
-    if any(row["role"] == "tool" for row in rows) and "probe_result" not in render(
-        [_USER, _CALLING, _RESULT], _TOOLS, True
-    ):
-        return "the results of tools"
-    return ""
+    results = any(row["role"] == "tool" for row in rows)
+    shown = not results or "probe_result" in render([_USER, _CALLING, _RESULT], _TOOLS, True)
+    return "" if shown else "the results of tools"
 
 
 # ---------------------------------------------------------------- pieces
@@ -279,7 +263,7 @@ def token_text(tokenizer: Any, token: int, *, skip_special_tokens: bool) -> str:
     return shown[len(str(tokenizer.decode(list(before)))) :] if before else shown
 
 
-# ---------------------------------------------------------------- Convert conversations to tokens; the only module that makes loss masks
+# ---------------------------------------------------------------- conversations
 
 CHATML_LIKE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
@@ -296,8 +280,9 @@ Roles are ordinary text and a turn ends with the tokenizer's own EOS, so no toke
 """
 
 _REMEMBERED = 32
-"""Number of texts whose tokens are cached; a prompt has three texts for each earlier answer."""
+"""Number of texts whose tokens are cached: a prompt has three texts for each earlier answer."""
 
+_KEEPS_TURNS = "give a template that keeps earlier turns as they were (prepare_data.chat_template)"
 _PROBE = (Message("user", "Hi"), Message("assistant", "Hello"))
 _ANSWERED = (Message("user", "Hi"), Message("assistant", "An-answer-like-no-other"))
 
@@ -341,18 +326,12 @@ class ChatTemplate:
         self._marks_beginning = marks_beginning(self.tokenizer)
         name = str(self.tokenizer.name_or_path)
         if not self.tokenizer.chat_template:
-            raise ConfigError(
-                explain(
-                    "chat_template",
-                    None,
-                    f"the tokenizer of {name} has no chat template",
-                    'set prepare_data.chat_template = "chatml" or give the path of a Jinja file',
-                )
-            )
+            rule = f"the tokenizer of {name} has no chat template"
+            remedy = 'set prepare_data.chat_template = "chatml" or give the path of a Jinja file'
+            raise ConfigError(explain("chat_template", None, rule, remedy))
         if self.tokenizer.eos_token_id is None:
-            raise ConfigError(
-                explain("eos_token", None, f"the tokenizer of {name} has no EOS token", "set eos_token in its config")
-            )
+            rule = f"the tokenizer of {name} has no EOS token"
+            raise ConfigError(explain("eos_token", None, rule, "set eos_token in its config"))
         eos_id = int(self.tokenizer.eos_token_id)
         self.pad_id = eos_id if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
         self.ends = frozenset({eos_id, *ends})
@@ -389,8 +368,7 @@ class ChatTemplate:
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of `messages` and the generation prompt: those of `conversation` before an answer."""
-        pieces = self._pieces(self._cut(messages, self.prompt_text(messages)))
-        return tuple(token for piece in pieces for token in piece)
+        return tuple(chain(*self._pieces(self._cut(messages, self.prompt_text(messages)))))
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
         """Return the text of `prompt_ids`."""
@@ -406,14 +384,8 @@ class ChatTemplate:
         before = self._after_answer(self._render(_ANSWERED, generation_prompt=False))
         after = self._after_answer(self._render([*_ANSWERED, *messages], generation_prompt=True))
         if before is None or after is None or not after.startswith(before):
-            raise DataError(
-                explain(
-                    "chat_template",
-                    [message.role for message in messages],
-                    "renders the end of an answer differently when these turns follow it",
-                    "give a template that keeps earlier turns as they were (prepare_data.chat_template)",
-                )
-            )
+            rule = "renders the end of an answer differently when these turns follow it"
+            raise DataError(explain("chat_template", [message.role for message in messages], rule, _KEEPS_TURNS))
         return self._after(self._eos, after)
 
     def following_ids(self, text: str, *, after: int) -> tuple[int, ...]:
@@ -452,8 +424,7 @@ class ChatTemplate:
             texts = [text for text, _ in self._segments(messages, answers_from=0)]
         except RewrittenTurns:
             texts = [self._render(messages, generation_prompt=False)]
-        pieces = self._pieces(texts)
-        token_ids = tuple(token for piece in pieces for token in piece)[:max_length]
+        token_ids = tuple(chain(*self._pieces(texts)))[:max_length]
         return TokenSample(token_ids, (0,) + (1,) * (len(token_ids) - 1)) if len(token_ids) > 1 else None
 
     def continuation(
@@ -476,14 +447,10 @@ class ChatTemplate:
     def preview(self, sample: TokenSample) -> str:
         """Return the text of `sample`, special tokens included, with each run of trained tokens inside 【 】."""
         parts: list[str] = []
-        run: list[int] = []
-        for position, (token, trained) in enumerate(zip(sample.token_ids, sample.loss_mask, strict=True)):
-            run.append(token)
-            last = position + 1 == len(sample.token_ids)
-            if last or sample.loss_mask[position + 1] != trained:
-                text = str(self.tokenizer.decode(run, skip_special_tokens=False))
-                parts.append(f"【{text}】" if trained else text)
-                run = []
+        pairs = zip(sample.token_ids, sample.loss_mask, strict=True)
+        for trained, run in groupby(pairs, key=lambda pair: pair[1]):
+            text = str(self.tokenizer.decode([token for token, _ in run], skip_special_tokens=False))
+            parts.append(f"【{text}】" if trained else text)
         return "".join(parts)
 
     # ------------------------------------------------------------ private
@@ -517,8 +484,7 @@ class ChatTemplate:
                 raise DataError(explain("chat_template", where, *opening))
             if not whole.startswith(after) or len(before) < done:
                 rule = "renders differently when later turns follow, so there is no exact loss mask"
-                remedy = "give a template that keeps earlier turns as they were (prepare_data.chat_template)"
-                raise RewrittenTurns(explain("chat_template", where, rule, remedy))
+                raise RewrittenTurns(explain("chat_template", where, rule, _KEEPS_TURNS))
             asked = [whole[done : len(before)]] if done else self._cut(messages[:index], before)
             segments += [*((text, False) for text in asked), (whole[len(before) : len(after)], True)]
             done = len(after)
@@ -571,7 +537,7 @@ class ChatTemplate:
         # Cache the latest texts: both answers of a pair follow the same prompt, and most uses follow a length check.
         if text not in self._recent:
             while len(self._recent) >= _REMEMBERED:
-                del self._recent[next(iter(self._recent))]
+                del self._recent[next(iter(self._recent))]  # the oldest
             ids = encode(self.tokenizer, text)
             if self._rows is not None and max(ids, default=0) >= self._rows:
                 token = self.tokenizer.convert_ids_to_tokens(max(ids))
@@ -604,14 +570,10 @@ class ChatTemplate:
             raise ConfigError(str(error)) from error
         found = [token for token in self._encode(answer) if token in ends]
         if not found:
-            raise ConfigError(
-                explain(
-                    "eos_token",
-                    self.tokenizer.eos_token,
-                    f"the chat template ends an answer with {answer[-30:]!r}, which contains no EOS token: sampling would not stop",
-                    "make the end-of-turn token the tokenizer's eos_token, or give another chat template",
-                )
-            )
+            rule = f"the chat template ends an answer with {answer[-30:]!r}, which contains no EOS token"
+            remedy = "make the end-of-turn token the tokenizer's eos_token, or give another chat template"
+            rule = f"{rule}: sampling would not stop"
+            raise ConfigError(explain("eos_token", self.tokenizer.eos_token, rule, remedy))
         return found[0]
 
 
@@ -625,13 +587,8 @@ def answer_message(rollout: Rollout) -> Message:
     """
     completion = rollout.completion
     if not all(completion.action_mask):
-        raise DataError(
-            explain(
-                "rollouts",
-                rollout.prompt.id,
-                f"{completion.action_mask.count(0)} of its {len(completion.token_ids)} tokens come from an environment, and "
-                "one message of the assistant cannot contain an episode",
-                "train on episodes with ppo, or generate without an agent",
-            )
-        )
+        written = f"{completion.action_mask.count(0)} of its {len(completion.token_ids)} tokens"
+        rule = f"{written} come from an environment, and one message of the assistant cannot contain an episode"
+        remedy = "train on episodes with ppo, or generate without an agent"
+        raise DataError(explain("rollouts", rollout.prompt.id, rule, remedy))
     return Message("assistant", completion.text)

@@ -70,14 +70,19 @@ def other_opening(template: str, asked: str, shown: str) -> tuple[str, str]:
 
     `asked` is the text of a conversation with the generation prompt, `shown` the same one with its answer.
     """
-    shorter = min(len(asked), len(shown))
-    same = next((at for at, (one, other) in enumerate(zip(asked, shown, strict=False)) if one != other), shorter)
+    same = common_beginning(asked, shown)
     asks, shows = asked[same:][:40], shown[same:][:40]
     rule = f"prompts for an answer with {asks!r} but renders one with {shows!r}, so there is no exact loss mask"
     shipped = shipped_for(template)
     if shipped and template != SHIPPED[shipped]:
         return rule, f'set prepare_data.chat_template = "{shipped}", whose prompts are prefixes of its conversations'
     return rule, "set prepare_data.chat_template to a template whose prompts are prefixes of its conversations"
+
+
+def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many items two sequences have in common before the first that differs."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 class Decoder:

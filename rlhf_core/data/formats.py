@@ -6,11 +6,13 @@ Column names are TRL's (https://huggingface.co/docs/trl/dataset_formats). Turns 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_core.config.data import PreferenceCoding, RankingPairs
+from rlhf_core.data.chat_templates import common_beginning
 from rlhf_core.data.columns import LabelReading, Reading, alpaca_turns, prompt_name, prompt_turns, verdict_of
 from rlhf_core.data.comparisons import (
     TRANSCRIPT_TURN,
@@ -307,9 +309,7 @@ def _split_pair(chosen: Turns, rejected: Turns, row: Row) -> Example:
 
     Raises DataError if the row has its prompt in a column too, and another one there.
     """
-    common = 0
-    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
-        common += 1
+    common = common_beginning(chosen, rejected)
     name = prompt_name(row)
     if name and isinstance(row[name], str) and not any(row[name].strip() in turn.content for turn in chosen[:common]):
         raise DataError(f"two prompts: the column {name!r} is not among the turns that chosen and rejected begin with")
@@ -333,12 +333,8 @@ def _answer(value: Any, prompt: Turns) -> Turns:
 
 def _common_words(left: str, right: str) -> int:
     """Return the length of the longest common beginning that ends between words."""
-    border = 0
-    while border < min(len(left), len(right)) and left[border] == right[border]:
-        border += 1
-    while border > 0 and not left[border - 1].isspace():
-        border -= 1
-    return border
+    common = left[: common_beginning(left, right)]
+    return len(common) - len(re.split(r"\s", common)[-1])
 
 
 # ---------------------------------------------------------------- private: values and checks
