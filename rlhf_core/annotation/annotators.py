@@ -21,7 +21,7 @@ from rlhf_core.types import Completion, Generation, Prompt, derive_seed
 
 EXPORT = "comparisons.jsonl"
 IMPORT = "judgments.jsonl"
-LONGEST_S = 1e9
+LONGEST_S = 1e9  # 32 years: a larger number is no time that a person took
 
 
 class NotJudgedYet(Exception):

@@ -26,7 +26,7 @@ from rlhf_core.rewards.judge import ChatEndpoint, ChatFailed, find_verdict
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.types import Message
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.5  # seconds between looks whether the stage shall stop
 CORRECTION = "Your reply holds no verdict in the requested form. Give only the verdict, in that form."
 MEANINGS: Mapping[str, Choice] = {"a": "first", "b": "second", "tie": "tie", "neither": "both_bad"}
 _PLACE = re.compile(r"\{(rubric|prompt|first|second)\}")
@@ -112,7 +112,7 @@ def ask_judge(
         while waiting:
             done, waiting = wait(waiting, timeout=LOOK_EVERY_S, return_when=FIRST_COMPLETED)
             for verdict in map(Future.result, done):
-                _check(config, verdict, key)
+                _check_answered(config, verdict, key)
                 known[verdict.comparison, verdict.order] = verdict
             progress(len(questions) - len(waiting), len(questions), "questions answered")
             if waiting and stopping():
@@ -198,7 +198,7 @@ def _verdict(config: JudgeAnnotator, endpoint: ChatEndpoint, one: Comparison, or
     return Verdict(one.id, order, choice, reply, malformed, time.monotonic() - began)  # type: ignore[arg-type]
 
 
-def _check(config: JudgeAnnotator, verdict: Verdict, key: str) -> None:
+def _check_answered(config: JudgeAnnotator, verdict: Verdict, key: str) -> None:
     if not verdict.choice and config.on_failure == "fail":
         rule = f"the judge gave no verdict on comparison {verdict.comparison}"
         remedy = 'fix the server or the template, or set on_failure = "invalid"; other verdicts are kept'

@@ -243,8 +243,8 @@ def _attention_checks(pairs: Sequence[Candidate], count: int, rng: random.Random
         ]
         if not others:  # replies that fit every prompt discriminate nothing
             continue
-        stranger = replace(rng.choice(others), prompt=own.prompt)
-        pair = Candidate(own.first, stranger, (own.policies[0], "another prompt"))
+        misplaced = replace(rng.choice(others), prompt=own.prompt)
+        pair = Candidate(own.first, misplaced, (own.policies[0], "another prompt"))
         one = _comparison(pair, swap=rng.random() < 0.5)
         right = "second" if one.first_policy == "another prompt" else "first"
         checks.append(replace(one, expected=right, id=f"{one.id}-check-{number}"))

@@ -1,9 +1,8 @@
-"""Remove duplicates, and training rows that overlap with the evaluation prompts.
+"""Clean rows: duplicates, near-duplicates, overlap with evaluation prompts, quality, languages and personal data.
 
-Find and mask personal data in text: emails, phone numbers, credit cards, IP addresses, keys and tokens.
-
-Patterns find candidates, and rules confirm them: the checksum of cards (Luhn), `ipaddress`, and `phonenumbers` (Google's
-libphonenumber). What has no form, as names and addresses, is not found.
+Personal data are emails, phone numbers, credit cards, IP addresses, keys and tokens. Patterns find candidates, and rules
+confirm them: the checksum of cards (Luhn), `ipaddress`, and `phonenumbers` (Google's libphonenumber). Data without a form
+of their own, as names and addresses, are not found.
 """
 
 from __future__ import annotations
@@ -46,10 +45,8 @@ def without_repeated_prompts(examples: Sequence[Example]) -> tuple[list[Example]
     """
     answered = [example for example in examples if (example.chosen or example.rejected) and not example.steps]
     repeating = {id(example) for example in answered if all(map(_repeats(example), _answers(example)))}
-    telling = sum(
-        len(_WORD.findall(example.prompt[-1].content)) >= 2 for example in answered if id(example) in repeating
-    )
-    if len(repeating) < 0.95 * len(answered) or 2 * telling <= len(repeating):
+    worded = sum(len(_WORD.findall(one.prompt[-1].content)) >= 2 for one in answered if id(one) in repeating)
+    if len(repeating) < 0.95 * len(answered) or 2 * worded <= len(repeating):
         return list(examples), 0
     return [_unrepeated(example) if id(example) in repeating else example for example in examples], len(repeating)
 
@@ -85,16 +82,14 @@ def decontaminate(
     grams = {gram for example in held_out for gram in _ngrams(example.prompt, ngram)} if ngram else set()
     kept = []
     for example in training:
+        own = (example.prompt, example.chosen, example.rejected)
+        reason = ""
         if any(exact(opening).casefold() in prompts for opening in _openings(example)):
-            report.add(example.source, example.origin, "contaminated: it begins with an evaluation prompt")
-        elif grams and any(
-            gram in grams
-            for turns in (example.prompt, example.chosen, example.rejected)
-            for gram in _ngrams(turns, ngram)
-        ):
-            report.add(
-                example.source, example.origin, f"contaminated: shares {ngram} words in a row with an evaluation prompt"
-            )
+            reason = "contaminated: it begins with an evaluation prompt"
+        elif grams and any(gram in grams for turns in own for gram in _ngrams(turns, ngram)):
+            reason = f"contaminated: shares {ngram} words in a row with an evaluation prompt"
+        if reason:
+            report.add(example.source, example.origin, reason)
         else:
             kept.append(example)
     return kept
@@ -112,12 +107,12 @@ def _openings(example: Example) -> Iterator[Turns]:
 
 def _ngrams(turns: Turns, size: int | None) -> Iterator[tuple[str, ...]]:
     """Yield the word n-grams of each turn, without its role."""
-    if size is None:
-        return
-    for message in turns:
-        words = normalize((message,)).split()[1:]
-        for start in range(len(words) - size + 1):
-            yield tuple(words[start : start + size])
+    for message in turns if size is not None else ():
+        yield from _grams(normalize((message,)).split()[1:], size or 0)
+
+
+def _grams(words: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    return [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
 
 
 def _answers(example: Example) -> list[Turns]:
@@ -146,7 +141,7 @@ def _unrepeated(example: Example) -> Example:
 
 # ---------------------------------------------------------------- near duplicates
 
-PERMUTATIONS = 128
+PERMUTATIONS = 128  # the standard error of an estimated similarity is at most 0.5 / sqrt(128) = 0.044
 SHINGLE = 3
 """Number of words in a shingle; a shorter text is one shingle."""
 
@@ -177,13 +172,11 @@ class NearDuplicates:
         """Return the examples that are not near-duplicates of earlier ones, and add the others to `report`."""
         kept = []
         for example in examples:
-            found = self._similar(example)
-            if found is None:
+            if (found := self._similar(example)) is None:
                 kept.append(example)
             else:
-                similarity, origin = found
-                reason = f"near-duplicate: {similarity:.2f} similar to {origin.file}:{origin.line}"
-                report.add(example.source, example.origin, reason)
+                place = f"{found[1].file}:{found[1].line}"
+                report.add(example.source, example.origin, f"near-duplicate: {found[0]:.2f} similar to {place}")
         return kept
 
     def _similar(self, example: Example) -> tuple[float, Origin] | None:
@@ -302,9 +295,6 @@ def luhn(digits: str) -> bool:
     return sum(value - 9 if value > 9 else value for value in doubled) % 10 == 0
 
 
-# ---------------------------------------------------------------- private
-
-
 def _candidates(text: str, phone_region: str) -> Iterator[Found]:
     """Yield the findings, the most certain kinds first."""
     yield from _matches("key", _KEY, text, lambda _: True)
@@ -315,8 +305,8 @@ def _candidates(text: str, phone_region: str) -> Iterator[Found]:
     if sum(map(str.isdigit, text)) >= 6:  # the shortest that libphonenumber finds
         import phonenumbers
 
-        for match in phonenumbers.PhoneNumberMatcher(text, phone_region or None):
-            yield Found("phone", match.start, match.end)
+        numbers = phonenumbers.PhoneNumberMatcher(text, phone_region or None)
+        yield from (Found("phone", match.start, match.end) for match in numbers)
 
 
 def _matches(kind: str, pattern: re.Pattern[str], text: str, confirmed: Callable[[str], bool]) -> Iterator[Found]:
@@ -426,9 +416,6 @@ class RowFilter:
         )
 
 
-# ---------------------------------------------------------------- private
-
-
 def _is_json(label: str) -> bool:
     """Return whether a label is a JSON object or list, which a reward reads as such."""
     try:
@@ -455,8 +442,7 @@ def _poor(answer: Turns, config: Filters) -> str:
 
 def _repeated(answer: Turns) -> float:
     """Return the share of an answer's word trigrams that occurred before in it."""
-    words = normalize(answer).split()
-    trigrams = [tuple(words[start : start + 3]) for start in range(len(words) - 2)]
+    trigrams = _grams(normalize(answer).split(), 3)
     return 1 - len(set(trigrams)) / len(trigrams) if trigrams else 0.0
 
 

@@ -1,9 +1,8 @@
-"""Account for the columns of a row: the meaning of names, and the columns that are read or left out.
+"""Read columns by the names of our formats, detect a source's format, and decide what its labels mean.
 
-Decide over a whole source whether its labels are verdicts on the answers, or the answers that are expected.
-
-A verdict that is read as an expected answer makes a bad answer one to imitate, so the first row alone does not decide,
-and labels that can be read both ways are refused.
+A row records the columns that are read, so that those left out can be reported or refused. Whether labels are verdicts on
+answers or expected answers is decided over a whole source: a verdict that is read as an expected answer makes a bad answer
+one to imitate, so labels that can be read both ways are refused.
 """
 
 from __future__ import annotations
@@ -188,9 +187,6 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, (str, list, tuple, Mapping)) and len(value) == 0)
 
 
-# ---------------------------------------------------------------- private
-
-
 @lru_cache
 def _mapped(columns: Columns) -> dict[str, str]:
     """Return our name -> the source's name of the columns that are mapped."""
@@ -205,7 +201,7 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
     return _value(row[column], rest) if dot and isinstance(row.get(column), Mapping) else _ABSENT
 
 
-# ---------------------------------------------------------------- Detect the format of a row by its columns
+# ---------------------------------------------------------------- formats
 
 FORMATS = sorted(set(get_args(RowFormat)) - {"auto"})
 
@@ -260,9 +256,6 @@ def exported(row: Mapping[str, Any]) -> str:
     if {"data", "annotations"} <= set(row):
         return "label_studio"
     return "argilla" if {"fields", "responses"} <= set(row) else ""
-
-
-# ---------------------------------------------------------------- private
 
 
 def _pair_format(row: Mapping[str, Any]) -> str:

@@ -1,14 +1,9 @@
-"""Convert rows that compare several answers to one prompt into preference pairs.
+"""Convert rows that compare or rate several answers to one prompt into preference pairs.
 
-A row has two answers with a verdict (`response1`, `response2`, `preference`), or a ranking (`answers`, each with a
-`rank`, 1 is the best, as in Nectar). A row does not say what a number in `preference` means, so the meaning is decided
-over the whole source. If two readings remain, the rows are refused: a verdict read the wrong way round trains the
-opposite.
-
-Convert answers with ratings to preference pairs whose margin is the difference of the ratings.
-
-A row has several answers to one prompt, each with an overall rating or with one for each aspect (UltraFeedback), or two
-lists, of answers and of their ratings. Answers of equal ratings are ties, and never become a preference.
+A row has two answers with a verdict (`response1`, `response2`, `preference`), a ranking (`answers`, each with a `rank`, 1
+is the best, as in Nectar), or ratings, overall or for each aspect (UltraFeedback), whose difference becomes the margin. A
+row does not state what a number in `preference` means, so the meaning is decided over the whole source. If two readings
+remain, the rows are refused: a verdict read the wrong way round trains the opposite. Ties never become a preference.
 """
 
 from __future__ import annotations
@@ -94,8 +89,7 @@ def refuse_hidden_answers(row: Row) -> None:
     if hidden:
         remedy = (
             "name what they are with columns = {completion = ...}, {chosen = ..., rejected = ...}, {response1 = ..., "
-            "response2 = ..., preference = ...} or {label = ...} (the expected answer), or set format = 'prompt' to leave "
-            "them out"
+            "response2 = ..., preference = ...} or {label = ...} (the expected answer), or set format = 'prompt' to leave them out"
         )
         raise DataError(f"answers beside a bare prompt: {hidden} would be left out in silence; {remedy}")
 
@@ -206,9 +200,6 @@ def verdict(said: Any, names: tuple[str, str]) -> bool | None:
         if word == _NOT_WORD.sub("", names[place]).lower() or word in _ORDINALS[place]:
             return place == 1
     raise DataError(f"not a preference: {said!r}; {names[0]!r}, {names[1]!r}, 'A', 'B' or 'tie' is needed, or a number")
-
-
-# ---------------------------------------------------------------- private
 
 
 def _second_won(said: Any, names: tuple[str, str], coding: PreferenceCoding) -> bool:
@@ -377,9 +368,6 @@ def rating(value: Any) -> float | None:
     if not math.isfinite(number):
         raise DataError(f"not a rating: {str(value)[:80]!r}; a number is needed")
     return number
-
-
-# ---------------------------------------------------------------- private
 
 
 def _first(row: Row, names: Sequence[str]) -> str | None:

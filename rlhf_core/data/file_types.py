@@ -123,9 +123,6 @@ def at_path(source: Source, rule: str, remedy: str) -> str:
     return explain(f"data.sources[{source.name}].path", source.path, rule, remedy)
 
 
-# ---------------------------------------------------------------- private
-
-
 def _suffix(path: Path) -> str:
     """Return the suffix of a known file type, without that of packing, or the empty text."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in PACKED]

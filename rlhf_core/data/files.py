@@ -167,9 +167,6 @@ def pair_unpaired(examples: Sequence[Example]) -> list[Example]:
     return joined + [example for rest in bad.values() for example in rest]
 
 
-# ---------------------------------------------------------------- private
-
-
 def _both(good: Example, bad: Example) -> str:
     """Return the annotator of both answers of a pair, or the empty text if two people judged them."""
     return good.annotator if good.annotator == bad.annotator else ""

@@ -258,9 +258,6 @@ ADAPTERS: dict[str, Callable[[Row], Example]] = {
 }
 
 
-# ---------------------------------------------------------------- private: turns
-
-
 def _with_system(example: Example, row: Row) -> Example:
     """Return `example` with the row's `system` as system message. Raises DataError if the turns have another one."""
     name = next((name for name in SYSTEM if row.get(name) is not None), "")
@@ -335,9 +332,6 @@ def _common_words(left: str, right: str) -> int:
     """Return the length of the longest common beginning that ends between words."""
     common = left[: common_beginning(left, right)]
     return len(common) - len(re.split(r"\s", common)[-1])
-
-
-# ---------------------------------------------------------------- private: values and checks
 
 
 def _check_example(example: Example) -> None:

@@ -207,9 +207,6 @@ _READERS: dict[str, Callable[[Path, Source], Iterator[Record]]] = {
 }
 
 
-# ---------------------------------------------------------------- private
-
-
 def _open(path: Path, *, errors: str = "strict") -> IO[str]:
     return io.TextIOWrapper(_unpacked(path), encoding="utf-8-sig", errors=errors, newline="")
 

@@ -317,9 +317,6 @@ def refuse_calls(row: Mapping[str, Any]) -> None:
             raise DataError(f"{name}: a row has them beside its turns; write them into the turn that makes the calls")
 
 
-# ---------------------------------------------------------------- private
-
-
 def _turn(item: Any) -> Message:
     if not isinstance(item, Mapping):
         raise DataError(f"not a turn: {type(item).__name__}; role and content are needed")

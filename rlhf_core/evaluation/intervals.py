@@ -127,7 +127,7 @@ def pseudo_prompts(level: float) -> float:
     return t_quantile(level, math.inf) ** 2 / 2
 
 
-# ---------------------------------------------------------------- private; C prompts
+# ---------------------------------------------------------------- arrays; C prompts
 
 
 def _by_prompt(

@@ -230,9 +230,6 @@ def confidence_bins(margins: Sequence[float] | np.ndarray) -> list[ReliabilityBi
     return reliability(*_confidence(margins), bins=BINS)
 
 
-# ---------------------------------------------------------------- private
-
-
 def _confidence(margins: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the probability that the higher-scored answer is the chosen one, and whether it is (ties half)."""
     values = np.asarray(margins, dtype=np.float64)

@@ -313,9 +313,6 @@ def suite_metrics(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return metrics
 
 
-# ---------------------------------------------------------------- private
-
-
 def _row(row: Mapping[str, Any], suite: Suite) -> SuiteRow:
     missing = [name for name in (suite.prompt, suite.chosen, suite.rejected) if row.get(name) is None]
     if missing:

@@ -3,18 +3,14 @@
 A request enters only if
 1. `Host` names this machine, wherever the connection came over loopback. Any page in a browser can reach loopback
    through a host name of the page's own that resolves to 127.0.0.1 (DNS rebinding).
-2. no page of others sent it, be it with `Origin`, or without, as images, scripts and frames do (`Sec-Fetch-Site`).
-3. it carries the server's `Authorization`; a server without one answers only the user who started it.
-What a server leaves open to everybody (its health, the files of its pages) needs the first two alone. Programs send
-neither `Origin` nor `Sec-Fetch-Site`.
+2. no foreign page sent it, be it with `Origin`, or without, as images, scripts and frames do (`Sec-Fetch-Site`).
+3. it carries the server's `Authorization`; a server without one answers only the user who started it, whom Linux lists for
+   each socket in /proc/net/tcp, so neither programs nor browsers of that user need a password.
+Paths that a server leaves open (its health, the files of its pages) need the first two alone. Programs send neither
+`Origin` nor `Sec-Fetch-Site`.
 
-Every response forbids pages of others to frame it, and proves, if the request has a nonce, that the server knows the
-key: whoever asks can tell it from a stranger's server at the same port before a secret is sent there.
-
-Find out which user is at the other end of a connection of this machine.
-
-Linux lists the user of each socket in /proc/net/tcp while its connection is established, so a server can restrict itself
-to the user who started it, and neither programs nor browsers need a password.
+Every response forbids foreign pages to frame it. If the request has a nonce, the response proves that the server knows the
+key, so a client can detect another server at the same port before it sends a secret.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from urllib.parse import urlsplit
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# ---------------------------------------------------------------- Find out which user is at the other end of a connection of this machine
+# ---------------------------------------------------------------- the user at the other end of a connection
 
 CONNECTIONS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 """Files in which Linux lists all connections of this process's network namespace; other systems do not have them."""
@@ -78,7 +74,7 @@ def _peer_spelled(address: Address, family: socket.AddressFamily) -> str:
 # ---------------------------------------------------------------- door
 
 LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "::1", socket.gethostname().lower()})
-"""Allowed values of `Host`. Many systems resolve their own name to 127.0.1.1; no page of others can have it."""
+"""Allowed values of `Host`. Many systems resolve their own name to 127.0.1.1; no foreign page can have it."""
 NONCE, PROOF = "x-rlhf-nonce", "x-rlhf-proof"
 FRAMES = (
     (b"x-frame-options", b"SAMEORIGIN"),
@@ -143,12 +139,12 @@ class Door:
 
     def _refusal(self, scope: Scope) -> tuple[int, str]:
         host, address = _values(scope, "host"), scope.get("server")
-        stranger = refused(host, _values(scope, "origin"), loopback=_is_loopback(address), pages=self._pages)
-        stranger = stranger or refused_fetch(
+        refusal = refused(host, _values(scope, "origin"), loopback=_is_loopback(address), pages=self._pages)
+        refusal = refusal or refused_fetch(
             *(_values(scope, f"sec-fetch-{name}") for name in ("site", "mode", "dest")), pages=self._pages
         )
-        if stranger:
-            return 403, stranger
+        if refusal:
+            return 403, refusal
         if self._open_to(scope):
             return 200, ""
         if self._authorization:
@@ -205,7 +201,7 @@ def refused(hosts: list[str], origins: list[str], *, loopback: bool = True, page
 def refused_fetch(site: list[str], mode: list[str], dest: list[str], *, pages: bool) -> str:
     """Return why a browser's headers of a request without `Origin` are refused, or "".
 
-    Pages of others may link to ours, but not embed them or load anything from them.
+    Foreign pages may link to ours, but not embed them or load anything from them.
 
     >>> refused_fetch(["cross-site"], ["navigate"], ["document"], pages=True), refused_fetch([], [], [], pages=False)
     ('', '')

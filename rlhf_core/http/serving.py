@@ -1,7 +1,7 @@
 """Serve an application over HTTP with a deadline for headers and a limit on connections.
 
-Uvicorn waits for the end of a request's headers forever, so whoever stops halfway, or sends a byte a minute, would hold a
-connection and in the end all of them. `rlhf_core.http.serving` has the limits on bodies.
+Uvicorn waits for the end of a request's headers forever, so clients that stop halfway, or send a byte a minute, would hold
+connections and in the end all of them.
 """
 
 from __future__ import annotations
