@@ -4,10 +4,8 @@ The starter holds the other end of standard input. When the starter ends, howeve
 command is stopped with all its children: with SIGTERM, and after PATIENCE seconds with SIGKILL. So a killed `rlhf run`
 or `rlhf up` leaves no process behind. If this guard itself is killed, the kernel kills the command.
 
-This differs from `rlhf_core.processes.parent_death_guard`, which becomes the command (`exec`), so that an agent program
-has its own streams and status, and which kills at once. A service needs a guard that stays its parent. SIGTERM to the
-guard then leaves the service time to end, and after a crash the guard kills the rest of the service's process group,
-which would still hold the port, before the service is restarted.
+This differs from `rlhf_core.processes.guard`, which kills at once. SIGTERM to this guard leaves the service time to end,
+and after a crash it kills the rest of the service's process group, which would still hold the port, before a restart.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from rlhf_core.agents.episode_rng import NOBODY
 from rlhf_core.agents.worker import Call, SessionEvent
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.errors import AgentError, ConfigError, explain
-from rlhf_core.processes.child import kill_group
+from rlhf_core.processes.guard import kill_group
 from rlhf_core.processes.host import Ended, Host
 from rlhf_core.user_code.dependencies import check_files
 from rlhf_core.user_code.sources import search_path

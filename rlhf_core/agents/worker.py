@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 from rlhf_core.agents.episode_rng import EPISODE_RNG, EpisodeRng, with_episode_rng
 from rlhf_core.agents.sessions import Sessions, open_sessions
 from rlhf_core.errors import ConfigError
-from rlhf_core.processes.child import start_guard, take_standard_streams
+from rlhf_core.processes.child import take_standard_streams
+from rlhf_core.processes.guard import start_guard
 from rlhf_core.processes.host import send_message
 from rlhf_core.schema.secrets import with_secrets
 from rlhf_core.secrets.redaction import without_secrets

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import queue
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.integrations import verifiers_runner
-from rlhf_core.processes import parent_death_guard
-from rlhf_core.processes.child import OUR_OWN, kill_group
+from rlhf_core.processes.child import OUR_OWN, guarded
+from rlhf_core.processes.guard import kill_group
 from rlhf_core.processes.host import Ended, Host, JsonLines
 
 SESSION = ProgramSession
@@ -124,9 +123,8 @@ class Runner:
             else:
                 first.put(message)
 
-        runner = [self._config.python, verifiers_runner.__file__]
         host = Host(
-            [sys.executable, "-I", "-S", parent_death_guard.__file__, str(own), *runner],
+            guarded([self._config.python, verifiers_runner.__file__], own),
             received=received,
             environment={name: value for name, value in os.environ.items() if name not in OUR_OWN},
             codec=JsonLines(),

@@ -92,7 +92,7 @@ class KLEstimate(MonitorConfig):
         k1, k3 = (history.last(name, self.window) for name in self.reads())
         if not k1 or not k3:
             return ""
-        allowed = self.tolerance + self.relative * abs(k3[-1][1])
+        allowed = self.tolerance + self.relative * abs(k3[-1][1])  # |k1 - k3| <= tolerance + relative * k3
         found = outside(abs(k1[-1][1] - k3[-1][1]), None, allowed)
         if found:
             return f"k1 {k1[-1][1]:.3g} against k3 {k3[-1][1]:.3g}: difference {found}"
@@ -106,7 +106,7 @@ class KLEstimate(MonitorConfig):
         if all(one == three for one, three in pairs):
             return f"k1 and k3 are the same number at {self.window} steps in a row"
         above, below = mean_test([(one - three) / math.sqrt(three) for one, three in pairs])
-        chance = 2 * min(above, below)
+        chance = 2 * min(above, below)  # two-sided
         if chance >= self.level:
             return ""
         one, three = (sum(values) / self.window for values in zip(*pairs, strict=True))

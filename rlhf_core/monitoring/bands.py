@@ -377,9 +377,9 @@ def slope_test(samples: Samples) -> SlopeTest:
     True
     """
     steps = [step for step, _ in samples]
-    center = fmean(steps)
-    weights = [(step - center) for step in steps]
-    scale = sum(weight * weight for weight in weights)
+    center = fmean(steps)  # t bar
+    weights = [(step - center) for step in steps]  # t - t bar; slope = sum w y / sum w^2
+    scale = sum(weight * weight for weight in weights)  # sum (t - t bar)^2
     rows = [row for row in zip(*(values for _, values in samples), strict=True) if all(map(math.isfinite, row))]
     slopes = [sum(weight * value for weight, value in zip(weights, row, strict=True)) / scale for row in rows]
     if len(slopes) < 3:
@@ -394,10 +394,10 @@ def mean_test(values: Sequence[float]) -> tuple[float, float]:
     The t-distribution is turned into the normal one by Wallace's formula (1959), good to 0.2 % at 5 degrees of freedom.
     """
     count, center = len(values), fmean(values)
-    variance = sum((value - center) ** 2 for value in values) / (count - 1)
+    variance = sum((value - center) ** 2 for value in values) / (count - 1)  # s^2, unbiased
     if variance <= (1e-9 * center) ** 2:  # no spread but rounding: the sign test, for which n equal signs have p = 2^-n
         return (0.5**count if center > 0 else 1.0, 0.5**count if center < 0 else 1.0)
-    t, freedom = center / math.sqrt(variance / count), count - 1
+    t, freedom = center / math.sqrt(variance / count), count - 1  # t = mean / (s / sqrt n)
     z = math.sqrt(freedom * math.log1p(t * t / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)
     tail = NormalDist().cdf(-z)
     return (tail, 1 - tail) if t > 0 else (1 - tail, tail)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
-from rlhf_core.processes.child import kill_group
+from rlhf_core.processes.guard import kill_group
 
 
 class Codec(Protocol):

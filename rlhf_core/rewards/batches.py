@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeAlias
 
 from rlhf_core.config.rewards import Compares, OnFailure
 from rlhf_core.errors import RewardError, explain
+from rlhf_core.http.retries import pause_before
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.types import Generation, encodable
@@ -352,7 +353,7 @@ class BatchedReward:
                 return ask(batch)
             except RewardError as error:
                 if attempt < self._retries and isinstance(error, BatchFailed) and error.divisible:
-                    pause = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
+                    pause = pause_before(attempt + 1, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
                     logger.warning("%s; retrying in %g s (retry %d of %d)", error, pause, attempt + 1, self._retries)
                     self._pause(pause)
                     continue

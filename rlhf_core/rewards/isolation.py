@@ -24,7 +24,8 @@ from pydantic import BaseModel, ConfigDict
 
 from rlhf_core.config.rewards import Compares, FunctionProtocol
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.processes.child import start_guard, take_standard_streams
+from rlhf_core.processes.child import take_standard_streams
+from rlhf_core.processes.guard import start_guard
 from rlhf_core.processes.host import Ended, Host, send_message
 from rlhf_core.rewards.batches import BatchFailed, RewardOutcome, check_length, cut, joined
 from rlhf_core.rewards.protocols import Adapted, adapt

@@ -13,6 +13,7 @@ import httpx
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
 from rlhf_core.errors import RewardError, explain
+from rlhf_core.http.retries import retried
 from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S, RewardOutcome, shortened
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.schema.secrets import bearer, resolved
@@ -49,18 +50,19 @@ class ChatEndpoint:
 
         Raises ChatFailed if the server gives none, and ValueError if it answers with something other than a reply.
         """
-        problem = ""
-        for attempt in range(self._config.retries + 1):
-            if attempt:
-                self._pause(min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S))
-            try:
-                return self._said(messages)
-            except httpx.HTTPStatusError as error:
-                problem = f"{self._config.url} answered {error.response.status_code}"
-                if error.response.status_code in _FINAL:
-                    break
-            except httpx.HTTPError as error:
-                problem = f"{self._config.url}: {error!r}"
+        try:
+            return retried(
+                lambda: self._said(messages),
+                retries=self._config.retries,
+                again=_may_pass,
+                first_s=FIRST_PAUSE_S,
+                longest_s=LONGEST_PAUSE_S,
+                pause=self._pause,
+            )
+        except httpx.HTTPStatusError as error:
+            problem = f"{self._config.url} answered {error.response.status_code}"
+        except httpx.HTTPError as error:
+            problem = f"{self._config.url}: {error!r}"
         raise ChatFailed(without_secrets(problem))
 
     def close(self) -> None:
@@ -86,6 +88,13 @@ class ChatEndpoint:
                 if time.monotonic() > deadline:
                     raise httpx.ReadTimeout(f"took longer than {config.timeout_s:g} s")
         return _content(received)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether the same request may succeed later."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code not in _FINAL
+    return isinstance(error, httpx.HTTPError)
 
 
 def find_verdict(text: str, verdict: PatternVerdict | JsonVerdict) -> Any:

@@ -21,6 +21,7 @@ import httpx
 
 from rlhf_core.config.rewards import Compares
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.http.retries import pause_before
 from rlhf_core.rewards.batches import BatchFailed, Logs, RewardOutcome, cut, joined_scores, merged_logs, read_scores
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.schema.secrets import bearer, resolved
@@ -110,7 +111,7 @@ class RemoteRewardClient:
             if url is None:
                 break
             if url in problems:  # another one is tried at once; the same one after a while
-                time.sleep(min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S))
+                time.sleep(pause_before(attempt, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S))
             try:
                 outcome = read_answer(self._post(url, body), len(batch))
             except _NoRewards as problem:

@@ -70,7 +70,7 @@ def available_cores() -> int:
 
 def threads_per_worker(config: RuntimeConfig, *, workers: int) -> int:
     """Return `cpu_threads`, or an equal share of the cores for each of the `workers` that compute at the same time."""
-    return config.cpu_threads or max(1, available_cores() // workers)
+    return config.cpu_threads or max(1, available_cores() // workers)  # at least one thread each
 
 
 def trainer_versions(config: TrainerConfig) -> dict[str, str]:

@@ -30,7 +30,7 @@ START_ATTEMPTS = 3
 """Attempts to start Ray. On a busy machine Ray's processes may miss each other's deadlines, which cannot be changed."""
 OBJECT_STORE_FRACTION = 0.1
 """Share of the machine's memory for weights in transit; Ray's own default is 0.3."""
-SMALLEST_OBJECT_STORE = 256 << 20
+SMALLEST_OBJECT_STORE = 256 << 20  # bytes; a bucket of weights is 2^28
 CONNECT_TIMEOUT_S = 300.0
 """Time limit for starting or joining Ray, which starts about six processes, perhaps on a very busy machine."""
 RECONNECT_TIMEOUT_S, RECONNECT_EVERY_S = 120.0, 2.0

@@ -18,7 +18,7 @@ from rlhf_core.training.trainer import LocalTrainer
 
 
 class HostedModels:
-    """The trainers of one process, by lease."""
+    """The trainers of one process, by lease; `TrainWorker` documents the methods."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
@@ -33,7 +33,6 @@ class HostedModels:
         _ = transformers.AutoModelForCausalLM  # imported lazily; most of the start-up time
 
     def open(self, lease: str, model: ModelSpec, optimizer: OptimizerConfig | None) -> None:
-        """Load `model` under the name `lease`."""
         self._trainers[lease] = LocalTrainer(model, optimizer, self._config)
 
     def trainer(self, lease: str) -> RankTrainer:
@@ -43,18 +42,15 @@ class HostedModels:
         return self._trainers[lease]
 
     def release(self, lease: str) -> None:
-        """Free the model of `lease`, and its GPU memory for other processes too."""
         self._trainers.pop(lease).close()
         gc.collect()
 
     def rest(self, offload: bool) -> int:
-        """Free unused GPU memory; with `offload`, move all models to host memory. Return how many bytes were moved."""
         moved = sum(trainer.rest() for trainer in self._trainers.values()) if offload else 0
         release_cached()
         return moved
 
     def wake(self) -> None:
-        """Move all models back to the GPU."""
         for trainer in self._trainers.values():
             trainer.wake()
 

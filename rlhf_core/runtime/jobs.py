@@ -19,11 +19,11 @@ from rlhf_core.runtime.liveness import within
 
 JobState = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"]
 
-REQUEST_TIMEOUT_S = 15.0
+REQUEST_TIMEOUT_S = 15.0  # per request; Ray sets none
 CONNECT_TIMEOUT_S = 30.0
 """A newly started head needs about 11 s until its job server answers."""
 START_RAY = "`ray start --head --disable-usage-stats`, then RAY_ADDRESS=127.0.0.1:6379"
-MESSAGE_CHARACTERS = 300
+MESSAGE_CHARACTERS = 300  # one or two lines of a terminal
 
 
 class JobServerError(WorkerLostError, ConnectionError):

@@ -20,13 +20,13 @@ import psutil
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PROBE_TIMEOUT_S = 5.0
-WATCH_EVERY_S = 2.0
+PROBE_TIMEOUT_S = 5.0  # long for one frame, even on a loaded machine
+WATCH_EVERY_S = 2.0  # so a server that has stopped is noticed after about 4 s
 REFUSALS, SILENCES = 2, 5
 """Refused connections in a row after which a process counts as gone, and time-outs after which it counts as hung."""
-KILL_WAIT_S = 10.0
-HTTP2_SETTINGS = 4
-HTTP2_FRAME_HEADER = 9
+KILL_WAIT_S = 10.0  # a process in a system call ends after it
+HTTP2_SETTINGS = 4  # frame type, RFC 9113, 6.5
+HTTP2_FRAME_HEADER = 9  # bytes: length 3, type 1, flags 1, stream 4
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0))
 """First bytes that an HTTP/2 client sends (RFC 9113, 3.4); the server answers with a settings frame of its own."""
 

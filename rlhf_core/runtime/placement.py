@@ -22,7 +22,7 @@ from rlhf_core.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 1.0  # between checks whether waiting still makes sense
 SAY_EVERY_S = 30.0
 """Seconds between log lines of a reservation that waits."""
 

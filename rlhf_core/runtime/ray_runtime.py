@@ -27,8 +27,8 @@ from rlhf_core.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 10.0
-SHUTDOWN_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 10.0  # for engines to free their GPUs by themselves
+SHUTDOWN_TIMEOUT_S = 30.0  # after it the processes of Ray are killed
 
 
 class RayRuntime:

@@ -36,6 +36,7 @@ from safetensors.torch import save_file
 
 from rlhf_core.config.engines import SamplingConfig, VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError, SamplerLostError, SamplingError, explain
+from rlhf_core.http.retries import pause_before
 from rlhf_core.interfaces import SamplerEngine, Weights
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.sampling.requests import PolicyFolder, architecture, most_tokens, tensors_of
@@ -217,7 +218,7 @@ class VllmServerSampler:
                 if server is None:
                     break
                 if server.url in asked:
-                    await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S))
+                    await asyncio.sleep(pause_before(attempt, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S))
                 asked.add(server.url)
                 server.in_flight += 1
                 try:

@@ -12,15 +12,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.interfaces import RegistryState
 from rlhf_core.processes.identity import user_name
-from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
-from rlhf_core.tracking.mlflow_client import TrackingError, open_client
+from rlhf_core.tracking.mlflow_client import answering, database_file, open_client
 from rlhf_core.tracking.mlflow_delivery import DIGEST_TAG, registry_name
 from rlhf_core.types import CHAMPION
 
@@ -109,7 +107,7 @@ def read_champions(uri: str, name: str) -> Champions | None:
     """
     if _is_missing_database(uri):
         return None
-    with _answering(uri):
+    with answering(uri, name="registry"):
         client = open_client(uri)
         found = client.search_registered_models(filter_string=f"name = '{registry_name(name)}'")
         return _champions(client, found[0]) if found else None
@@ -143,7 +141,7 @@ def model_names(uri: str) -> list[str]:
     """Return the names of the registered models that have or had a champion."""
     if _is_missing_database(uri):
         return []
-    with _answering(uri):
+    with answering(uri, name="registry"):
         client = open_client(uri)
         found = [_champions(client, model) for model in client.search_registered_models()]
     return [one.name for one in found if one.current or one.moves]
@@ -160,7 +158,7 @@ def roll_back(uri: str, name: str, *, why: str) -> tuple[str, str]:
     if not found.previous:
         rule = "has no champion before the current one" if found.current else "has never had a champion"
         raise ConfigError(explain("champion", name, rule, "publish another policy, or move the alias in MLflow"))
-    with _answering(uri):
+    with answering(uri, name="registry"):
         client = open_client(uri)
         for key, value in redaction.tags(move_tag(ROLLBACK, why)).items():  # first, so that no move lacks its reason
             client.set_model_version_tag(found.name, found.previous, key, value)
@@ -189,22 +187,5 @@ def _moves(version: Any) -> Iterator[tuple[str, ChampionMove]]:
 
 def _is_missing_database(uri: str) -> bool:
     """Return whether the registry behind `uri` is a database that does not exist yet."""
-    uri = os.environ.get("MLFLOW_REGISTRY_URI") or uri
-    return uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
-
-
-class _answering:
-    """A block whose errors of the server or the database become a TrackingError."""
-
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            text = without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
-            raise TrackingError(
-                f"registry at {without_secrets(self._uri)}: does not answer ({text}); try again"
-            ) from error
+    database = database_file(os.environ.get("MLFLOW_REGISTRY_URI") or uri)
+    return database is not None and not database.exists()

@@ -29,12 +29,11 @@ from typing import Any, Literal
 
 from rlhf_core.interfaces import RegistryState, StageTracker
 from rlhf_core.processes.private_folder import private_folder
-from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.leases import Owner, is_gone
 from rlhf_core.tracking import mlflow_client as owner
 from rlhf_core.tracking import redaction
 from rlhf_core.tracking.champions import registry_state
-from rlhf_core.tracking.mlflow_client import TrackingError, open_client, run_url
+from rlhf_core.tracking.mlflow_client import TrackingError, answering, database_file, open_client, run_url
 from rlhf_core.tracking.mlflow_delivery import Delivery, Outbox
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 OPEN_SECONDS = 120.0
 """Time limit of the first contact, which may import MLflow and create a database; later ones take milliseconds."""
-CLOSE_SECONDS = 30.0
+CLOSE_SECONDS = 30.0  # a run must end although the server is slow; the spool keeps the rest
 LARGEST_FILE = 64 * 2**20
 """Maximum size in bytes of a file for readers (figures, reports); weights and data stay in the store."""
 
@@ -267,20 +266,17 @@ def reconcile(client: Any, experiment_id: str, *, experiment: str = "") -> list[
 
 def reconcile_all(uri: str) -> list[Ended]:
     """End the runs of dead processes in every experiment behind `uri`; raise TrackingError if it does not answer."""
-    try:
+    with answering(uri):
         client = open_client(uri)
         experiments = client.search_experiments()
         return [run for one in experiments for run in reconcile(client, one.experiment_id, experiment=one.name)]
-    except Exception as error:  # any error of the server or the database: the user must fix it
-        text = without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
-        raise TrackingError(f"MLflow at {without_secrets(uri)}: does not answer ({text}); try again") from error
 
 
 def _spool_folder(uri: str, artifact_root: Path | None) -> Path:
     if artifact_root is not None:
         return artifact_root / ".spool"
-    if uri.startswith("sqlite:///"):
-        return Path(uri.removeprefix("sqlite:///")).parent / ".mlflow-spool"
+    if (database := database_file(uri)) is not None:
+        return database.parent / ".mlflow-spool"
     return private_folder(Path(tempfile.gettempdir()) / f"rlhf-mlflow-spool-{os.getuid()}")
 
 

@@ -9,7 +9,8 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ _SETTINGS = {  # short: a server that is down must be noticed in seconds, and we
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
+
+
+_SQLITE = "sqlite:///"
 
 
 class TrackingError(RlhfError, RuntimeError):
@@ -49,9 +53,52 @@ def open_client(uri: str) -> Any:
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     # The registry of a direct SQLite store looks up the model through the process's own tracking URI.
     mlflow.set_tracking_uri(uri)
-    if uri.startswith("sqlite:///"):
-        create_database(Path(uri.removeprefix("sqlite:///")))
+    if (database := database_file(uri)) is not None:
+        create_database(database)
     return mlflow.MlflowClient(tracking_uri=uri)
+
+
+def database_file(uri: str) -> Path | None:
+    """Return the file of a SQLite database; None if `uri` is something else.
+
+    >>> database_file("sqlite:////data/mlflow.db"), database_file("http://127.0.0.1:5000")
+    (PosixPath('/data/mlflow.db'), None)
+    """
+    return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
+
+
+def in_one_line(error: Exception) -> str:
+    """Return type and first line of an error, without secrets."""
+    return without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+
+
+@contextmanager
+def answering(uri: str, *, name: str = "MLflow") -> Iterator[None]:
+    """Turn any error of the server or the database inside into a TrackingError: the user must fix it."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{name} at {without_secrets(uri)}: does not answer ({in_one_line(error)}); try again"
+        raise TrackingError(text) from error
+
+
+def experiment_id(client: Any, name: str, files: Path | None, *, tags: Mapping[str, str]) -> str:
+    """Return the id of an experiment, which is created if it does not exist; its files are below `files`.
+
+    None leaves their place to the server.
+    """
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        location = None if files is None else files.resolve().as_uri()
+        try:
+            return str(client.create_experiment(name, artifact_location=location, tags=dict(tags)))
+        except Exception:  # another process was faster, or the server is away: the next line shows which
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    if found.lifecycle_stage == "deleted":
+        client.restore_experiment(found.experiment_id)
+    return str(found.experiment_id)
 
 
 _CREATING = threading.Lock()
@@ -80,9 +127,7 @@ def create_database(path: Path) -> None:
             source.close()
             target.close()
         try:
-            os.link(
-                ready, path
-            )  # unlike a rename, this does not replace a database that another process has made meanwhile
+            os.link(ready, path)  # unlike a rename, this does not replace a database that another process has made
         except FileExistsError:
             if not path.stat().st_size:
                 ready.replace(path)

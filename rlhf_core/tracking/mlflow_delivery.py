@@ -28,7 +28,7 @@ from typing import IO, Any, TypeAlias
 
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
-from rlhf_core.tracking.mlflow_client import get_run, import_mlflow, open_client, run_url
+from rlhf_core.tracking.mlflow_client import experiment_id, get_run, import_mlflow, open_client, run_url
 from rlhf_core.tracking.policy_reference import folder_of, save_model_file
 
 # ---------------------------------------------------------------- outbox
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 Record: TypeAlias = dict[str, Any]
 
-FLUSH_SECONDS = 2.0
-FLUSH_POINTS = 500
-FIRST_RETRY_SECONDS = 2.0
-LONGEST_RETRY_SECONDS = 60.0
+FLUSH_SECONDS = 2.0  # charts follow within seconds, at one request for many points
+FLUSH_POINTS = 500  # half of METRICS_PER_REQUEST
+FIRST_RETRY_SECONDS = 2.0  # a restart of the server takes a few seconds
+LONGEST_RETRY_SECONDS = 60.0  # so that records arrive within a minute of its return
 
 
 class Unreachable(Exception):
@@ -250,11 +250,11 @@ VERSIONS_TAG = "mlflow.modelVersions"
 _NOT_IN_METRICS = re.compile(r"[^\w.\- :/]")
 """Characters that MLflow refuses in the name of a metric, and with it all metrics of the request: `pass@1` has one."""
 _RUN_LINK = re.compile(r"\(runs:/([0-9a-f]{32})")  # as `run_url` writes it where there is no server
-METRICS_PER_REQUEST = 1000
-PARAMS_PER_REQUEST = 100
+METRICS_PER_REQUEST = 1000  # limit of `log_batch`
+PARAMS_PER_REQUEST = 100  # limit of `log_batch`
 DATASET_DIGEST = 32
 """Length of a dataset digest; MLflow takes at most 36 characters."""
-TRIES_OF_ONE_RECORD = 3
+TRIES_OF_ONE_RECORD = 3  # then it is given up, so that later ones arrive
 
 _BUSY = "TEMPORARILY_UNAVAILABLE"
 """MLflow's error code for a database that is locked, full or away; reading it may still work."""
@@ -322,7 +322,7 @@ class Delivery:
         """Return the MlflowClient, connected on first use."""
         if self._client is None:
             client = open_client(self._uri)
-            self.experiment_id = _experiment_id(client, self._experiment, self._artifact_root)
+            self.experiment_id = experiment_id(client, self._experiment, self._artifact_root, tags=KIND)
             self._client, self._mlflow = client, import_mlflow()
         return self._client
 
@@ -580,21 +580,6 @@ def _why_refused(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"needs the package {error.name}; pip install 'rlhf-lifecycle[server]' has those for PostgreSQL"
     return ""
-
-
-def _experiment_id(client: Any, name: str, artifact_root: Path | None) -> str:
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        location = None if artifact_root is None else artifact_root.resolve().as_uri()
-        try:
-            return str(client.create_experiment(name, artifact_location=location, tags=KIND))
-        except Exception:  # another process was faster, or the server is away: the next line shows which
-            found = client.get_experiment_by_name(name)
-            if found is None:
-                raise
-    if found.lifecycle_stage == "deleted":
-        client.restore_experiment(found.experiment_id)
-    return str(found.experiment_id)
 
 
 def _as_run(entity: Any) -> Run:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.tracking.mlflow_client import TrackingError, open_client
+from rlhf_core.tracking.mlflow_client import answering, database_file, open_client
 from rlhf_core.tracking.mlflow_delivery import KEY_TAG, RUN_TAG
 
 STAGE_TAG = "stage."
 _ID = re.compile(r"[0-9a-f]{32}")
-_SQLITE = "sqlite:///"
 
 
 @dataclass(frozen=True)
@@ -32,15 +29,13 @@ def find_run(uri: str, wanted: str) -> TrackedRun | None:
 
     Returns None if there is none. Raises TrackingError if MLflow does not answer.
     """
-    if uri.startswith(_SQLITE) and not Path(uri.removeprefix(_SQLITE)).exists():
+    database = database_file(uri)
+    if database is not None and not database.exists():
         return None
-    try:
+    with answering(uri):
         client = open_client(uri)
         found = _search(client, wanted)
         return None if found is None else _tracked(client, found)
-    except Exception as error:  # any error of the server or the database: the user must fix it
-        text = without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
-        raise TrackingError(f"MLflow at {without_secrets(uri)}: does not answer ({text}); try again") from error
 
 
 def _search(client: Any, wanted: str) -> Any:

@@ -10,9 +10,9 @@ from pydantic import BaseModel
 
 from rlhf_core.secrets.redaction import hidden
 
-PARAM_CHARACTERS = 6000
-TAG_CHARACTERS = 8000
-KEY_CHARACTERS = 250
+PARAM_CHARACTERS = 6000  # limit of MLflow
+TAG_CHARACTERS = 8000  # limit of MLflow
+KEY_CHARACTERS = 250  # limit of MLflow
 _ODD = re.compile(r"[^\w\-. :/]")
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ConfigError, RlhfError, explain
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.tracking.mlflow_client import import_mlflow, open_client
+from rlhf_core.tracking.mlflow_client import database_file, experiment_id, import_mlflow, in_one_line, open_client
 
 KIND = {"mlflow.experimentKind": "genai_development"}
 """Tag of an experiment whose pages include Review."""
@@ -88,9 +87,8 @@ def review_queue(
     except RlhfError:
         raise
     except Exception as error:  # any error of the server or the database: the user must fix it
-        text = without_secrets(f"{type(error).__name__}: {error}".splitlines()[0][:300])
-        place = without_secrets(uri)
-        raise ReviewError(explain("MLflow", place, f"could not keep the review queue ({text})", "run again")) from error
+        rule = f"could not keep the review queue ({in_one_line(error)})"
+        raise ReviewError(explain("MLflow", without_secrets(uri), rule, "run again")) from error
 
 
 class _Queues:
@@ -107,7 +105,10 @@ class _Queues:
 
         self._schemas, self._queues = label_schemas, review_queues
         self._uri = uri
-        self._experiment = self._experiment_id(experiment)
+        database = database_file(uri)
+        # Without a server, MLflow would put the files into the working folder.
+        files = None if database is None else database.parent / "mlartifacts"
+        self._experiment = experiment_id(self._client, experiment, files, tags=KIND)
 
     def state(self, name: str, user: str, question: Question, items: Sequence[ReviewItem]) -> QueueState:
         schema = self._ensure_schema(question)
@@ -127,18 +128,6 @@ class _Queues:
         return QueueState(url, queue.creation_time_ms / 1000, len(items), done, tuple(answers))
 
     # ---------------------------------------------------------------- found, or made
-
-    def _experiment_id(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
-            database = self._uri.removeprefix("sqlite:///")
-            # Without a server, MLflow would put the files into the working folder.
-            folder = Path(database).parent / "mlartifacts" if database != self._uri else None
-            location = None if folder is None else folder.resolve().as_uri()
-            return str(self._client.create_experiment(name, artifact_location=location, tags=KIND))
-        if found.lifecycle_stage == "deleted":
-            self._client.restore_experiment(found.experiment_id)
-        return str(found.experiment_id)
 
     def _ensure_traces(self, queue: str, items: Sequence[ReviewItem]) -> dict[str, Any]:
         """Return item -> its trace. The page shows the previews, so they must be stored whole."""

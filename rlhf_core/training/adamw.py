@@ -15,7 +15,7 @@ from rlhf_core.errors import ConfigError, explain
 
 LONGEST = 2**18
 """Maximum number of float32 squares per sum. A CPU adds them one after another, so that a longer sum loses digits."""
-BLOCK = 2**12
+BLOCK = 2**12  # 4096 additions lose at most 4096 * 2^-24 = 2.4e-4 of their sum
 """Number of elements per block for which a norm is computed first in longer gradients."""
 
 
@@ -87,7 +87,7 @@ def _shortened(gradient: Tensor) -> Tensor:
     while gradient.numel() > LONGEST:
         flat = gradient.reshape(-1)
         whole = flat.numel() // BLOCK * BLOCK
-        rows = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1)
+        rows = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1)  # ||g||^2 = sum of ||block||^2
         gradient = torch.cat([rows, torch.linalg.vector_norm(flat[whole:]).reshape(1)])
     return gradient
 
@@ -119,18 +119,18 @@ def learning_rate(
     # Rounded before ceil: 0.07 * 100 is 7.000000000000001 in binary.
     warmup = math.ceil(round(warmup_fraction * total_steps, 9))
     if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / (total_steps - warmup)
+        return peak * (step + 1) / warmup  # linear, from peak / warmup to peak
+    progress = (step - warmup) / (total_steps - warmup)  # x in [0, 1)
     match schedule:
         case "constant":
             return peak
         case "linear":
-            remaining = 1 - progress
+            remaining = 1 - progress  # linear: 1 - x
         case "cosine":
-            remaining = (1 + math.cos(math.pi * progress)) / 2
+            remaining = (1 + math.cos(math.pi * progress)) / 2  # cosine: (1 + cos(pi x)) / 2, arXiv 1608.03983
         case _:
             assert_never(schedule)
-    return peak * (min_fraction + (1 - min_fraction) * remaining)
+    return peak * (min_fraction + (1 - min_fraction) * remaining)  # from peak towards min_fraction * peak
 
 
 def scheduled_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:

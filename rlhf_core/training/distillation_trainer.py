@@ -16,7 +16,7 @@ from rlhf_core.training.objectives.distillation import Teachers
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PIECE_ELEMENTS = 2**25
+PIECE_ELEMENTS = 2**25  # 4 bytes each: 2^27 bytes
 """Maximum number of teacher log-probs in memory: 128 MiB in float32, and the same again for the token IDs."""
 
 

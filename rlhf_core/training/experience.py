@@ -104,7 +104,7 @@ def estimate_advantages(
         raise ConfigError(explain("ppo.kl.coef", kl_coef, rule, "compute them, or set it to 0"))
     if isinstance(estimator, GroupAdvantage):
         # Computed from the scores, not from sums of token rewards, whose rounding errors look like a spread of the group.
-        answers_B = scores_B - kl_coef * kl_BT.sum(dim=1) if kl_credit == "answer" else scores_B
+        answers_B = scores_B - kl_coef * kl_BT.sum(dim=1) if kl_credit == "answer" else scores_B  # R - kl_coef * sum k1
         returns_BT = _compared(estimator, answers_B, mask_BT, group_size, function)
         if kl_credit == "token":
             returns_BT = returns_BT - kl_coef * discounted_returns(kl_BT, mask_BT, gamma=1.0)
@@ -162,7 +162,7 @@ def without_truncated(experience: Experience, advantages: Advantages) -> tuple[E
     counts: DAPO's overlong filtering, arXiv 2503.14476, section 3.4. The metric `rollout/masked` is their share.
     """
     ended = [at for at, one in enumerate(experience.rollouts) if one.completion.finish_reason != "length"]
-    share = 1 - len(ended) / len(experience.rollouts)
+    share = 1 - len(ended) / len(experience.rollouts)  # share of answers cut off at the token limit
     kept = Experience(
         rollouts=tuple(experience.rollouts[at] for at in ended),
         samples=tuple(experience.samples[at] for at in ended),
@@ -192,10 +192,10 @@ def _compared(
 
 def token_rewards(scores_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, *, kl_coef: float) -> Tensor:
     """Return rewards (B, T): the KL penalty on every action, plus the score on the last action."""
-    rewards_BT = -kl_coef * kl_BT * mask_BT
+    rewards_BT = -kl_coef * kl_BT * mask_BT  # r_t = -kl_coef * k1_t
     positions_T = torch.arange(mask_BT.shape[1])
     last_B = torch.where(mask_BT != 0, positions_T, -1).amax(dim=1)
-    rewards_BT[torch.arange(len(scores_B)), last_B] += scores_B
+    rewards_BT[torch.arange(len(scores_B)), last_B] += scores_B  # r_T = ... + R
     return rewards_BT
 
 
@@ -204,8 +204,8 @@ def move_to_turns(rewards_BT: Tensor, rollouts: Sequence[Rollout], *, weight: fl
     for row, rollout in zip(rewards_BT, rollouts, strict=True):
         spans = [span for span in rollout.completion.spans if span.end > span.start]
         for span in spans:
-            row[span.end - 1] += weight * span.reward
-            row[spans[-1].end - 1] -= weight * span.reward
+            row[span.end - 1] += weight * span.reward  # to the turn that earned it
+            row[spans[-1].end - 1] -= weight * span.reward  # the sum over the answer stays R
 
 
 def policy_samples(experience: Experience, advantages: Advantages) -> list[PolicySample]:
@@ -263,12 +263,12 @@ def _kl(experience: Experience, old_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor
     if not experience.ref_logprobs:
         return torch.zeros_like(old_BT), {}
     ref_BT = completion_tensor(experience.ref_logprobs, experience)
-    kl_BT = k1(old_BT, ref_BT) * mask_BT
+    kl_BT = k1(old_BT, ref_BT) * mask_BT  # k1 = log pi_old - log pi_ref
     tokens = mask_BT.sum()
     return kl_BT, {
         "kl/per_token": float(kl_BT.sum() / tokens),
         "kl/per_sequence": float(kl_BT.sum(dim=1).mean()),
-        "kl/k3": float((k3(old_BT, ref_BT) * mask_BT).sum() / tokens),
+        "kl/k3": float((k3(old_BT, ref_BT) * mask_BT).sum() / tokens),  # k3 = exp(-k1) - 1 + k1, never negative
     }
 
 
@@ -277,8 +277,8 @@ def _rollout_metrics(experience: Experience, old_BT: Tensor, mask_BT: Tensor) ->
     sampled_BT = completion_tensor(sampled_logprobs(rollouts), experience)
     mismatch = mismatch_metrics(old_BT, sampled_BT, mask_BT)
     return {
-        "rollout/length": float(mask_BT.sum(dim=1).mean()),
+        "rollout/length": float(mask_BT.sum(dim=1).mean()),  # tokens that the policy sampled
         "rollout/truncated": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
-        "rollout/entropy": float(-(old_BT * mask_BT).sum() / mask_BT.sum()),
+        "rollout/entropy": float(-(old_BT * mask_BT).sum() / mask_BT.sum()),  # a sample of H = -E log pi
         **{f"mismatch/{name}": float(value) for name, value in mismatch.items()},
     }

@@ -59,14 +59,14 @@ class FitResult:
 
 def total_steps(samples: int, loop: LoopConfig) -> int:
     """Return the exact number of optimizer steps of `loop` over `samples` samples."""
-    steps = math.ceil(samples / loop.batch_size) * loop.epochs
+    steps = math.ceil(samples / loop.batch_size) * loop.epochs  # the last batch of an epoch may be smaller
     return min(steps, loop.max_steps) if loop.max_steps else steps
 
 
 def batch_at(step: int, samples: Sequence[Any], *, batch_size: int, seed: int) -> list[Any]:
     """Return the samples of optimizer step `step`. `seed` orders each epoch, whose last batch may be smaller."""
     per_epoch = math.ceil(len(samples) / batch_size)
-    epoch, position = divmod(step, per_epoch)
+    epoch, position = divmod(step, per_epoch)  # step = epoch * per_epoch + position
     order = shuffled_indices(len(samples), derive_seed(seed, "order", epoch))
     return [samples[i] for i in order[position * batch_size : (position + 1) * batch_size]]
 

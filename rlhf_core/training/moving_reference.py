@@ -92,7 +92,7 @@ def mix_weights(folder: Path, other: Path, *, part: float) -> None:
             for name in tensors.keys():  # noqa: SIM118  (no mapping)
                 mine = tensors.get_tensor(name)
                 theirs = _tensor(files, name, mine.shape)
-                mean = torch.lerp(theirs.float(), mine.float(), part)
+                mean = torch.lerp(theirs.float(), mine.float(), part)  # theirs + part (mine - theirs), eq. 4
                 mixed[name] = mean if mine.is_floating_point() else mean.to(mine.dtype)
         # A new file: the old one may be the target of a link.
         file.unlink()

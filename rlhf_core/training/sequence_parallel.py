@@ -91,8 +91,8 @@ def _cut(kwargs: dict[str, Any], group: Any) -> dict[str, Any]:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     ids_BL, positions_BL = kwargs["input_ids"], kwargs["position_ids"]
     length = ids_BL.shape[1]
-    extra = -length % size
-    part = (length + extra) // size
+    extra = -length % size  # so that N divides L + extra
+    part = (length + extra) // size  # S = L / N
     ids_BL = F.pad(ids_BL, (0, extra))
     # Positions continue into the padding: it belongs to the last sample and comes after everything that is read.
     more = positions_BL[:, -1:] + torch.arange(1, extra + 1, device=positions_BL.device)
@@ -107,7 +107,7 @@ def _mask(positions_BL: Tensor) -> Tensor | None:
     starts_BL = positions_BL == 0
     if not bool(starts_BL[:, 1:].any()):
         return None
-    sample_BL = starts_BL.cumsum(dim=1)
+    sample_BL = starts_BL.cumsum(dim=1)  # number of the sample at each position
     same_BLL = sample_BL.unsqueeze(2) == sample_BL.unsqueeze(1)
     return same_BLL.tril().unsqueeze(1)
 
@@ -211,4 +211,4 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         size, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
-        return grads[0].chunk(size, dim=1)[rank] * size, None
+        return grads[0].chunk(size, dim=1)[rank] * size, None  # dL/dx = N * own part: see above

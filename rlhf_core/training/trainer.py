@@ -68,7 +68,7 @@ class WeightAverage:
     def update(self, module: nn.Module) -> None:
         """Add the weights of `module` to the average after an optimizer update."""
         for name, weight in trained_parameters(module).items():
-            self._average[name].lerp_(weight.float(), 1 - self._decay)
+            self._average[name].lerp_(weight.float(), 1 - self._decay)  # a <- decay a + (1 - decay) w
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the average."""
@@ -354,7 +354,7 @@ class LocalTrainer:
                     value = sequence_scores(module, batch)
                 case "value":
                     value = token_values(module, batch)
-        loss = value.sum() * 0.0
+        loss = value.sum() * 0.0  # a gradient of 0 in every weight
         return LossOutput(loss if routing is None else loss + routing.total() * 0.0, {})
 
     def _placed(self, module: nn.Module) -> PlacedModel:
@@ -403,7 +403,7 @@ def _poisoned(loss: Tensor) -> Tensor:
 
 logger = logging.getLogger(__name__)
 
-MAX_SKIPPED_IN_A_ROW = 5
+MAX_SKIPPED_IN_A_ROW = 5  # one bad batch is a chance; five in a row are a diverged model
 
 
 def count_skipped(so_far: int, metrics: Metrics, *, label: str, step: int) -> int:

@@ -6,9 +6,11 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rlhf_core.processes.identity import process_stat
 from rlhf_core.secrets import redaction
 
 # Ray sets it in the first process that starts one, and its C++ part keeps what it read: without the variable, a cluster
@@ -33,3 +35,11 @@ def process_taken_back() -> Iterator[None]:
         os.environ.update(environment)
         if "prefect.context" in sys.modules:
             sys.modules["prefect.context"].refresh_global_settings_context()
+
+
+def assert_gone(pids: list[int]) -> None:
+    """Wait a little for processes to be gone, or dead and not yet collected by whoever adopted them."""
+    deadline = time.monotonic() + 20
+    while left := [pid for pid in pids if (stat := process_stat(pid)) is not None and stat[0] not in "ZX"]:
+        assert time.monotonic() < deadline, f"{left} live on"
+        time.sleep(0.02)

@@ -17,6 +17,7 @@ from typing import Any, Self
 import httpx
 
 from rlhf_core.errors import ConfigError, RewardError, explain
+from rlhf_core.http.retries import retried
 from rlhf_core.rewards.sandbox.local import HALF_PAIR, Execution, Limits
 from rlhf_core.secrets.redaction import shown, without_secrets
 from rlhf_core.types import encodable
@@ -24,8 +25,9 @@ from rlhf_core.types import encodable
 QUEUE_S = 30.0
 """For the way to the server and for its queue, beyond the program's own time."""
 CONNECT_S = 5.0
-TRIES = 3
-FIRST_PAUSE_S = 0.25
+RETRIES = 2
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 0.5
+"""Before the first retry and the second one."""
 KEPT_BYTES = 2**20
 """Bytes of each stream that the server keeps; it drops the rest silently."""
 LARGEST_ANSWER = 64 * 2**20
@@ -68,17 +70,17 @@ class SandboxFusion:
             "run_timeout": limits.timeout_s,
             "memory_limit_MB": limits.memory_mb,
         }
-        problem = ""
-        for attempt in range(TRIES):
-            if attempt:
-                time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
-            try:
-                return _execution(self._ask(body, limits.timeout_s + QUEUE_S), limits)
-            except _NoResult as none:
-                problem = str(none)
-                if none.final:
-                    break
-        raise RewardError(explain("sandbox_url", shown(self._url), problem, "see the server's log, or start it"))
+        try:
+            return retried(
+                lambda: _execution(self._ask(body, limits.timeout_s + QUEUE_S), limits),
+                retries=RETRIES,
+                again=lambda error: isinstance(error, _NoResult) and not error.final,
+                first_s=FIRST_PAUSE_S,
+                longest_s=LONGEST_PAUSE_S,
+            )
+        except _NoResult as none:
+            remedy = "see the server's log, or start it"
+            raise RewardError(explain("sandbox_url", shown(self._url), str(none), remedy)) from None
 
     def _ask(self, body: Mapping[str, Any], timeout_s: float) -> Any:
         deadline, answer = time.monotonic() + timeout_s, b""

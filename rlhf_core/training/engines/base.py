@@ -56,20 +56,14 @@ class TorchEngine:
             self._optimizer = ClippedAdamW(groups, optimizer, fused=True)
 
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
-        """Return `compute(module)`."""
         mixed = self._compute_dtype not in (None, torch.float32)
         with torch.autocast(self.device.type, dtype=self._compute_dtype, enabled=mixed):
             return compute(self.module)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of `loss`."""
         loss.backward()
 
     def step(self, learning_rate: float) -> float:
-        """Clip the gradient, update the weights, clear the gradient and return its norm before clipping.
-
-        The norm is infinite if the update was skipped.
-        """
         optimizer = self._trained()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
@@ -78,31 +72,25 @@ class TorchEngine:
         return optimizer.grad_norm
 
     def passes(self, wanted: int) -> int:
-        """Return `wanted`, since there is no other rank to wait for."""
-        return wanted
+        return wanted  # no other rank has to be waited for
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing, because the weights are always whole."""
-        return nullcontext()
+        return nullcontext()  # the weights are always whole
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
-        """Return copies of trained weights and optimizer, by file. A frozen model has none."""
         return {folder / STATE_FILE: training_state(self.module, self._optimizer)} if self._optimizer else {}
 
     def load(self, folder: Path) -> None:
-        """Restore a saved `snapshot` and clear the gradient."""
         if self._optimizer is not None:
             load_training_state(folder / STATE_FILE, self.module, self._optimizer)
             self._optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the weights, the gradients, and the optimizer states of a trained model."""
         yield from module_tensors(self.module)
         if self._optimizer is not None:
             yield from optimizer_tensors(self._optimizer)
 
     def close(self) -> None:
-        """Release the model and the optimizer."""
         self._optimizer = None
         self.module = nn.Module()
 
@@ -166,7 +154,10 @@ class Engine(Protocol):
         ...
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that this rank keeps between steps: weights, gradients and optimizer states."""
+        """Yield the tensors that this rank keeps between steps: weights, gradients and optimizer states.
+
+        A frozen model has weights alone, and nothing in `snapshot`.
+        """
         ...
 
     def close(self) -> None:

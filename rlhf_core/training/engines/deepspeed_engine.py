@@ -274,13 +274,9 @@ class DeepSpeedEngine:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of `loss`. Ranks are summed, except those that share their rows."""
-        self._engine.backward(loss * self._weight)
+        self._engine.backward(loss * self._weight)  # DeepSpeed divides by the number of ranks
 
     def step(self, learning_rate: float) -> float:
-        """Reduce and clip the gradient, update the weights, clear the gradient and return its norm before clipping.
-
-        The norm is infinite if the update was skipped.
-        """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
@@ -292,7 +288,6 @@ class DeepSpeedEngine:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather the whole weights in `module` on every rank inside this context."""
         parameters = list(self.module.parameters())
         whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self._stage == 3)
         layers = whole_layers(self.module) if self._parallel > 1 else contextlib.nullcontext()
@@ -346,8 +341,7 @@ class DeepSpeedEngine:
                 yield self._engine.optimizer.grad_partitions_flat_buffer  # kept from step to step
 
     def close(self) -> None:
-        """Release the model and the optimizer. The process group stays for the next engine."""
-        self._engine.destroy()
+        self._engine.destroy()  # the process group stays for the next engine
         self._engine = None
         self.module = nn.Module()
 

@@ -31,7 +31,7 @@ TRIM_THRESHOLD, MMAP_MAX = -1, -4
 NEVER = -1
 OWN_SETTINGS = frozenset({"GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"})
 """Environment variables by which a user sets them."""
-SHORT = 0.25
+SHORT = 0.25  # leaves a quarter to the page cache, engines and other runs
 """Share of the machine's memory."""
 
 

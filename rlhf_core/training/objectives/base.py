@@ -175,7 +175,7 @@ class PolicyObjective:
         old_BL, mask_BL, tokens = batch.fields["old_logprobs"], batch.loss_mask_BL, denominators["tokens"]
         weights_BL, corrected_BL = self.correction.weights(old_BL, batch.fields["rollout_logprobs"], mask_BL)
         policy = self._policy_loss(logprobs_BL, weights_BL, batch, denominators)
-        entropy = masked_sum(entropy_BL, mask_BL) / tokens
+        entropy = masked_sum(entropy_BL, mask_BL) / tokens  # H = -sum_v p_v log p_v, mean over tokens
         metrics = policy.metrics | {"entropy": entropy}
         metrics["correction_fraction"] = corrected_BL.sum() / tokens
         if "ref_logprobs" in batch.fields:
@@ -186,10 +186,10 @@ class PolicyObjective:
         # Left out instead of added with coefficient 0, because 0 times infinity would make the gradient NaN.
         loss = policy.loss
         if self.entropy_coef != 0:
-            loss = loss - self.entropy_coef * entropy
+            loss = loss - self.entropy_coef * entropy  # the bonus rewards a large entropy
         if self.kl_coef != 0:
             metrics["kl_loss"] = self._kl(logprobs_BL, weights_BL, batch) / tokens
-            loss = loss + self.kl_coef * metrics["kl_loss"]
+            loss = loss + self.kl_coef * metrics["kl_loss"]  # L + beta KL
         return total(loss, metrics)
 
     def _policy_loss(
@@ -215,7 +215,7 @@ class PolicyObjective:
         The tokens were drawn from mu. Without the weight, the penalty's gradient is wrong after the first update.
         """
         ratio_BL = bounded(logprobs_BL.detach() - batch.fields["old_logprobs"]).exp()
-        corrected_BL = (weights_BL * ratio_BL).clamp(max=self.correction.cap)
+        corrected_BL = (weights_BL * ratio_BL).clamp(max=self.correction.cap)  # min(pi_old / mu * pi / pi_old, cap)
         terms_BL = kl_in_loss(logprobs_BL, batch.fields["ref_logprobs"], estimator=self.kl_estimator)
         return masked_sum(corrected_BL * terms_BL, batch.loss_mask_BL)
 
@@ -310,5 +310,5 @@ class RoutedObjective:
         """Return the share of `samples` in the sum of both losses."""
         with watching() as routing:
             output = self.objective.compute(model, samples, denominators)
-        balance = routing.total() / denominators[ROWS]
+        balance = routing.total() / denominators[ROWS]  # mean over the token rows of the whole step
         return total(output.loss + self.coef * balance, output.metrics | {"router_aux": balance})

@@ -72,7 +72,7 @@ class CrossTokenizerObjective:
                 groups=denominators[f"groups/{name}"],
             )
             if weight:  # left out instead of multiplied by 0, because 0 times infinity would make the gradient NaN
-                divergence = divergence + weight * output.loss
+                divergence = divergence + weight * output.loss  # sum_m w_m ULD_m
             aligned = sum(end - start for start, end in spans) / denominators["tokens"]
             sums["aligned"] = sums["aligned"] + weight * aligned
             sums["logprob_gap"] = sums["logprob_gap"] + weight * output.metrics["logprob_gap"]

@@ -72,7 +72,7 @@ class DistillationObjective:
         # Left out instead of weighted with 0, because 0 times infinity would make the gradient NaN.
         loss = self.kl_weight * metrics["divergence"]
         if self.kl_weight != 1:
-            loss = loss + (1 - self.kl_weight) * nll
+            loss = loss + (1 - self.kl_weight) * nll  # kl_weight D + (1 - kl_weight) CE
         return LossOutput(loss, {name: value.detach() for name, value in (metrics | {"loss": loss}).items()})
 
     def _chunk(
@@ -89,7 +89,7 @@ class DistillationObjective:
             temperature=self.temperature,
             tokens=tokens,
         )
-        nll = cross_entropy(logits_CV, targets_C, reduction="sum") / tokens
+        nll = cross_entropy(logits_CV, targets_C, reduction="sum") / tokens  # at temperature 1, as when it samples
         parts = [output.loss, output.metrics["agreement"], *(output.metrics[name] for name in names), nll]
         return torch.stack(parts).unsqueeze(0)
 

@@ -66,7 +66,7 @@ class PairObjective:
         )
         if self.nll_coef == 0:
             return output
-        nll = -pairs.plain_chosen_B.sum() / denominators["tokens"]
+        nll = -pairs.plain_chosen_B.sum() / denominators["tokens"]  # -log pi(chosen), mean over tokens
         return total(output.loss + self.nll_coef * nll, output.metrics | {"nll": nll})
 
     def look_ahead(
@@ -222,6 +222,6 @@ def _forward_pairs(model: PlacedModel, samples: Sequence[PreferenceSample], alph
     if alpha == 1:
         return _Pairs(plain_chosen_B, plain_rejected_B, chosen_length_B, rejected_length_B, plain_chosen_B)
     mask_BL = batch.loss_mask_BL
-    other_BL = mask_BL.roll(len(samples), dims=0)
+    other_BL = mask_BL.roll(len(samples), dims=0)  # chosen and rejected rows change places
     chosen_B, rejected_B = length_desensitised(logprobs_BL, mask_BL, other_BL, alpha=alpha).split(len(samples))
     return _Pairs(chosen_B, rejected_B, chosen_length_B, rejected_length_B, plain_chosen_B)

@@ -18,7 +18,7 @@ from rlhf_core.user_code.dependencies import user_code_digest
 from rlhf_core.user_code.watch import noted
 from tests.rlhf_core.agents.scripted import WORLDS, chat_folder
 from tests.rlhf_core.agents.test_episodes import numbered, played
-from tests.rlhf_core.processes.test_parent_death_guard import assert_gone
+from tests.support.process_state import assert_gone
 
 QUICK = {"step_timeout_s": 0.5, "retries": 0}
 

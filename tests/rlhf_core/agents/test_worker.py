@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from tests.rlhf_core.agents.scripted import WORLDS
-from tests.rlhf_core.processes.test_parent_death_guard import assert_gone
+from tests.support.process_state import assert_gone
 
 PROGRAM = """
 import os, sys

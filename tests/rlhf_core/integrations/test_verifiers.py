@@ -14,7 +14,7 @@ from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.errors import ConfigError
 from rlhf_core.integrations import verifiers
 from rlhf_core.integrations.verifiers import Runner, RunnerEnded, open_agent, result_of
-from rlhf_core.processes.child import kill_group
+from rlhf_core.processes.guard import kill_group
 from tests.rlhf_core.agents.scripted import chat, chat_folder
 from tests.rlhf_core.agents.test_conversation import SpelledEngine
 

@@ -1,15 +1,16 @@
-"""What is done when monitors find something: streaks, severity, rollbacks, and a state that survives JSON."""
+"""What is done when monitors find something: streaks, severity, rollbacks, the best evaluation, and a state that survives JSON."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.monitoring.bands import Band, Collapse
-from rlhf_core.rollouts.guard import Watch
+from rlhf_core.rollouts.guard import Best, Watch
 
 
 def band(**changes: Any) -> Band:
@@ -109,3 +110,16 @@ def test_a_metric_that_is_not_logged_is_named_with_those_that_are() -> None:
     Watch([band(metric="eval/mine")], looks=0).check_metrics({}, later=("eval/",))
     watch.check_metrics({}, only="eval/")
     assert watch.missing() == ["rollout/lenght"]
+
+
+def test_only_a_larger_value_is_better() -> None:
+    best = Best().after(0, 1.0).after(10, 1.0).after(20, math.nan)
+    assert (best.value, best.step, best.since) == (1.0, 0, 2)
+    assert best.after(30, 1.1) == Best(1.1, 30, 0)
+
+
+def test_the_best_survives_json_also_before_the_first_evaluation() -> None:
+    for best in (Best(), Best().after(0, math.nan), Best().after(0, -2.5).after(1, -3.0)):
+        restored = Best.restored(json.loads(json.dumps(best.state(), allow_nan=False)))
+        assert (restored.value, restored.step) == (best.value, best.step)
+        assert restored.since == best.since

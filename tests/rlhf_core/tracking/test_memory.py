@@ -1,10 +1,12 @@
-"""The tracker for tests keeps what it is told."""
+"""The tracker in memory keeps what it is given; parameters are flat and short."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
+from rlhf_core.tracking.redaction import flatten, tags
 
 
 def test_a_stage_is_opened_once_per_key() -> None:
@@ -37,3 +39,21 @@ def test_versions_count_up_per_name(tmp_path: Path) -> None:
     assert stage.register("policy", "d1", aliases=["candidate"], tags={}) == "1"
     assert stage.register("other", "d1", aliases=[], tags={}) == "1"
     assert stage.register("policy", "d2", aliases=["candidate"], tags={}) == "2"
+
+
+def test_nested_values_become_dotted_keys() -> None:
+    assert flatten({"a": {"b": 1, "c": [1, 2]}, "d": {}}) == {"a.b": "1", "a.c": "[1, 2]", "d": "{}"}
+    assert flatten({}) == {}
+
+
+def test_a_configuration_is_flattened_through_its_fields() -> None:
+    assert flatten(OptimizerConfig(learning_rate=3e-4))["learning_rate"] == "0.0003"
+    assert flatten({"sft": {"optimizer": OptimizerConfig()}})["sft.optimizer.eps"] == "1e-08"
+
+
+def test_a_long_value_is_cut_to_six_thousand_characters() -> None:
+    assert len(flatten({"text": "x" * 9000})["text"]) == 6000
+
+
+def test_a_tag_name_keeps_to_the_characters_that_mlflow_takes() -> None:
+    assert tags({"a#b": "c"}) == {"a_b": "c"}

@@ -29,9 +29,12 @@ Made = Any
 def make(database: Path, tmp_path: Path) -> Iterator[Made]:
     trackers: list[MlflowTracker] = []
 
-    def tracker() -> MlflowTracker:
-        trackers.append(MlflowTracker(f"sqlite:///{database}", experiment="rlhf", artifact_root=tmp_path / "files"))
-        return trackers[-1]
+    def tracker(name: str = "run", *, run_id: str | None = None, **settings: Any) -> MlflowTracker:
+        """Return the tracker of a run that has been started."""
+        made = MlflowTracker(f"sqlite:///{database}", experiment="rlhf", artifact_root=tmp_path / "files")
+        trackers.append(made)
+        made.start(name, run_id=run_id, **{"params": {}, "tags": {}} | settings)
+        return made
 
     yield tracker
     for item in trackers:
@@ -44,8 +47,8 @@ def client(database: Path) -> MlflowClient:
 
 
 def test_tags_of_a_pipeline_run_are_set_while_it_runs(make: Made, client: MlflowClient) -> None:
-    tracker = make()
-    parent = tracker.start("nightly", run_id=None, params={}, tags={})
+    tracker = make("nightly")
+    parent = tracker.run_id
     tracker.tag({"gate.quality": "blocked: accuracy_low 0.61 < 0.65", "state.message": "key sk-abcdefghijklmnop1234"})
     tracker.finish("KILLED", note="")
     tags = client.get_run(parent).data.tags
@@ -53,11 +56,9 @@ def test_tags_of_a_pipeline_run_are_set_while_it_runs(make: Made, client: Mlflow
 
 
 def test_a_pipeline_is_a_parent_run_and_a_stage_a_run_below_it(make: Made, client: MlflowClient) -> None:
-    tracker = make()
-    parent = tracker.start(
-        "nightly", run_id=None, params={"seed": 17, "hub": {"token": "hunter2"}},
-        tags={"prefect.url": "http://127.0.0.1:4200/runs/1"},
-    )  # fmt: skip
+    params = {"seed": 17, "hub": {"token": "hunter2"}}
+    tracker = make("nightly", params=params, tags={"prefect.url": "http://127.0.0.1:4200/runs/1"})
+    parent = tracker.run_id
     stage = tracker.stage("sft", key="k1", params={"loop": {"epochs": 2}}, tags={})
     stage.finish("FINISHED")
     tracker.finish("FAILED", note="ppo failed")
@@ -77,14 +78,13 @@ def test_a_pipeline_is_a_parent_run_and_a_stage_a_run_below_it(make: Made, clien
 
 
 def test_a_stage_that_goes_on_uses_the_run_of_its_key(make: Made, client: MlflowClient) -> None:
-    first = make()
-    parent = first.start("run", run_id=None, params={"seed": 1}, tags={})
+    first = make(params={"seed": 1})
     stage = first.stage("sft", key="k1", params={"a": 1}, tags={})
     stage.finish("FAILED")
     first.finish("FAILED", note="")
 
-    second = make()
-    assert second.start("run", run_id=parent, params={"seed": 1}, tags={}) == parent
+    second = make(run_id=first.run_id, params={"seed": 1})
+    assert second.run_id == first.run_id
     again = second.stage("sft", key="k1", params={"a": 2, "b": 3}, tags={})
     assert again.run_id == stage.run_id
     run = client.get_run(again.run_id)
@@ -98,7 +98,6 @@ def test_a_process_that_was_taken_over_does_not_end_the_run_of_its_successor(mak
     first, second = make(), make()
     stages = []
     for tracker in (first, second):
-        tracker.start("run", run_id=None, params={}, tags={})
         stages.append(tracker.stage("sft", key="k1", params={}, tags={}))
     assert stages[0].run_id == stages[1].run_id
     stages[0].finish("FAILED")
@@ -111,14 +110,12 @@ def test_a_process_that_was_taken_over_does_not_end_the_run_of_its_successor(mak
 
 def test_steps_that_are_recorded_again_leave_no_second_point(make: Made, client: MlflowClient) -> None:
     first = make()
-    first.start("run", run_id=None, params={}, tags={})
     stage = first.stage("ppo", key="k1", params={}, tags={})
     for step in range(1, 8):
         stage.metrics(step, {"ppo/reward/mean": float(step)})
     first.finish("KILLED", note="")
 
     second = make()
-    second.start("run", run_id=None, params={}, tags={})
     stage = second.stage("ppo", key="k1", params={}, tags={})
     for step in range(5, 11):  # resumed from the checkpoint of step 4
         stage.metrics(step, {"ppo/reward/mean": float(step), "ppo/eval/gold": 0.5})
@@ -137,7 +134,6 @@ def test_steps_that_are_recorded_again_leave_no_second_point(make: Made, client:
 
 def test_values_that_are_not_finite_are_left_out(make: Made, client: MlflowClient) -> None:
     tracker = make()
-    tracker.start("run", run_id=None, params={}, tags={})
     stage = tracker.stage("sft", key="k1", params={}, tags={})
     stage.metrics(1, {"a": float("nan"), "b": 2.0})
     assert stage.flush()
@@ -146,7 +142,6 @@ def test_values_that_are_not_finite_are_left_out(make: Made, client: MlflowClien
 
 def test_a_name_that_mlflow_refuses_costs_no_metric(make: Made, client: MlflowClient) -> None:
     tracker = make()
-    tracker.start("run", run_id=None, params={}, tags={})
     stage = tracker.stage("harness", key="k1", params={}, tags={})
     stage.metrics(0, {"prompts": 8.0, "humaneval/pass@1": 0.5, "gsm8k/exact_match/maj@8": 0.25})
     stage.metrics(0, {"humaneval/pass@1": 0.5})
@@ -157,8 +152,8 @@ def test_a_name_that_mlflow_refuses_costs_no_metric(make: Made, client: MlflowCl
 
 
 def test_a_cached_stage_opens_no_run_and_is_noted_on_the_parent(make: Made, client: MlflowClient) -> None:
-    tracker = make()
-    parent = tracker.start("run", run_id=None, params={}, tags={})
+    tracker = make("run")
+    parent = tracker.run_id
     made = tracker.stage("sft", key="k1", params={}, tags={}).run_id
     tracker.cached("sft again", run_id=None, key="k1")
     tracker.cached("dpo", run_id="abc", key="k2")
@@ -174,13 +169,11 @@ def test_a_run_that_was_killed_after_its_commit_is_finished_once_its_stage_is_a_
 ) -> None:
     """The kill came between the commit and the end of the run; the campaign of kills found one left KILLED."""
     tracker = make()
-    tracker.start("run", run_id=None, params={}, tags={})
     ended, failed = (tracker.stage(label, key=label, params={}, tags={}).run_id for label in ("sft", "dpo"))
     tracker.finish("KILLED", note="")
     client.set_terminated(ended, status="KILLED", end_time=1_700_000_000_000)
     client.set_terminated(failed, status="FAILED")
     again = make()
-    again.start("run", run_id=None, params={}, tags={})
     again.cached("sft", run_id=ended, key="sft")
     again.cached("dpo", run_id=failed, key="dpo")
     again.finish("FINISHED", note="")
@@ -193,7 +186,6 @@ def test_tables_and_files_arrive_even_when_the_original_is_moved_away(
     make: Made, client: MlflowClient, tmp_path: Path
 ) -> None:
     tracker = make()
-    tracker.start("run", run_id=None, params={}, tags={})
     stage = tracker.stage("evaluate", key="k1", params={}, tags={})
     stage.table("samples/step_0010", ["prompt", "reward"], [["hi", 1.0]])
     figure = tmp_path / "frontier.png"
@@ -216,7 +208,6 @@ def test_lineage_runs_from_the_stage_that_made_a_model_to_the_one_that_reads_it(
     make: Made, client: MlflowClient
 ) -> None:
     tracker = make()
-    tracker.start("run", run_id=None, params={}, tags={})
     digest = "d" * 64
     sft = tracker.stage("sft", key="k1", params={}, tags={})
     sft.dataset("demonstrations", "ab" * 32, "training")
@@ -239,7 +230,6 @@ def test_lineage_runs_from_the_stage_that_made_a_model_to_the_one_that_reads_it(
 
 def test_tags_are_set_while_a_stage_runs_and_hold_no_secret(make: Made, client: MlflowClient) -> None:
     tracker = make()
-    tracker.start("run", run_id=None, params={}, tags={})
     ppo = tracker.stage("ppo", key="k1", params={}, tags={})
     for text in ("first", "rolled back: https://me:hunter2@host/"):
         ppo.set_tags({"monitor.answer length": text})
@@ -251,7 +241,6 @@ def test_tags_are_set_while_a_stage_runs_and_hold_no_secret(make: Made, client: 
 
 def test_a_model_is_registered_by_reference_with_aliases_and_tags(make: Made, client: MlflowClient) -> None:
     tracker = make()
-    tracker.start("run", run_id=None, params={}, tags={})
     stage = tracker.stage("publish", key="k1", params={}, tags={})
     stage.model("sft", "d1", "store://d1")
     stage.model("ppo", "d2", "store://d2")
@@ -320,7 +309,7 @@ os.kill(os.getpid(), 9)
 
 def test_only_runs_whose_process_is_gone_are_ended(make: Made, client: MlflowClient) -> None:
     tracker = make()
-    living = tracker.start("run", run_id=None, params={}, tags={})
+    living = tracker.run_id
     experiment = client.get_experiment_by_name("rlhf").experiment_id
     dead = client.create_run(experiment, tags=mlflow_client.tags() | {"owner.pid_started": "1"}).info.run_id
     foreign = client.create_run(experiment).info.run_id
@@ -345,7 +334,6 @@ def test_a_server_that_is_away_is_one_line_for_who_asked() -> None:
 
 def test_a_stage_that_starts_over_gets_a_run_of_its_own(make: Made, client: MlflowClient) -> None:
     tracker = make()
-    tracker.start("run", run_id=None, params={}, tags={})
     ids = []
     for loss, fresh in ((2.0, False), (1.0, True)):
         stage = tracker.stage("sft", key="k" * 64, params={}, tags={}, fresh=fresh)
@@ -446,14 +434,12 @@ def test_a_kill_between_the_tracker_and_the_file_of_metrics_leaves_each_point_on
     make: Made, client: MlflowClient, tmp_path: Path
 ) -> None:
     """The stage recorded step 2 with the tracker and died before it noted so: the resumed one records it again."""
-    tracker = make()
-    tracker.start("first", run_id=None, params={}, tags={})
+    tracker = make("first")
     killed = tracker.stage("toy", key="k1", params={}, tags={})
     for step in (1, 2):
         killed.metrics(step, {"toy/loss": 1.0 / step})
     tracker._outbox.close(10.0)
-    resumed = make()
-    resumed.start("second", run_id=None, params={}, tags={})
+    resumed = make("second")
     stage = resumed.stage("toy", key="k1", params={}, tags={})
     for step in (2, 3):
         stage.metrics(step, {"toy/loss": 1.0 / step})
@@ -465,8 +451,8 @@ def test_a_kill_between_the_tracker_and_the_file_of_metrics_leaves_each_point_on
 def test_a_process_that_joins_a_run_records_below_it_and_leaves_it_to_its_owner(
     make: Made, client: MlflowClient, database: Path, tmp_path: Path
 ) -> None:
-    tracker = make()
-    parent = tracker.start("nightly", run_id=None, params={}, tags={})
+    tracker = make("nightly")
+    parent = tracker.run_id
     joined = MlflowTracker(
         f"sqlite:///{database}", experiment="rlhf", artifact_root=tmp_path / "files", join=tracker.token
     )

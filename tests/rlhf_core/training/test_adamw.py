@@ -112,35 +112,25 @@ def rates(total: int, schedule: Schedule, warmup: float = 0.0, minimum: float = 
     ]
 
 
-def test_the_linear_schedule_falls_by_equal_amounts_and_leaves_something_for_the_last_step() -> None:
-    assert rates(4, "linear") == [2.0, 1.5, 1.0, 0.5]
-
-
-def test_the_cosine_schedule_is_at_half_the_peak_halfway() -> None:
-    # (1 + cos(pi / 4)) / 2 * 2 = 1.7071; halfway 1; (1 + cos(3 pi / 4)) / 2 * 2 = 0.2929
-    root = math.sqrt(0.5)
-    assert rates(4, "cosine") == pytest.approx([2.0, 1 + root, 1.0, 1 - root])
-
-
-def test_the_rate_falls_towards_the_minimum_fraction_of_the_peak() -> None:
-    # min 0.2 of 2.0 is 0.4; halfway 0.4 + 1.6 * 0.5
-    assert rates(2, "linear", minimum=0.2) == pytest.approx([2.0, 1.2])
-    assert rates(2, "cosine", minimum=0.2) == pytest.approx([2.0, 1.2])
-
-
-def test_the_warm_up_counts_true_steps_starts_above_zero_and_ends_at_the_peak() -> None:
-    # 0.4 of 10 steps: 2 * (1, 2, 3, 4) / 4, then constant
-    assert rates(10, "constant", warmup=0.4) == [0.5, 1.0, 1.5, 2.0] + [2.0] * 6
-
-
-def test_a_warm_up_of_a_fraction_of_a_step_takes_one_step_and_a_whole_number_is_not_rounded_up() -> None:
-    assert rates(10, "linear", warmup=0.01)[:2] == [2.0, 2.0]
-    # 0.07 * 100 = 7.000000000000001 must give 7 steps: the seventh is the peak
-    assert rates(100, "constant", warmup=0.07)[5:8] == pytest.approx([2 * 6 / 7, 2.0, 2.0])
-
-
-def test_a_single_step_trains_at_the_peak() -> None:
-    assert rates(1, "cosine", warmup=0.05) == [2.0]
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (rates(4, "linear"), [2.0, 1.5, 1.0, 0.5]),  # something is left for the last step
+        # (1 + cos(pi / 4)) / 2 * 2 = 1.7071; halfway 1; (1 + cos(3 pi / 4)) / 2 * 2 = 0.2929
+        (rates(4, "cosine"), [2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5)]),
+        # the minimum is 0.2 of 2.0, 0.4; halfway 0.4 + 1.6 * 0.5
+        (rates(2, "linear", minimum=0.2), [2.0, 1.2]),
+        (rates(2, "cosine", minimum=0.2), [2.0, 1.2]),
+        # a warm-up of 0.4 of 10 steps: 2 * (1, 2, 3, 4) / 4, then constant
+        (rates(10, "constant", warmup=0.4), [0.5, 1.0, 1.5, 2.0] + [2.0] * 6),
+        (rates(10, "linear", warmup=0.01)[:2], [2.0, 2.0]),  # a fraction of a step takes one step
+        # 0.07 * 100 = 7.000000000000001 must give 7 steps: the seventh is the peak
+        (rates(100, "constant", warmup=0.07)[5:8], [2 * 6 / 7, 2.0, 2.0]),
+        (rates(1, "cosine", warmup=0.05), [2.0]),
+    ],
+)
+def test_rates_rise_to_the_peak_and_fall_towards_the_minimum(found: list[float], expected: list[float]) -> None:
+    assert found == pytest.approx(expected)
 
 
 def test_a_step_that_is_not_one_of_the_run_is_refused() -> None:

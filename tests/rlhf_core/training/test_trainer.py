@@ -207,12 +207,20 @@ def assert_same_weights(one: LocalTrainer, other: LocalTrainer) -> None:
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_sft_resumes_bitwise(
-    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample], tmp_path: Path
+@pytest.mark.parametrize(
+    ("spec", "samples", "objective"),
+    [
+        ("policy_spec", "token_samples", SftObjective(pack_to=48)),
+        ("score_spec", "reward_pairs", BradleyTerryObjective(0.01)),
+    ],
+)
+def test_training_resumes_bitwise(
+    spec: str, samples: str, objective: Any, optimizer: OptimizerConfig, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    model, rows = request.getfixturevalue(spec), request.getfixturevalue(samples)
     assert_resumes_bitwise(
-        lambda: LocalTrainer(policy_spec, optimizer, TORCH),
-        lambda trainer, first, last: steps(trainer, token_samples, SftObjective(pack_to=48), first, last),
+        lambda: LocalTrainer(model, optimizer, TORCH),
+        lambda trainer, first, last: steps(trainer, rows, objective, first, last),
         tmp_path,
     )
 
@@ -246,16 +254,6 @@ def test_a_full_disk_is_told_to_who_waits_for_the_checkpoint(
     LocalTrainer(policy_spec, optimizer, TORCH).save(tmp_path)
     with pytest.raises(ArtifactError, match="the disk is full; free space"):
         wait_for_parts(tmp_path)
-
-
-def test_a_reward_model_resumes_bitwise(
-    score_spec: ModelSpec, optimizer: OptimizerConfig, reward_pairs: list[RewardPair], tmp_path: Path
-) -> None:
-    assert_resumes_bitwise(
-        lambda: LocalTrainer(score_spec, optimizer, TORCH),
-        lambda trainer, first, last: steps(trainer, reward_pairs, BradleyTerryObjective(0.01), first, last),
-        tmp_path,
-    )
 
 
 def test_policy_and_value_model_resume_bitwise_from_one_checkpoint(

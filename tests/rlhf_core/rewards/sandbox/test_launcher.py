@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.rewards.sandbox.local import LAUNCHER, find_isolation
-from tests.rlhf_core.processes.test_parent_death_guard import assert_gone
+from tests.support.process_state import assert_gone
 
 
 @pytest.fixture

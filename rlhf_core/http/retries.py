@@ -1,0 +1,45 @@
+"""Repeat a request that failed, after pauses that double: the one policy of rewards, judges and samplers.
+
+The pauses have no jitter, so that they are the same in every run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def pause_before(retry: int, *, first_s: float, longest_s: float) -> float:
+    """Return the seconds to wait before a retry; the first has number 1.
+
+    >>> [pause_before(retry, first_s=0.25, longest_s=8.0) for retry in (1, 2, 3, 9)]
+    [0.25, 0.5, 1.0, 8.0]
+    """
+    return min(first_s * 2 ** (retry - 1), longest_s)  # first, 2 first, 4 first, ...
+
+
+def retried(
+    call: Callable[[], T],
+    *,
+    retries: int,
+    again: Callable[[Exception], bool],
+    first_s: float,
+    longest_s: float,
+    pause: Callable[[float], Any] = time.sleep,
+) -> T:
+    """Return `call()`, repeated up to `retries` times while it raises an error that `again` accepts.
+
+    Raises the last error.
+    """
+    for retry in itertools.count(1):
+        try:
+            return call()
+        except Exception as error:
+            if retry > retries or not again(error):
+                raise
+        pause(pause_before(retry, first_s=first_s, longest_s=longest_s))
+    raise AssertionError("the last try returns or raises")

@@ -1,0 +1,136 @@
+"""Guard a process: it is killed with all its descendants when its starter ends, however that ends.
+
+The guard is the parent and subreaper of the process, so it also finds descendants that moved to other sessions. It is a
+process and not a thread, because user code may hold the interpreter lock forever. There are two ways to start it:
+
+- `start_guard()` forks a Python worker of ours, whose starter holds the other end of its standard input.
+- `python -I -S guard.py DESCRIPTOR COMMAND ...` runs any command, whose starter holds the other end of the pipe
+  DESCRIPTOR. It needs only the standard library, so it starts in milliseconds and under any interpreter.
+
+Either must be the first process of a new session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # they take longer to import than a command to start
+    import subprocess
+    from asyncio.subprocess import Process
+
+GUARD_LOOKS_EVERY_MS = 1000
+KILLING_TIMEOUT_S = 5.0
+"""Time limit for killing all descendants; some processes fork as fast as they are killed."""
+KILLS_EVERY_S = 0.005
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # in linux/prctl.h
+
+
+def run_command(descriptor: int, command: list[str]) -> None:
+    """Run `command` under a guard; exit with status 1 and an error if it cannot be started."""
+    start_guard(descriptor, silent=True)
+    os.close(descriptor)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
+
+
+def start_guard(held: int = 0, *, silent: bool = False) -> None:
+    """Fork: return in the child, which becomes the worker, and stay in the parent as its guard and group leader.
+
+    The guard adopts the worker's orphans. When the worker ends, the guard kills them and ends with the same status;
+    when the other end of the descriptor `held` is closed, it kills the worker too. The worker dies with the guard.
+    A `silent` guard closes its standard streams, so that a reader sees the end of the worker's own output.
+    """
+    guard = os.getpid()
+    if os.getpgrp() != guard:  # in another process's group, killing the group would kill more than ours
+        return
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if worker == 0:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:
+            os._exit(1)
+        return
+    for stream in (0, 1, 2) if silent else ():
+        os.close(stream)
+    ended = os.pidfd_open(worker)
+    poll = select.poll()
+    poll.register(
+        held, 0
+    )  # polling for no event reports only the end of the input and leaves its content to the worker
+    poll.register(ended, select.POLLIN)
+    while not (events := poll.poll(GUARD_LOOKS_EVERY_MS)):
+        _reap_orphans(worker)
+    _kill_descendants(guard)
+    if ended not in dict(events):
+        os.killpg(0, signal.SIGKILL)
+    _end_as(os.waitpid(worker, 0)[1])
+
+
+def kill_group(process: subprocess.Popen[Any] | Process) -> None:
+    """Kill `process` (a group leader), its group, and all its descendants, whatever session they are in.
+
+    A surviving process would keep its pipes open.
+    """
+    if process.returncode is None:  # once reaped, the process id may belong to another process
+        _kill_descendants(process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill_descendants(pid: int) -> None:
+    """Kill all descendants of `pid`, repeatedly until none is alive, for at most 5 s."""
+    deadline = time.monotonic() + KILLING_TIMEOUT_S
+    while (living := _descendants(pid)) and time.monotonic() < deadline:
+        for one in living:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(one, signal.SIGKILL)
+        time.sleep(KILLS_EVERY_S)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the living descendants of `pid`."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            state, parent = file.read_bytes().rpartition(b")")[2].split()[:2]  # the process name may contain anything
+            if state not in (b"Z", b"X"):
+                children[int(parent)].append(int(file.parent.name))
+    found = [pid]
+    for one in found:
+        found += children[one]
+    return found[1:]
+
+
+def _reap_orphans(worker: int) -> None:
+    """Reap adopted processes that have ended, but not the worker, whose status is still needed."""
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while (one := os.waitid(os.P_ALL, 0, look)) is not None and one.si_pid != worker:
+        os.waitpid(one.si_pid, 0)
+
+
+def _end_as(status: int) -> None:
+    """End this process with the given wait status of another process."""
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL, which cannot be caught anyway
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
+if __name__ == "__main__":
+    run_command(int(sys.argv[1]), sys.argv[2:])
