@@ -25,10 +25,8 @@ from typing import Any
 
 from benchmarks import seeds
 from benchmarks.seeds import add_first, keep, latest, seeds_parser
-from campaigns.faults.small import directly
 from pipelines.execution.executor import RunContext, RunOptions, Silent
-from pipelines.execution.lazy_runtime import LazyRuntime
-from pipelines.execution.local import LocalExecutor
+from pipelines.execution.local import LazyRuntime, LocalExecutor
 from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
@@ -89,7 +87,7 @@ def measure(arm: str, seed: int, overrides: Sequence[str], state: Path) -> Resul
     context = RunContext(config, RunOptions(), store, MemoryTracker(), Silent())
     with closing(LocalExecutor(context, LazyRuntime(config.runtime))) as executor:
         run = PipelineRun(context, executor)
-        policies = lifecycle(config, Stages(directly(run), config.seed, config.runtime))
+        policies = lifecycle(config, Stages(run.directly, config.seed, config.runtime))
     answers = {name: _answers(store, run, name) for name in policies}
     figures = {name: figures_of(rows) for name, rows in answers.items()}
     return Result(seed, arm, list(overrides), figures, side_by_side(answers), (time.monotonic() - began) / 60)

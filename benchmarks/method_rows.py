@@ -10,10 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from campaigns.faults.small import directly
 from pipelines.execution.executor import RunContext, RunOptions, Silent
-from pipelines.execution.lazy_runtime import LazyRuntime
-from pipelines.execution.local import LocalExecutor
+from pipelines.execution.local import LazyRuntime, LocalExecutor
 from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import condition_and_imitate, evaluate_policies, part, sample_and_imitate
 from pipelines.flows.graph import Stages
@@ -147,7 +145,7 @@ class Bench:
 
     def stages(self, name: str, seed: int = 0) -> Stages:
         """Return the stages with a seed of their own, labelled with the method they belong to."""
-        run_stage = directly(self.run)
+        run_stage = self.run.directly
 
         def labelled(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
             label = f"methods/{name}/{seed}/{spec.label}"

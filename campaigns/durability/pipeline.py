@@ -14,15 +14,12 @@ from typing import Any
 
 from pipelines.execution.executor import RunOptions, Silent, Tracker
 from pipelines.execution.opening import open_run, open_tracker
-from pipelines.execution.run import PipelineRun, run_stages
+from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
-from pipelines.flows.graph import RunStage
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home, quiet_environment
 from rlhf_core.stage.decision import Decision
-from rlhf_core.stage.key import StageSpec
 from rlhf_core.tracking.memory import MemoryTracker
-from rlhf_core.types import ArtifactRef
 
 PROFILE = Path(__file__).with_name("small.toml")
 REWARD = Path(__file__).with_name("reward.py")
@@ -91,7 +88,7 @@ def run_pipeline(setup: Setup, log: EventLog) -> None:
     config = load_profile(PROFILE, [f"ppo.rewards.terms.brief.function={setup.reward}:brief"])
     tracker: Tracker = open_tracker(config, home) if setup.mlflow else MemoryTracker()
     with open_run(config, lifecycle, RunOptions(), home=home, tracker=tracker, listener=log) as run:
-        run_stages(run, lifecycle, _directly(run), tags={"from": "campaigns.durability"})
+        run_stages(run, lifecycle, run.directly, tags={"from": "campaigns.durability"})
 
 
 def checkpoint_intervals(config: PipelineConfig) -> dict[str, int]:
@@ -172,10 +169,3 @@ def copy_database(template: Path, home: Path) -> None:
     source.backup(target)
     source.close()
     target.close()
-
-
-def _directly(run: PipelineRun) -> RunStage:
-    def run_stage(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
-        return run.stage(spec, lambda *_: None).ref
-
-    return run_stage  # type: ignore[return-value]

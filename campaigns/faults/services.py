@@ -25,9 +25,8 @@ import psutil
 from benchmarks.processes import family, kill_family
 from campaigns.faults.fault import Fault, Outcome
 from pipelines.services import servers
-from pipelines.services.home import Home
+from pipelines.services.home import Home, basic
 from pipelines.services.running import MLFLOW_PORT, bound_port, healthy, port_of, running, wait_for
-from pipelines.services.sign_in import basic
 
 PROFILE = """
 name = "faults"

@@ -10,17 +10,13 @@ from pathlib import Path
 
 from campaigns.faults.fault import Outcome
 from pipelines.execution.executor import RunContext, RunOptions, Silent
-from pipelines.execution.lazy_runtime import LazyRuntime
-from pipelines.execution.local import LocalExecutor
+from pipelines.execution.local import LazyRuntime, LocalExecutor
 from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.flows.full import lifecycle
-from pipelines.flows.graph import RunStage
 from pipelines.flows.profile import PipelineConfig, load_profile
 from rlhf_core.errors import RlhfError
-from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
-from rlhf_core.types import ArtifactRef
 
 WORKER_TIMEOUT_S = 120.0
 STEPS = 4
@@ -124,7 +120,7 @@ class Small:
         """Run what is not in the store; return label -> digest."""
         context = RunContext(self.config, RunOptions(), self.store, MemoryTracker(), listener)
         run = PipelineRun(context, LocalExecutor(context, self.runtime))
-        made = run_stages(run, lifecycle, directly(run), tags={})
+        made = run_stages(run, lifecycle, run.directly, tags={})
         return {label: ref.digest for label, ref in made.items()}
 
     def forget(self, label: str) -> None:
@@ -148,12 +144,3 @@ class Small:
         finally:
             logger.removeHandler(handler)
         return faulty.outcome("" if same else "another digest than in peace")
-
-
-def directly(run: PipelineRun) -> RunStage:
-    """Return what runs a stage of `run` in this thread, without Prefect."""
-
-    def run_stage(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
-        return run.stage(spec, lambda *_: None).ref
-
-    return run_stage  # type: ignore[return-value]

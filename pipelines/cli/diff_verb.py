@@ -28,7 +28,7 @@ from pipelines.execution.diff import (
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run
 from pipelines.execution.plan import plan
-from pipelines.execution.run import R, run_stages
+from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile
 from pipelines.flows.run_rules import BudgetConfig
@@ -36,7 +36,6 @@ from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
 from rlhf_core.config.annotators import People
 from rlhf_core.errors import ArtifactError, ConfigError, explain
-from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import on_signals
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
@@ -77,18 +76,13 @@ def reproduce(options: argparse.Namespace) -> int:
             rule = "was made by people, who would have to judge again"
             raise ConfigError(explain(f"{stage.label}.annotator", "mlflow", rule, "name what does not depend on it"))
 
-    def run_stage(spec: StageSpec, kind: type[R]) -> R:
-        ref = run.stage(spec, lambda *_: None).ref
-        assert isinstance(ref, kind)
-        return ref
-
     wanted, display = RunOptions(until=label), PlainDisplay(console)
     _say(f"{options.artifact}: {ours.digest[:DIGITS]}, made again in {folder}")
     with (
         on_signals(),
         open_run(config, lifecycle, wanted, home=home, tracker=MemoryTracker(), listener=display) as run,
     ):
-        run_stages(run, lifecycle, run_stage, tags={})
+        run_stages(run, lifecycle, run.directly, tags={})
     theirs = of_artifact(label, ArtifactStore(folder))
     _print(ours, theirs, samples=0)
     there = {label: stage.record.handle.digest for label, stage in theirs.stages.items() if stage.record}

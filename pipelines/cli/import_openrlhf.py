@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pipelines.cli.common import console
-from pipelines.importers.openrlhf.importing import import_script
+from pipelines.importers.openrlhf.translate import import_script
 
 
 def import_openrlhf(options: argparse.Namespace) -> None:

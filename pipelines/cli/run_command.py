@@ -16,10 +16,17 @@ from rich.console import Console
 
 from pipelines.cli.common import console
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_table
-from pipelines.execution.all_cached import is_watched, results_if_all_cached
 from pipelines.execution.executor import Listener, RunOptions
-from pipelines.execution.lazy_runtime import LazyRuntime
-from pipelines.execution.opening import import_tracker, open_run, open_tracker, plan_run, store_of
+from pipelines.execution.local import LazyRuntime
+from pipelines.execution.opening import (
+    import_tracker,
+    is_watched,
+    open_run,
+    open_tracker,
+    plan_run,
+    results_if_all_cached,
+    store_of,
+)
 from pipelines.execution.plan import PlannedStage, outlook
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile

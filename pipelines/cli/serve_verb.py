@@ -13,7 +13,7 @@ from pipelines.cli.common import console, print_json, store_folder
 from pipelines.execution.approving import Meant, answer_gate
 from pipelines.flows.inputs import find_artifact
 from pipelines.services import servers
-from pipelines.services.home import Home
+from pipelines.services.home import Home, sign_in_link
 from pipelines.services.policy_server import (
     ServedModel,
     ServeOptions,
@@ -23,7 +23,6 @@ from pipelines.services.policy_server import (
     wait_for_end,
 )
 from pipelines.services.running import LAST_PORT, Services, running
-from pipelines.services.sign_in import sign_in_link
 from pipelines.services.user_servers import tracking_uri, user_prefect
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.secrets.redaction import shown

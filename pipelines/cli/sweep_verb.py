@@ -15,10 +15,9 @@ from pathlib import Path
 from pipelines.cli.common import console
 from pipelines.cli.display import open_display
 from pipelines.cli.run_command import kept_log, prefect_server, run_options, run_profile, run_recorded
-from pipelines.execution.all_cached import is_watched, results_if_all_cached
 from pipelines.execution.executor import Listener, Status, Tracker
-from pipelines.execution.lazy_runtime import KeptRuntime
-from pipelines.execution.opening import open_tracker, plan_run, store_of
+from pipelines.execution.local import KeptRuntime
+from pipelines.execution.opening import is_watched, open_tracker, plan_run, results_if_all_cached, store_of
 from pipelines.execution.plan import PlannedStage
 from pipelines.execution.summary import OF_POLICIES, shown_overrides
 from pipelines.execution.sweep import (

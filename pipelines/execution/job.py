@@ -14,8 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from pipelines.execution.executor import RunContext, RunOptions, Tracker
-from pipelines.execution.lazy_runtime import LazyRuntime
-from pipelines.execution.local import LocalExecutor
+from pipelines.execution.local import LazyRuntime, LocalExecutor
 from pipelines.execution.opening import open_tracker
 from pipelines.execution.ray_job import SPEC, JobOutcome, JobSpec, Reporter, failure, read_spec, write_outcome
 from pipelines.execution.run import PipelineRun

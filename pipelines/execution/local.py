@@ -6,7 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipelines.execution.executor import (
     Progress,
@@ -18,11 +20,12 @@ from pipelines.execution.executor import (
     reached,
     retry_lost_workers,
 )
-from pipelines.execution.lazy_runtime import LazyRuntime
 from pipelines.execution.plan import PlannedStage, engines_needed
 from rlhf_core.config.annotators import People
-from rlhf_core.interfaces import StageTracker
+from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
+from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, StageTracker, Trainer
 from rlhf_core.runtime.cluster import check_address, named_address
+from rlhf_core.runtime.local_runtime import open_runtime
 from rlhf_core.schema import secrets
 from rlhf_core.stage.decision import Decision, starts_over, target_of
 from rlhf_core.stage.key import StageSpec
@@ -33,6 +36,69 @@ from rlhf_core.types import ArtifactRef, PolicyRef, RewardModelRef
 logger = logging.getLogger(__name__)
 
 ATTACH_POLL_S = 0.25
+
+
+# ---------------------------------------------------------------- engines
+
+
+class LazyRuntime:
+    """A `Runtime` that opens that of `config` at the first call, so that cached stages neither import nor start an engine."""
+
+    def __init__(self, config: RuntimeConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._runtime: Runtime | None = None
+
+    def trainer(
+        self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None
+    ) -> AbstractContextManager[Trainer]:
+        return self._open().trainer(role, model, optimizer)
+
+    def sampler(self, policy: Path) -> AbstractContextManager[Sampler]:
+        return self._open().sampler(policy)
+
+    def prewarm(self, *, trainer: bool, sampler: bool) -> None:
+        """Open the runtime and start its workers now."""
+        self._open().prewarm(trainer=trainer, sampler=sampler)
+
+    def engines(self) -> dict[str, str]:
+        """Return the engines that were used; none before the first use."""
+        return {} if self._runtime is None else self._runtime.engines()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._runtime is not None:
+                self._runtime.close()
+
+    def _open(self) -> Runtime:
+        with self._lock:
+            if self._runtime is None:
+                self._runtime = open_runtime(self._config)
+            return self._runtime
+
+
+class KeptRuntime:
+    """Engines that several runs use one after the other, as long as these configure them alike."""
+
+    def __init__(self) -> None:
+        self._config: RuntimeConfig | None = None
+        self._runtime: LazyRuntime | None = None
+
+    def of(self, config: RuntimeConfig) -> LazyRuntime:
+        """Return the engines for a run with this configuration; those of another one are closed."""
+        if self._runtime is None or config != self._config:
+            self.close()
+            self._config, self._runtime = config, LazyRuntime(config)
+        return self._runtime
+
+    def close(self) -> None:
+        """Close the engines, for instance after a failure that may have left them in any state."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            runtime.close()
+
+
+# ---------------------------------------------------------------- the executor
 
 
 @dataclass(frozen=True)

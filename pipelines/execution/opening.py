@@ -1,24 +1,28 @@
-"""Open the parts of a run: its store, its tracker, its plan and its executor."""
+"""Open the parts of a run: its store, its tracker, its plan and its executor; or take all of its results from the store."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from pipelines.execution.executor import Listener, RunContext, RunOptions, Tracker
-from pipelines.execution.lazy_runtime import LazyRuntime
-from pipelines.execution.local import LocalExecutor
+from pipelines.execution.local import LazyRuntime, LocalExecutor
 from pipelines.execution.plan import Pipeline, PlannedStage, plan
 from pipelines.execution.ray_job import RayJobExecutor
 from pipelines.execution.run import PipelineRun, still_forced
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
-from pipelines.services.user_servers import tracking_place, tracking_uri
+from pipelines.services.running import running
+from pipelines.services.user_servers import tracking_place, tracking_uri, user_prefect
+from rlhf_core.stage.key import Strictness
+from rlhf_core.stage.run import find
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.mlflow import MlflowTracker
 from rlhf_core.tracking.mlflow_client import open_client
+from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
 
@@ -105,3 +109,33 @@ def import_tracker(home: Home) -> None:
     except Exception as error:
         # The tracker handles and reports a server that is away.
         logger.debug("tracking: could not connect in advance: %s", error)
+
+
+# ---------------------------------------------------------------- runs of cached stages
+
+
+def is_watched(home: Home) -> bool:
+    """Return whether somebody may be watching: then even a fully cached run is recorded in Prefect and MLflow."""
+    return running(home) is not None or bool(os.environ.get("MLFLOW_TRACKING_URI")) or bool(user_prefect(home))
+
+
+def results_if_all_cached(
+    planned: Sequence[PlannedStage], store: ArtifactStore, listener: Listener, *, strict: Strictness
+) -> dict[str, ArtifactRef] | None:
+    """Return the artifacts by label, and report them to the listener, if every stage is still cached; else None.
+
+    A run with a gate that does not hold is none of these: it has to end as blocked, or to ask.
+    """
+    if any(stage.decision.action != "HIT" or not stage.gates_hold for stage in planned):
+        return None
+    found = {}
+    for stage in planned:
+        hit = find(store, stage.spec, strict=strict)
+        if hit is None:  # removed since the plan
+            return None
+        found[stage.label] = hit
+    for label, (record, decision) in found.items():
+        listener.planned(label, decision)
+        listener.started(label, decision)
+        listener.finished(label, decision, record.metrics, 0.0)
+    return {label: record.handle for label, (record, _) in found.items()}

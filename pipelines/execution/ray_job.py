@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,8 +52,10 @@ logger = logging.getLogger(__name__)
 SPEC = "spec.json"
 PROGRESS = "progress.json"
 OUTCOME = "outcome.json"
-WRITE_EVERY_S = 0.5
-WARNINGS_KEPT = 50
+WRITE_EVERY_S = 0.5  # a person sees no more, and each write is a file on a shared disk
+WARNINGS_KEPT = 50  # of a stage that warns at every step
+ONE_PATH = "make the store available to the flow and to the cluster under the same path"
+"""Remedy where the flow and the cluster do not see the same files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,57 +237,33 @@ class JobSpec:
 
 def write_spec(path: Path, job: JobSpec) -> None:
     """Write the job to a file, durably."""
-    table = {
-        "job_id": job.job_id,
-        "key": job.key,
-        "stage": stored_stage(job.stage),
-        "config": job.config.model_dump(mode="json", exclude_none=True),
-        "store": str(job.store),
-        "force": job.force,
-        "strict_code": job.strict.code,
-        "strict_env": job.strict.env,
-        "tracking": job.tracking,
-    }
-    write_json(path, table)
+    config = job.config.model_dump(mode="json", exclude_none=True)
+    ours = {"stage": stored_stage(job.stage), "config": config, "store": str(job.store), "strict": asdict(job.strict)}
+    write_json(path, _fields(job) | ours)
 
 
 def read_spec(path: Path) -> JobSpec:
     """Return the job that `write_spec` wrote; raise ArtifactError if there is no such file."""
     table = read_json(path)
     if table is None:
-        rule, remedy = (
-            "cannot be read here",
-            "make the store available to the flow and to the cluster under the same path",
-        )
-        raise ArtifactError(explain("job", str(path), rule, remedy))
+        raise ArtifactError(explain("job", str(path), "cannot be read here", ONE_PATH))
     return JobSpec(
-        job_id=table["job_id"],
-        key=table["key"],
-        stage=restore_stage(table["stage"]),
-        config=PipelineConfig.model_validate(table["config"]),
-        store=Path(table["store"]),
-        force=table["force"],
-        strict=Strictness(code=table["strict_code"], env=table.get("strict_env", False)),
-        tracking=table["tracking"],
+        **table
+        | {
+            "stage": restore_stage(table["stage"]),
+            "config": PipelineConfig.model_validate(table["config"]),
+            "store": Path(table["store"]),
+            "strict": Strictness(**table["strict"]),
+        }
     )
 
 
 def stored_stage(spec: StageSpec) -> dict[str, Any]:
     """Return a stage as a JSON table, from which `restore_stage` rebuilds it."""
     kind = type(spec.config)
-    return {
-        "name": spec.name,
-        "module": spec.module,
-        "version": spec.version,
-        "code": spec.code,
-        "config": {"type": f"{kind.__module__}:{kind.__qualname__}", "fields": spec.config.model_dump(mode="json")},
-        "inputs": {name: _stored_input(value) for name, value in spec.inputs.items()},
-        "seed": spec.seed,
-        "label": spec.label,
-        "engines": spec.engines,
-        "callables": list(spec.callables),
-        "pipeline": spec.pipeline,
-    }
+    config = {"type": f"{kind.__module__}:{kind.__qualname__}", "fields": spec.config.model_dump(mode="json")}
+    inputs = {name: _stored_input(value) for name, value in spec.inputs.items()}
+    return _fields(spec) | {"config": config, "inputs": inputs, "callables": list(spec.callables)}
 
 
 def restore_stage(stored: Mapping[str, Any]) -> StageSpec:
@@ -295,19 +273,14 @@ def restore_stage(stored: Mapping[str, Any]) -> StageSpec:
     if not (isinstance(kind, type) and issubclass(kind, Config)):
         rule, remedy = "is not a configuration class", "use the version of this program that wrote it"
         raise ArtifactError(explain("stage.config.type", stored["config"]["type"], rule, remedy))
-    return StageSpec(
-        name=stored["name"],
-        module=stored["module"],
-        version=stored["version"],
-        code=stored["code"],
-        config=kind.model_validate(stored["config"]["fields"]),
-        inputs={name: _restore_input(value) for name, value in stored["inputs"].items()},
-        seed=stored["seed"],
-        label=stored["label"],
-        engines=stored["engines"],
-        callables=tuple(stored["callables"]),
-        pipeline=stored["pipeline"],
-    )
+    config = kind.model_validate(stored["config"]["fields"])
+    inputs = {name: _restore_input(value) for name, value in stored["inputs"].items()}
+    return StageSpec(**{**stored, "config": config, "inputs": inputs, "callables": tuple(stored["callables"])})
+
+
+def _fields(value: JobSpec | StageSpec) -> dict[str, Any]:
+    """Return the fields of a dataclass as they are; `asdict` would copy the configuration in them."""
+    return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
 def _stored_input(value: StageInput) -> Any:
@@ -330,8 +303,8 @@ def _restore_input(stored: Any) -> StageInput:
 
 JOBS = ".jobs"
 """Folder within the folder of a key's attempts, for the spec, the progress and the outcome of each job."""
-POLL_S = 2.0
-TICK_S = 0.25
+POLL_S = 2.0  # between questions to the job server
+TICK_S = 0.25  # between looks at the report of the job
 SERVER_AWAY_S = 120.0
 """Seconds without an answer of the job server after which the run stops watching; the job itself continues."""
 STOP_WAIT_S = int(stopping.GRACE_S) + 10
@@ -614,14 +587,7 @@ def _result(context: RunContext, ended: _Ended, seconds: float) -> StageOutcome:
     record = context.store.record(job.key)
     if record is None:
         rule = f"Ray job {job.job_id} has finished, but its record is not in this store"
-        raise ArtifactError(
-            explain(
-                "store",
-                str(job.store),
-                rule,
-                "make the store available to the flow and to the cluster under the same path",
-            )
-        )
+        raise ArtifactError(explain("store", str(job.store), rule, ONE_PATH))
     run_id = record.tracking["run_id"] if "run_id" in record.tracking else ""
     if attached:  # its tracking run belongs to another pipeline run
         context.tracker.cached(job.stage.label, run_id=run_id, key=job.key)

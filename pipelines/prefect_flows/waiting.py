@@ -22,7 +22,7 @@ from pipelines.execution.approving import Meant, answer_gate
 from pipelines.execution.resume import ResumeError, resume
 from pipelines.services.flow_runs import FLOW_NAME, own
 from pipelines.services.home import Home
-from pipelines.services.wait_notes import forget_wait, note_wait, waiting_runs
+from pipelines.services.waits import forget_wait, note_wait, waiting_runs
 from rlhf_core.stage.stopping import RunHalted, StageWaiting
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def resume_met(home: Home, check: Check) -> list[str]:
 
 def checked_apart(home: Home, names: Sequence[str], log: Path) -> list[str]:
     """Return those of the runs whose condition is met, found by a process of its own."""
-    command = [sys.executable, "-P", "-m", "pipelines.services.wait_notes", *names]
+    command = [sys.executable, "-P", "-m", "pipelines.services.waits", *names]
     with log.open("ab") as stream:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=stream, text=True, timeout=CHECK_TIMEOUT_S, check=True

@@ -8,6 +8,7 @@ environment, `.env`, `prefect.toml`, `pyproject.toml`, and the active profile, w
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import logging
@@ -176,6 +177,8 @@ LOOPBACK = "127.0.0.1"
 SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
 PROOF_KEY = "RLHF_PROOF_KEY"
 """Environment variable with the key by which our MLflow server proves that it is ours."""
+SIGN_IN = "/sign-in"
+"""Path of our Prefect server that signs a browser in."""
 _OWNER_ONLY = 0o600
 LONGEST_PATH = 470
 """Bytes of the path of a state folder: SQLite's limit is 512, with the names of the database and of its journal."""
@@ -421,3 +424,17 @@ def client_environment(home: Home, *, prefect_port: int = 0, prefect_api: str = 
             "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         }
     )
+
+
+def sign_in_link(url: str, auth: str) -> str:
+    """Return the address that signs a browser in at the server of `url`; anyone who reads it can sign in.
+
+    >>> sign_in_link("http://127.0.0.1:4200", "me:word")
+    'http://127.0.0.1:4200/sign-in#bWU6d29yZA=='
+    """
+    return f"{url}{SIGN_IN}#{basic(auth)}"
+
+
+def basic(auth: str) -> str:
+    """Return an auth string encoded for the header `Authorization: Basic`."""
+    return base64.b64encode(auth.encode()).decode()

@@ -16,8 +16,7 @@ from prefect.server.api.server import create_app
 from starlette.responses import HTMLResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from pipelines.services.home import SERVER_AUTH
-from pipelines.services.sign_in import SIGN_IN, basic
+from pipelines.services.home import SERVER_AUTH, SIGN_IN, basic
 from rlhf_core.http.door import Door
 from rlhf_core.http.serving import serve_at
 

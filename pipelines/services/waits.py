@@ -1,13 +1,25 @@
-"""Check whether a waiting run may continue: enough judgments exist, or a question is answered."""
+"""Note what waiting flow runs wait for, and check whether they may continue: `python -m pipelines.services.waits FLOW_RUN ...`.
+
+A run waits for an answer to a question, or for enough judgments. A note is a small file in the state folder, so nothing is lost
+while no process waits. The command prints the named runs whose condition is met; it is a process of its own, because MLflow's
+client takes 200 MB.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipelines.services.home import Home
+from pipelines.services.user_servers import tracking_uri
+from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.gate_decisions import GateDecisions
-from rlhf_core.store.layout import StoreLayout
+from rlhf_core.store.layout import StoreLayout, read_json, write_json
+
+logger = logging.getLogger(__name__)
 
 
 def answers_awaited(questions: Sequence[str], store: Path) -> dict[str, Any]:
@@ -25,3 +37,40 @@ def may_go_on(condition: Mapping[str, Any], *, uri: str) -> bool:
     from rlhf_core.annotation.people import is_met
 
     return is_met(condition, uri=uri)
+
+
+def note_wait(home: Home, flow_run: str, condition: Mapping[str, Any]) -> None:
+    """Remember that a flow run waits until `condition` is met; a note of an earlier wait is replaced."""
+    write_json(_path(home, flow_run), dict(condition))
+
+
+def waiting_runs(home: Home) -> list[str]:
+    """Return the ids of the flow runs that have a note."""
+    return sorted(path.stem for path in _path(home, "").parent.glob("*.json"))
+
+
+def forget_wait(home: Home, flow_run: str) -> None:
+    """Remove the note of a flow run, if it has one."""
+    _path(home, flow_run).unlink(missing_ok=True)
+
+
+def met(home: Home, flow_runs: Sequence[str]) -> list[str]:
+    """Return those of the flow runs for whom people have judged enough; a check that fails is logged, and not met."""
+    found = []
+    for name in flow_runs:
+        condition = read_json(_path(home, name))
+        try:
+            if condition is not None and may_go_on(condition, uri=tracking_uri(home)):
+                found.append(name)
+        except Exception as error:  # a half-edited file, or a server that is away: the next look may succeed
+            logger.warning("flow run %s: %s", name, without_secrets(f"{error}"))
+    return found
+
+
+def _path(home: Home, flow_run: str) -> Path:
+    return home.root / "waiting" / f"{flow_run}.json"
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    sys.stdout.write("".join(f"{name}\n" for name in met(Home.here(), sys.argv[1:])))

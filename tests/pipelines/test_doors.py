@@ -22,10 +22,9 @@ from starlette.websockets import WebSocketDisconnect
 from tests.rlhf_core.http.test_peers import NOBODY, asked_as
 
 from pipelines.services import servers
-from pipelines.services.home import SERVER_AUTH, Home, quiet_environment
+from pipelines.services.home import SERVER_AUTH, Home, basic, quiet_environment, sign_in_link
 from pipelines.services.running import MLFLOW_PORT, await_health, bound_port, port_of
 from pipelines.services.servers import start_guarded, stop_process
-from pipelines.services.sign_in import basic, sign_in_link
 from rlhf_core.agents.endpoint import Endpoint
 from rlhf_core.http import door
 from rlhf_core.http.door import CONNECTIONS, Door

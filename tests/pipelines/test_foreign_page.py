@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pipelines.services.home import Home
-from pipelines.services.sign_in import sign_in_link
+from pipelines.services.home import Home, sign_in_link
 
 pytestmark = pytest.mark.slow
 BROWSER = next((found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), "")

@@ -10,9 +10,8 @@ import mlflow
 import pytest
 
 from pipelines.flows.profile import load_profile
-from pipelines.services.home import Home
+from pipelines.services.home import Home, sign_in_link
 from pipelines.services.running import Services
-from pipelines.services.sign_in import sign_in_link
 from rlhf_core.store.artifacts import ArtifactStore
 from tests.support.browser import CHROMIUM, DRIVER, Browser, browser, keep_picture
 from tests.support.served import PrefectAPI

@@ -29,7 +29,6 @@ from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
 from rlhf_core.tracking.memory import MemoryTracker
-from tests.pipelines.execution.test_run import directly
 from tests.pipelines.prefect_flows.test_tasks import api
 from tests.support.listener import Notes
 from tests.support.small_pipeline import MINI
@@ -192,7 +191,7 @@ def run(profile: Path, home: Home, *overrides: str, until: str = "") -> MemoryTr
     options = RunOptions(until=until)
     with open_run(config, lifecycle, options, home=home, tracker=tracker, listener=Notes()) as opened:
         try:
-            run_stages(opened, lifecycle, directly(opened), tags={})
+            run_stages(opened, lifecycle, opened.directly, tags={})
         finally:
             kept = [vars(tracker), *(vars(stage) for stage in tracker.stages.values())]
             with (home.root / "tracked.txt").open("a") as file:

@@ -31,7 +31,6 @@ from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ComparisonsRef, Message, PolicyRef, PreferencesRef
 from stages.config.collect_preferences import CollectPreferencesConfig
 from stages.table import STAGES
-from tests.pipelines.execution.test_run import directly
 from tests.support.forks import forked
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
@@ -98,7 +97,7 @@ class Waiting:
         with open_run(
             self.config, self._pipeline, wanted, home=self.home, tracker=MemoryTracker(), listener=self.notes
         ) as run:
-            run_stages(run, self._pipeline, directly(run), tags={})
+            run_stages(run, self._pipeline, run.directly, tags={})
 
     def _pipeline(self, config: PipelineConfig, stages: Stages) -> None:
         store = store_of(config, self.home)

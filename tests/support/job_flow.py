@@ -9,14 +9,13 @@ from pathlib import Path
 
 from pipelines.execution.executor import RunOptions, Silent
 from pipelines.execution.opening import open_run, open_tracker
-from pipelines.execution.run import PipelineRun, run_stages
-from pipelines.flows.graph import RunStage, Stages
+from pipelines.execution.run import run_stages
+from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
 from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import Decision
-from rlhf_core.stage.key import StageSpec
-from rlhf_core.types import ArtifactRef, PolicyRef
+from rlhf_core.types import PolicyRef
 from tests.support.toy_stage import ToyConfig, toy_spec
 
 
@@ -38,13 +37,6 @@ def say(*words: str) -> None:
     sys.stdout.flush()
 
 
-def directly(run: PipelineRun) -> RunStage:
-    def run_stage(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
-        return run.stage(spec, lambda *_: None).ref
-
-    return run_stage  # type: ignore[return-value]
-
-
 def main(profile: str, file: str) -> None:
     def pipeline(config: PipelineConfig, stages: Stages) -> None:
         stages.run_stage(toy_spec(ToyConfig(trouble=f"wait:{file}"), label="toy"), PolicyRef)
@@ -59,7 +51,7 @@ def main(profile: str, file: str) -> None:
         open_run(config, pipeline, RunOptions(), home=home, tracker=tracker, listener=Said()) as run,
         stopping.on_signals(),
     ):
-        run_stages(run, pipeline, directly(run), tags={})
+        run_stages(run, pipeline, run.directly, tags={})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipelines.cli import run_command
-from pipelines.execution.lazy_runtime import LazyRuntime
+from pipelines.execution.local import LazyRuntime
 from pipelines.execution.plan import Planner
 from pipelines.execution.run import PipelineRun
 from pipelines.services.home import Home

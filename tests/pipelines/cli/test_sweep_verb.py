@@ -87,7 +87,7 @@ class Runs:
         with open_run(
             config, self.pipeline, wanted, home=home, tracker=tracker, listener=listener, runtime=kept["runtime"]
         ) as run:
-            return run_stages(run, self.pipeline, lambda spec, kind: run.stage(spec, lambda *_: None).ref, tags={})  # type: ignore[arg-type,return-value]
+            return run_stages(run, self.pipeline, run.directly, tags={})
 
     def computed(self) -> Counter[str]:
         return Counter(stage.label for tracker in self.trackers for stage in tracker.stages.values())

@@ -27,7 +27,6 @@ from rlhf_core.store.layout import StoreLayout
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef
 from tests.pipelines.execution.test_gates import APPROVE, Trial
-from tests.pipelines.execution.test_run import directly
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec
@@ -234,7 +233,7 @@ def test_a_stage_that_pauses_asks_with_the_same_commands_and_goes_on_from_its_ch
     def run_once() -> list[tuple[object, ...]]:
         notes.events.clear()
         with open_run(config, pipeline, RunOptions(), home=home, tracker=MemoryTracker(), listener=notes) as run:
-            run_stages(run, pipeline, directly(run), tags={"prefect.flow_run_id": "f1"})
+            run_stages(run, pipeline, run.directly, tags={"prefect.flow_run_id": "f1"})
         return notes.of("started")
 
     with pytest.raises(

@@ -27,7 +27,6 @@ from rlhf_core.stage.stopping import RunOverBudget
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef
-from tests.pipelines.execution.test_run import directly
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec
@@ -149,7 +148,7 @@ def run_once(
     config = load_profile(write_mini(folder), overrides)
     with open_run(config, pipeline, RunOptions(until=until), home=home, tracker=tracker, listener=notes) as run:
         try:
-            run_stages(run, pipeline, directly(run), tags={})
+            run_stages(run, pipeline, run.directly, tags={})
         except RunOverBudget as error:
             ended = error
     return notes, tracker, ended

@@ -25,7 +25,6 @@ from rlhf_core.stage.key import StageSpec
 from rlhf_core.tracking.champions import read_champions
 from rlhf_core.types import PolicyRef, PreparedDataRef
 from stages.config.publish import PublishConfig
-from tests.pipelines.execution.test_run import directly
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
 
@@ -49,7 +48,7 @@ def run_once(folder: Path, home: Home, *overrides: str) -> tuple[dict[str, objec
     config = load_profile(write_mini(folder, PUBLISH), ["ppo=none", "evaluate.evaluate.parents=none", *overrides])
     tracker = open_tracker(config, home)
     with open_run(config, lifecycle, RunOptions(), home=home, tracker=tracker, listener=notes) as run:
-        results = run_stages(run, lifecycle, directly(run), tags={})
+        results = run_stages(run, lifecycle, run.directly, tags={})
     published = store_of(config, home).path(results["publish"])
     decided = {str(label): action for label, action in notes.of("started")}
     return decided, json.loads((published / "gate.json").read_text()), (published / "README.md").read_text()

@@ -19,7 +19,6 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef
-from tests.pipelines.execution.test_run import directly
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec
@@ -58,7 +57,7 @@ class Runs:
         options = self.options if force else RunOptions()
         with open_run(config, pipeline, options, home=self.home, tracker=MemoryTracker(), listener=self.notes) as run:  # type: ignore[arg-type]
             try:
-                run_stages(run, pipeline, directly(run), tags={})  # type: ignore[arg-type]
+                run_stages(run, pipeline, run.directly, tags={})  # type: ignore[arg-type]
             except (StageWaiting, RunOverBudget) as error:
                 self.ended = error
         return dict(self.notes.of("started"))  # type: ignore[arg-type]

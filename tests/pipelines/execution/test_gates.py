@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.execution.all_cached import results_if_all_cached
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.gates import judged
-from pipelines.execution.opening import open_run, store_of
+from pipelines.execution.opening import open_run, results_if_all_cached, store_of
 from pipelines.execution.plan import PlannedStage, plan
 from pipelines.execution.run import run_stages
 from pipelines.flows.graph import Stages
@@ -26,7 +25,6 @@ from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef, ReportRef, RewardModelRef
 from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.table import STAGES
-from tests.pipelines.execution.test_run import directly
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec
@@ -59,7 +57,7 @@ class Trial:
         self.notes, self.tracker = Notes(), MemoryTracker()
         config = self.config(rules, *overrides)
         with open_run(config, three_toys, options, home=self.home, tracker=self.tracker, listener=self.notes) as run:
-            return dict(run_stages(run, three_toys, directly(run), tags={"prefect.flow_run_id": "f1"}))
+            return dict(run_stages(run, three_toys, run.directly, tags={"prefect.flow_run_id": "f1"}))
 
     def plan(self, rules: str, *overrides: str, until: str = "") -> dict[str, PlannedStage]:
         config = self.config(rules, *overrides)

@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Home]:
     with open_run(
         config, lifecycle, RunOptions(until="ppo"), home=home, tracker=MemoryTracker(), listener=Notes()
     ) as run:
-        run_stages(run, lifecycle, lambda spec, kind: run.stage(spec, lambda *_: None).ref, tags={})  # type: ignore[arg-type,return-value]
+        run_stages(run, lifecycle, run.directly, tags={})
     return profile, home
 
 

@@ -13,7 +13,7 @@ from pipelines.execution.executor import Progress, RunContext, RunOptions, Stage
 from pipelines.execution.opening import open_run, store_of
 from pipelines.execution.plan import Pipeline, PlannedStage, plan
 from pipelines.execution.run import PipelineRun, run_stages
-from pipelines.flows.graph import RunStage, Stages
+from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
@@ -31,20 +31,13 @@ from tests.support.toy_stage import NoEngines, ToyConfig, toy_spec
 FORK = multiprocessing.get_context("fork")
 
 
-def directly(run: PipelineRun) -> RunStage:
-    def run_stage(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
-        return run.stage(spec, lambda *_: None).ref
-
-    return run_stage  # type: ignore[return-value]
-
-
 def run_once(
     tmp_path: Path, home: Home, pipeline: Pipeline = two_toys, options: RunOptions = RunOptions()
 ) -> tuple[dict[str, ArtifactRef], Notes, MemoryTracker]:
     notes, tracker = Notes(), MemoryTracker()
     config = load_profile(write_mini(tmp_path))
     with open_run(config, pipeline, options, home=home, tracker=tracker, listener=notes) as run:
-        results = run_stages(run, pipeline, directly(run), tags={"from": "test"})
+        results = run_stages(run, pipeline, run.directly, tags={"from": "test"})
     return results, notes, tracker
 
 
@@ -81,10 +74,10 @@ def test_the_executor_gets_the_stages_that_are_not_in_the_store_or_are_forced(tm
     config, executor = load_profile(write_mini(tmp_path)), NoExecutor()
     context = RunContext(config, RunOptions(), store_of(config, home), MemoryTracker(), Notes())
     run = PipelineRun(context, executor)
-    assert run_stages(run, two_toys, directly(run), tags={}) == made and executor.asked == []
+    assert run_stages(run, two_toys, run.directly, tags={}) == made and executor.asked == []
     run = PipelineRun(replace(context, options=RunOptions(force=("second",))), executor)
     with pytest.raises(LookupError):
-        run_stages(run, two_toys, directly(run), tags={})
+        run_stages(run, two_toys, run.directly, tags={})
     assert executor.asked == ["second"]
 
 
@@ -135,7 +128,7 @@ def test_a_stage_that_is_forced_gets_a_tracking_run_of_its_own(tmp_path: Path, h
     for force in ((), ("second",)):
         config, tracker = load_profile(write_mini(tmp_path)), Opened()
         with open_run(config, two_toys, RunOptions(force=force), home=home, tracker=tracker, listener=Notes()) as run:
-            run_stages(run, two_toys, directly(run), tags={})
+            run_stages(run, two_toys, run.directly, tags={})
     assert Opened.fresh == [("first", False), ("second", False), ("second", True)]
 
 

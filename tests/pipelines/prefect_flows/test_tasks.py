@@ -18,9 +18,8 @@ from pipelines.execution.opening import open_run
 from pipelines.execution.plan import Pipeline
 from pipelines.flows.graph import Stages, ungrouped
 from pipelines.flows.profile import PipelineConfig, load_profile
-from pipelines.services.home import Home
+from pipelines.services.home import Home, basic
 from pipelines.services.running import wait_for
-from pipelines.services.sign_in import basic
 from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.store.artifacts import ArtifactStore

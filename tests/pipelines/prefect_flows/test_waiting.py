@@ -13,7 +13,7 @@ from prefect.states import Cancelled, Completed, Running
 from pipelines.prefect_flows.waiting import checked_apart, halted, note, resume_met
 from pipelines.services.flow_runs import FLOW_NAME, reconcile
 from pipelines.services.home import Home
-from pipelines.services.wait_notes import note_wait, waiting_runs
+from pipelines.services.waits import note_wait, waiting_runs
 from rlhf_core.stage.stopping import StageWaiting
 
 WAITS = StageWaiting("collect is waiting: 0 of 12 comparisons are judged", {"name": "x"})

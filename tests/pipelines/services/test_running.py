@@ -1,8 +1,34 @@
+"""The record of running services, their ports, and whether they answer and are ours."""
+
 from __future__ import annotations
 
-from pipelines.services.home import Home
-from pipelines.services.running import Services, running
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from pipelines.services.home import Home, basic
+from pipelines.services.running import (
+    LAST_PORT,
+    ServiceError,
+    Services,
+    answered,
+    await_health,
+    bound_port,
+    healthy,
+    is_free,
+    port_of,
+    proven,
+    running,
+)
+from rlhf_core.http.door import PROOF, Door
 from rlhf_core.tracking import mlflow_client
+from tests.support.reward_servers import serving
 
 
 def test_services_of_a_dead_supervisor_are_not_running(home: Home) -> None:
@@ -30,3 +56,58 @@ def test_servers_of_the_user_take_the_place_of_ours_and_secrets_are_not_printed(
     assert found.environment(home)["PREFECT_API_URL"] == "http://me:hunter2@p:4200/api"
     assert found.tracking_uri == "https://me:hunter2@m"
     assert not (home.root / "prefect_address").exists()
+
+
+def test_no_port_after_the_last_one_is_tried() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", LAST_PORT))
+        taken.listen()
+        with pytest.raises(ServiceError, match=f"port = {LAST_PORT}: "):
+            bound_port(LAST_PORT)
+
+
+@pytest.mark.parametrize("port", [-1, LAST_PORT + 1])
+def test_what_is_no_port_is_refused(port: int) -> None:
+    with pytest.raises(ServiceError, match=f"port = {port}: must be from 0 to 65535"):
+        bound_port(port)
+
+
+def test_a_port_is_given_once_whatever_the_temporary_folder_and_again_when_it_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    with bound_port(43210) as first:
+        port = port_of(first)
+        assert not is_free(port)
+        code = f"from pipelines.services.running import *; print(port_of(bound_port({port})))"
+        monkeypatch.setenv("TMPDIR", str(tmp_path))  # as another Slurm job has it
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert int(other.stdout) > port
+    assert is_free(port)
+    with bound_port(port) as again:
+        assert port_of(again) == port
+
+
+def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    process.wait()
+    with pytest.raises(ServiceError, match=r"ended with status 3; read .*server\.log"):
+        await_health("http://127.0.0.1:9/", "key", process, 5.0, tmp_path / "server.log")
+
+
+def test_a_stranger_who_passes_our_questions_on_to_a_server_of_ours_proves_nothing() -> None:
+    well = PlainTextResponse("well")
+    with serving(Door(well, authorization="Basic x", open_to=lambda scope: True, key="key")) as ours:
+
+        async def passing_on(scope: Scope, receive: Receive, send: Send) -> None:
+            nonce = next(value.decode() for name, value in scope["headers"] if name == b"x-rlhf-nonce")
+            await PlainTextResponse("well", headers={PROOF: answered(ours, nonce)[1]})(scope, receive, send)
+
+        assert proven(ours, "key") and not proven(ours, "another")
+        for stranger in (passing_on, well):
+            with serving(stranger) as theirs:
+                assert healthy(theirs) and not proven(theirs, "key")
+
+
+def test_our_prefect_server_proves_that_it_has_the_auth_string(prefect_home: Home) -> None:
+    url = f"{os.environ['PREFECT_API_URL']}/health"
+    assert proven(url, prefect_home.prefect_auth_string) and not proven(url, basic("guess"))

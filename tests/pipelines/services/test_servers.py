@@ -15,9 +15,8 @@ import pytest
 
 from pipelines.cli.main import main
 from pipelines.services import servers
-from pipelines.services.home import Home
+from pipelines.services.home import Home, basic
 from pipelines.services.running import Services, healthy, is_free, running, wait_for
-from pipelines.services.sign_in import basic
 from rlhf_core.tracking import mlflow_client
 
 

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from pipelines.cli.main import main
 from pipelines.flows.profile import load_profile
-from pipelines.importers.openrlhf.importing import import_script
-from pipelines.importers.openrlhf.translate import translate
+from pipelines.importers.openrlhf.translate import import_script, translate
 from rlhf_core.errors import ConfigError
 
 SFT = "deepspeed --num_gpus 2 --module openrlhf.cli.train_sft --pretrain models/base --dataset d.jsonl --output_key a"
