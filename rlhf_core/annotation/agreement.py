@@ -13,10 +13,7 @@ from rlhf_core.evaluation.intervals import SHARE, mean_interval
 
 
 def judgment_report(
-    comparisons: Sequence[Comparison],
-    judgments: Sequence[Judgment],
-    *,
-    gold: Mapping[str, float] | None = None,
+    comparisons: Sequence[Comparison], judgments: Sequence[Judgment], *, gold: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
     """Return the report as JSON values; an entry is None where there is nothing to measure it by.
 
@@ -74,17 +71,16 @@ def krippendorff_alpha(units: Any) -> float | None:
     totals: Counter[Any] = Counter()
     for (value, _), count in coincidences.items():
         totals[value] += count
-    n = sum(totals.values())
+    n = sum(totals.values())  # number of values that can be paired
     if not n:
         return None
-    observed = sum(count for (one, other), count in coincidences.items() if one != other)
+    observed = sum(count for (one, other), count in coincidences.items() if one != other)  # n D_o
     expected = sum(totals[one] * totals[other] for one, other in itertools.permutations(totals, 2)) / (n - 1)
-    return 1.0 - observed / expected if expected else 1.0
+    return 1.0 - observed / expected if expected else 1.0  # 1 - D_o / D_e
 
 
 Row = tuple[Comparison, Judgment]
-Found = list[tuple[Hashable, float]]
-"""Values with the prompts that they are of."""
+Found = list[tuple[Hashable, float]]  # values with the prompts that they are of
 
 
 def _units(rows: Sequence[Row]) -> Mapping[str, list[str]]:

@@ -19,8 +19,8 @@ from rlhf_core.rewards.batches import checked
 from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
 from rlhf_core.types import Completion, Generation, Prompt, derive_seed
 
-EXPORT = "comparisons.jsonl"
-IMPORT = "judgments.jsonl"
+EXPORT = "comparisons.jsonl"  # written for people, who never see the policies
+IMPORT = "judgments.jsonl"  # written by people, one object a line
 LONGEST_S = 1e9  # 32 years: a larger number is no time that a person took
 
 
@@ -62,8 +62,8 @@ def _drawn(config: ProgramAnnotator, rewards: tuple[float, float], rng: random.R
     difference = rewards[0] - rewards[1]
     if abs(difference) < config.tie_below:
         return "tie"
-    scaled = difference / config.temperature
-    first = 1 / (1 + math.exp(-scaled)) if scaled > 0 else math.exp(scaled) / (1 + math.exp(scaled))
+    scaled = difference / config.temperature  # Bradley-Terry: P(first) = sigmoid((r1 - r2) / T)
+    first = 1 / (1 + math.exp(-scaled)) if scaled > 0 else math.exp(scaled) / (1 + math.exp(scaled))  # no overflow
     return "first" if rng.random() < first else "second"
 
 

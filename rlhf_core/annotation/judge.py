@@ -216,7 +216,7 @@ def _settled(comparisons: Sequence[Comparison], known: Mapping[tuple[str, Order]
         if "" in sides:
             failures[one.id] = next(shortened(verdict.reply) for verdict in pair if not verdict.choice)
             continue
-        [choice] = sides if len(sides) == 1 else {"tie"}
+        [choice] = sides if len(sides) == 1 else {"tie"}  # a choice counts only if it survives the swap
         reason = "\n".join(f"[{verdict.order}: {verdict.choice}] {verdict.reply}" for verdict in pair)
         judgments.append(Judgment(one.id, name, choice, reason, sum(verdict.seconds for verdict in pair)))  # type: ignore[arg-type]
     return Judged(judgments, verdicts, failures)

@@ -132,7 +132,7 @@ class Candidate:
         """
         ours, theirs = self.first.reward_components, self.second.reward_components
         sides = [ours[name] > theirs[name] for name in ours if name in theirs and ours[name] != theirs[name]]
-        pairs = len(sides) * (len(sides) - 1) / 2
+        pairs = len(sides) * (len(sides) - 1) / 2  # n (n - 1) / 2 pairs of components
         return sides.count(True) * sides.count(False) / pairs if pairs else 0.0
 
 

@@ -36,13 +36,10 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------- tool rendering
 
 Rows = list[dict[str, Any]]
-UNLIMITED = 1 << 40
-"""Value of `max_length` that cuts nothing: no conversation has so many tokens."""
+UNLIMITED = 1 << 40  # value of `max_length` that cuts nothing: no conversation has so many tokens
 
 _PARAMETERS = {"type": "object", "properties": {"probe_key": {"type": "string", "description": "Probe."}}}
-_TOOLS = [
-    {"type": "function", "function": {"name": "probe_tool", "description": "Probe.", "parameters": _PARAMETERS}},
-]
+_TOOLS = [{"type": "function", "function": {"name": "probe_tool", "description": "Probe.", "parameters": _PARAMETERS}}]
 """A tool, and below turns with words of their own: what is not in the text that a template makes of them is left out."""
 _CALL = {
     "type": "function",
@@ -62,12 +59,7 @@ _SYSTEM: dict[str, Any] = {"role": "system", "content": "probe_system"}
 _USER: dict[str, Any] = {"role": "user", "content": "Hi"}
 _CALLING: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _SPEAKING: dict[str, Any] = {**_CALLING, "content": "probe_words"}
-_RESULT: dict[str, Any] = {
-    "role": "tool",
-    "content": "probe_result",
-    "name": "probe_tool",
-    "tool_call_id": "probe0001",
-}
+_RESULT: dict[str, Any] = {"role": "tool", "content": "probe_result", "name": "probe_tool", "tool_call_id": "probe0001"}
 
 _TODAY = datetime(2024, 7, 26)
 """Date that templates print as today's (the same as in Llama 3), so that tokens do not depend on the day of a run."""
@@ -205,8 +197,7 @@ def left_out(
 
 # ---------------------------------------------------------------- pieces
 
-MARKS = ("▁", "Ġ")
-"""Marks that such a tokenizer writes for a space, and therefore at the beginning of a text."""
+MARKS = ("▁", "Ġ")  # marks that such a tokenizer writes for a space, and therefore at the beginning of a text
 ANCHORS = ("\n", "a", ".", "0")
 """Texts to put before a piece when it is tokenized, in order of preference; the first that does not merge is used."""
 
@@ -279,8 +270,7 @@ Roles are ordinary text and a turn ends with the tokenizer's own EOS, so no toke
     Hello.</s>
 """
 
-_REMEMBERED = 32
-"""Number of texts whose tokens are cached: a prompt has three texts for each earlier answer."""
+_REMEMBERED = 32  # number of texts whose tokens are cached: a prompt has three texts for each earlier answer
 
 _KEEPS_TURNS = "give a template that keeps earlier turns as they were (prepare_data.chat_template)"
 _PROBE = (Message("user", "Hi"), Message("assistant", "Hello"))

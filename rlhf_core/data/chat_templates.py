@@ -36,8 +36,7 @@ NEMOTRON_3 = (
 )
 """Nemotron 3. Its own template opens a reasoning on a new line, and shows an answer without one as `<think></think>`."""
 
-SHIPPED = {"deepseek_r1": DEEPSEEK_R1, "nemotron_3": NEMOTRON_3}
-"""Name in `prepare_data.chat_template` -> template."""
+SHIPPED = {"deepseek_r1": DEEPSEEK_R1, "nemotron_3": NEMOTRON_3}  # name in `prepare_data.chat_template` -> template
 
 _MARKS = {
     "deepseek_r1": ("<｜User｜>", "<｜Assistant｜>"),

@@ -46,7 +46,7 @@ def without_repeated_prompts(examples: Sequence[Example]) -> tuple[list[Example]
     answered = [example for example in examples if (example.chosen or example.rejected) and not example.steps]
     repeating = {id(example) for example in answered if all(map(_repeats(example), _answers(example)))}
     worded = sum(len(_WORD.findall(one.prompt[-1].content)) >= 2 for one in answered if id(one) in repeating)
-    if len(repeating) < 0.95 * len(answered) or 2 * worded <= len(repeating):
+    if len(repeating) < 0.95 * len(answered) or 2 * worded <= len(repeating):  # not nearly all, or mere sums
         return list(examples), 0
     return [_unrepeated(example) if id(example) in repeating else example for example in examples], len(repeating)
 
@@ -142,8 +142,7 @@ def _unrepeated(example: Example) -> Example:
 # ---------------------------------------------------------------- near duplicates
 
 PERMUTATIONS = 128  # the standard error of an estimated similarity is at most 0.5 / sqrt(128) = 0.044
-SHINGLE = 3
-"""Number of words in a shingle; a shorter text is one shingle."""
+SHINGLE = 3  # number of words in a shingle; a shorter text is one shingle
 
 
 def shingles(text: str) -> set[bytes]:
@@ -326,8 +325,7 @@ def _is_address(text: str) -> bool:
 
 # ---------------------------------------------------------------- filters
 
-SHORTEST = 20
-"""Minimum letters of a row for language detection; shorter rows are kept."""
+SHORTEST = 20  # minimum letters of a row for language detection; shorter rows are kept
 
 
 class RowFilter:

@@ -23,26 +23,14 @@ from rlhf_core.data.comparisons import (
     refuse_hidden_answers,
     responses,
 )
-from rlhf_core.data.turns import (
-    TRUTHS,
-    WORTHS,
-    Turns,
-    begins_conversation,
-    spelling,
-    string,
-    turns_of,
-    unread_keys,
-)
+from rlhf_core.data.turns import TRUTHS, WORTHS, Turns, begins_conversation, spelling, string, turns_of, unread_keys
 from rlhf_core.errors import DataError, explain
 from rlhf_core.types import Message
 
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input", "messages", "conversations")
 """Names of columns that are the prompt of a pair, the first of them that a row has; `instruction` goes with `input`."""
 
-_NEEDED = {
-    *("input", "history", "context"),
-    *("image", "images", "audio", "audios", "video", "videos"),
-}
+_NEEDED = {*("input", "history", "context"), *("image", "images", "audio", "audios", "video", "videos")}
 """Columns without which a prompt is another one."""
 
 _OPEN_TRANSCRIPT = re.compile(r"(^|\n\n)Assistant:\s*$")

@@ -270,7 +270,7 @@ def _chosen(one: Response, names: tuple[str, ...]) -> tuple[float, float]:
             f"not a choice: {str(value)[:80]!r}; one option that names one of two answers, or a tie, is needed"
         )
     found = verdict(value, (names[0], names[1]))
-    return (0.5, 0.5) if found is None else (0.0, 1.0) if found else (1.0, 0.0)
+    return (0.5, 0.5) if found is None else (0.0, 1.0) if found else (1.0, 0.0)  # a tie is half a vote for each
 
 
 def _ranking(value: Any, source: Source) -> dict[str, float]:

@@ -44,7 +44,7 @@ SPLIT = ("demonstrations", "preferences", "steps", "feedback")
 """Tables that hold out a part of their own prompts for evaluation."""
 _MALFORMED = (DataError, RecursionError)
 """Errors of a malformed row. Brackets that a reader accepts may be too deep for the code that inspects the value."""
-_LONGEST_REASON = 500
+_LONGEST_REASON = 500  # characters of a reason, which may quote a long value of its row
 
 
 def make_tables(config: Files, *, seed: int, report: DropReport) -> tuple[Tables, dict[str, Origin]]:

@@ -48,8 +48,7 @@ from rlhf_core.data.turns import (
 from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
-SYSTEM = ("system", "system_prompt", "system_message")
-"""Names of the column with the system message."""
+SYSTEM = ("system", "system_prompt", "system_message")  # names of the column with the system message
 
 
 @dataclass(frozen=True, slots=True)

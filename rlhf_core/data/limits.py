@@ -149,9 +149,7 @@ def control_tokens(chat: ChatTemplate) -> list[str]:
     )
 
 
-def parts(
-    row: Row,
-) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
+def parts(row: Row) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
     """Return (prompt, answers) of a row.
 
     The prompt of a demonstration is everything before its last turn. Steps are joined with one per line.

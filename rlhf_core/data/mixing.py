@@ -80,7 +80,7 @@ def mix(rows: Mapping[str, Sequence[T]], weights: Mapping[str, float], *, seed: 
     present = {name: list(found) for name, found in rows.items() if found}
     if not present:
         return []
-    scale = min(len(found) / weights[name] for name, found in present.items())
+    scale = min(len(found) / weights[name] for name, found in present.items())  # rows per unit of weight
     rng = random.Random(seed)
     mixed: list[T] = []
     for name, found in present.items():

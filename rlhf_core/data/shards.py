@@ -24,8 +24,7 @@ from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt,
 # ---------------------------------------------------------------- single files
 
 R = TypeVar("R")
-MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-"""The column type of a conversation."""
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))  # the column type of a conversation
 
 
 MESSAGES_WITH_TOOLS = pa.list_(pa.struct([*MESSAGES.value_type, ("tool_fields", pa.string())]))
@@ -102,9 +101,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def _put(temporary: Path, path: Path) -> None:
     """Flush a written file to disk and then rename it, so that an existing file is complete even after a power cut."""
-    fsync_path(temporary)
+    fsync_path(temporary)  # the content before the name
     temporary.replace(path)
-    fsync_path(path.parent)
+    fsync_path(path.parent)  # and the name, which is an entry of its folder
 
 
 def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -23,13 +23,12 @@ from rlhf_core.data.limits import Origin
 from rlhf_core.data.turns import RepeatedKey, from_json
 from rlhf_core.errors import DataError, explain
 
-csv.field_size_limit(1 << 30)
+csv.field_size_limit(1 << 30)  # a cell may hold a long conversation; the default is 128 KiB
 
 _BAD_VALUE = (ValueError, OverflowError, TypeError, KeyError, pa.ArrowException)
 """Errors for values that Python cannot represent: dates before year 1, text that is not UTF-8, unknown time zones."""
-_BATCH = 1000
-_BEGINNING = 1 << 16
-"""Number of bytes in which the type of a file shows."""
+_BATCH = 1000  # rows that are converted to Python at a time
+_BEGINNING = 1 << 16  # number of bytes in which the type of a file shows
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,14 +147,7 @@ DEMONSTRATIONS_SCHEMA = pa.schema({"id": TEXT, "messages": MESSAGES, "source": T
 TOOL_DEMONSTRATIONS_SCHEMA = DEMONSTRATIONS_SCHEMA.set(1, pa.field("messages", MESSAGES_WITH_TOOLS))
 """Schema of demonstrations of which at least one calls tools; tables without calls keep their bytes."""
 PREFERENCES_SCHEMA = pa.schema(
-    {
-        "id": TEXT,
-        "prompt": MESSAGES,
-        "chosen": MESSAGES,
-        "rejected": MESSAGES,
-        "margin": pa.float64(),
-        "source": TEXT,
-    }
+    {"id": TEXT, "prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES, "margin": pa.float64(), "source": TEXT}
 )
 FEEDBACK_SCHEMA = pa.schema(
     {"id": TEXT, "prompt": MESSAGES, "answer": MESSAGES, "desirable": pa.bool_(), "source": TEXT}
@@ -163,8 +156,7 @@ STEPS_SCHEMA = pa.schema(
     {"id": TEXT, "prompt": MESSAGES, "steps": pa.list_(TEXT), "labels": pa.list_(pa.float64()), "source": TEXT}
 )
 PROMPTS_SCHEMA = pa.schema({"id": TEXT, "messages": MESSAGES, "label": TEXT, "source": TEXT})
-ANNOTATOR = pa.field("annotator", TEXT)
-"""Column of pairs and feedback that is written only if a row has an annotator."""
+ANNOTATOR = pa.field("annotator", TEXT)  # column of pairs and feedback that is written only if a row has an annotator
 
 
 def write_demonstrations(path: Path, rows: Iterable[Demonstration]) -> None:

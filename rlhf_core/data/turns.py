@@ -48,8 +48,7 @@ WORTHS = TRUTHS | {
 """Words that are a verdict where the column is known to hold verdicts; else they may be the expected answer."""
 _MINUS_ONE = ("-1", "-1.0")
 GROUND_TRUTH = "reward_model.ground_truth"
-_LONGEST_INTEGER = 4300
-"""Most digits of an integer that Python parses by default."""
+_LONGEST_INTEGER = 4300  # most digits of an integer that Python parses by default
 
 
 def string(value: Any, name: str) -> str:
@@ -209,8 +208,7 @@ _ROLES = {
 _NOTHING = ("", "[]", "{}", "null")
 _CALLS = ("tool_calls", "function_call")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_TRAINED = ("weight", "train", "loss_mask", "loss", "trainable")
-"""Keys that mark whether a turn is trained on."""
+_TRAINED = ("weight", "train", "loss_mask", "loss", "trainable")  # keys that mark whether a turn is trained on
 _OF_RESULTS = ("name", "tool_call_id")
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "thinking": "thinking", "reasoning": "text"}
 """Type of a part of the content -> the key with its text."""

@@ -175,4 +175,4 @@ def _paired(
 
 
 def _wins(mine: Sequence[float], other: Sequence[float]) -> float:
-    return fmean(1.0 if a > b else 0.5 if a == b else 0.0 for a in mine for b in other)
+    return fmean(1.0 if a > b else 0.5 if a == b else 0.0 for a in mine for b in other)  # P(a > b) + P(a = b) / 2

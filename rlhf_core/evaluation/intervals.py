@@ -23,10 +23,8 @@ from numpy.typing import NDArray
 from rlhf_core.errors import DataError, explain
 from rlhf_core.types import FEWEST_PROMPTS
 
-LEVEL = 0.95
-"""Confidence level of all intervals but those of `evaluate`, which has an option."""
-SHARE, DIFFERENCE_OF_SHARES = (0.0, 1.0), (-1.0, 1.0)
-"""Bounds of values."""
+LEVEL = 0.95  # confidence level of all intervals but those of `evaluate`, which has an option
+SHARE, DIFFERENCE_OF_SHARES = (0.0, 1.0), (-1.0, 1.0)  # bounds of values
 
 
 class Interval(NamedTuple):
@@ -124,7 +122,7 @@ def pseudo_prompts(level: float) -> float:
     >>> round(pseudo_prompts(0.95), 2)
     1.92
     """
-    return t_quantile(level, math.inf) ** 2 / 2
+    return t_quantile(level, math.inf) ** 2 / 2  # t with infinite freedom is z
 
 
 # ---------------------------------------------------------------- arrays; C prompts
@@ -148,11 +146,11 @@ def _bounded(
     lowest, highest = bounds
     added = pseudo_prompts(level)
     effective = _effective(shares_C)
-    total = effective + 2 * added
+    total = effective + 2 * added  # n + z^2
     center = (effective * mean + added * (lowest + highest)) / total
     spread = effective**2 * float(shares_C**2 @ (means_C - center) ** 2)
     spread += added * ((lowest - center) ** 2 + (highest - center) ** 2)
-    half = t_quantile(level, total - 1) * math.sqrt(spread) / total
+    half = t_quantile(level, total - 1) * math.sqrt(spread) / total  # t s / sqrt(n), with s^2 = spread / n
     return max(lowest, center - half), min(highest, center + half)
 
 
@@ -164,14 +162,14 @@ def _unbounded(
     errors_C = count * shares_C * (means_C - mean) * np.sqrt((1 - 1 / count) / (1 - shares_C))
     variance = float(errors_C @ errors_C) / count
     error, reach = math.sqrt(variance / (count - 1)), t_quantile(level, max(1.0, _effective(shares_C) - 1))
-    skewness = float((errors_C**3).mean()) / variance**1.5
+    skewness = float((errors_C**3).mean()) / variance**1.5  # m3 / m2^(3/2)
     high, low = (_unskewed(side * reach, skewness, count) for side in (-1, 1))
     return mean - error * low, mean - error * high
 
 
 def _effective(shares_C: NDArray[np.float64]) -> float:
     """Return the number of prompts if all have the same share of the values, else fewer (Kish 1965)."""
-    return 1 / float(shares_C @ shares_C)
+    return 1 / float(shares_C @ shares_C)  # n_eff = 1 / sum_c p_c^2
 
 
 def _unskewed(t: float, skewness: float, count: int) -> float:

@@ -71,7 +71,7 @@ def correlation(xs: Sequence[float] | np.ndarray, ys: Sequence[float] | np.ndarr
     x, y = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
     if x.size < 2 or x.std() == 0 or y.std() == 0:
         return 0.0
-    return float(np.corrcoef(x, y)[0, 1])
+    return float(np.corrcoef(x, y)[0, 1])  # cov(x, y) / (sd(x) sd(y))
 
 
 def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -88,7 +88,7 @@ def reliability(
     """
     p = np.asarray(probabilities, dtype=np.float64)
     y = np.asarray(outcomes, dtype=np.float64)
-    index = np.minimum((p * bins).astype(int), bins - 1)
+    index = np.minimum((p * bins).astype(int), bins - 1)  # 1.0 is in the last bin
     return [
         ReliabilityBin(i / bins, (i + 1) / bins, int(inside.sum()), float(p[inside].mean()), float(y[inside].mean()))
         for i, inside in ((i, index == i) for i in range(bins))
@@ -109,8 +109,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 
 # ---------------------------------------------------------------- distance
 
-KL_BATCH = 256
-"""Number of answers per call of the reference, so that progress can be reported."""
+KL_BATCH = 256  # number of answers per call of the reference, so that progress can be reported
 
 
 def log_ratios(
@@ -162,10 +161,8 @@ def _log_ratio(generation: Generation, ref_logprobs: Sequence[float]) -> float:
 # ---------------------------------------------------------------- calibration
 
 RESAMPLES = 1000  # bootstrap draws: 25 beyond either end of a 95 % interval
-BINS = 20
-"""Number of bins over [0, 1]; the probability of the higher-scored answer is in the upper half of them."""
-FEWEST = 10
-"""Fewest prompts in a half; with fewer, nothing is fitted."""
+BINS = 20  # number of bins over [0, 1]; the probability of the higher-scored answer is in the upper half of them
+FEWEST = 10  # fewest prompts in a half; with fewer, nothing is fitted
 SHARPEST, FLATTEST = 1e-2, 1e3
 """Bounds of the temperature. A model that orders every pair right has no best temperature: sharper is always better."""
 
@@ -233,7 +230,7 @@ def confidence_bins(margins: Sequence[float] | np.ndarray) -> list[ReliabilityBi
 def _confidence(margins: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the probability that the higher-scored answer is the chosen one, and whether it is (ties half)."""
     values = np.asarray(margins, dtype=np.float64)
-    return 1 / (1 + np.exp(-np.minimum(np.abs(values), 700.0))), (np.sign(values) + 1) / 2
+    return 1 / (1 + np.exp(-np.minimum(np.abs(values), 700.0))), (np.sign(values) + 1) / 2  # exp overflows at 710
 
 
 def _resampled_ece(margins: np.ndarray, prompt: np.ndarray, counts_RC: np.ndarray) -> np.ndarray:

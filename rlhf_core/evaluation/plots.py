@@ -21,11 +21,9 @@ from rlhf_core.evaluation.metrics import ReliabilityBin
 PALETTE = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#0891b2", "#65a30d", "#dc2626")
 """Colors that color-blind readers can distinguish on white. The text of a figure also names every series."""
 INK, SOFT, GRID = "#1f2937", "#6b7280", "#e5e7eb"
-DPI = 160
-FAR = 3.0
-"""A point is not drawn if the root of its KL is more than this many times the root of the next smaller KL."""
-BAR_HALF_WIDTH = 12
-"""Pixels on either side of a point and its bar that names must not cover."""
+DPI = 160  # sharp on a screen of twice the usual density
+FAR = 3.0  # A point is not drawn if the root of its KL is more than this many times the root of the next smaller KL
+BAR_HALF_WIDTH = 12  # pixels on either side of a point and its bar that names must not cover
 
 Curve = list[tuple[int, float]]
 
@@ -114,7 +112,7 @@ def curves(series: Mapping[str, Curve], *, title: str, y_label: str) -> bytes:
         steps, values = [step for step, _ in points], [value for _, value in points]
         if len(points) > 30:
             axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
-            values = smoothed(values, span=max(5, len(values) // 15))
+            values = smoothed(values, span=max(5, len(values) // 15))  # a fifteenth of the run
         marker = "o" if len(points) < 12 else None
         axes.plot(steps, values, color=color, linewidth=1.8, marker=marker, markersize=4, label=name)
     axes.set_xlabel("step")
@@ -195,7 +193,7 @@ def reliability_diagram(rows: Sequence[ReliabilityBin], *, ece: float) -> bytes:
 def margin_histogram(margins: Sequence[float], *, title: str) -> bytes:
     """Draw a histogram of the margins of chosen over rejected answers, with negative margins in another color."""
     figure, axes = _figure(5.6, 3.6)
-    bins = min(40, max(8, int(math.sqrt(len(margins)) * 1.5)))
+    bins = min(40, max(8, int(math.sqrt(len(margins)) * 1.5)))  # about sqrt(n), as many as can be read
     _, _, patches = axes.hist(margins, bins=bins, color=PALETTE[0], alpha=0.85, edgecolor="white", linewidth=0.6)
     for patch in patches:
         if patch.get_x() + patch.get_width() / 2 < 0:
@@ -248,7 +246,7 @@ def smoothed(values: Sequence[float], *, span: int) -> list[float]:
     >>> smoothed([1.0, 1.0, 1.0], span=5)
     [1.0, 1.0, 1.0]
     """
-    weight, average, total, result = 2 / (span + 1), 0.0, 0.0, []
+    weight, average, total, result = 2 / (span + 1), 0.0, 0.0, []  # total = 1 - (1 - weight)^n is the bias
     for value in values:
         average = (1 - weight) * average + weight * value
         total = (1 - weight) * total + weight

@@ -54,11 +54,7 @@ class Sample:
 
 
 def render_report(
-    report: Mapping[str, Any],
-    *,
-    title: str,
-    figures: Sequence[tuple[str, bytes]],
-    samples: Sequence[Sample],
+    report: Mapping[str, Any], *, title: str, figures: Sequence[tuple[str, bytes]], samples: Sequence[Sample]
 ) -> str:
     """Return the HTML page. `report` is the content of report.json, and `figures` are (caption, PNG)."""
     policies: dict[str, dict[str, Any]] = report["policies"]

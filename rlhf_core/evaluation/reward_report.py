@@ -216,7 +216,7 @@ def probe_report(
     rewards less those of the same answers as they are. `raised` is the share of answers whose reward an edit raises, and
     `moved` the mean of the changes without their signs, which should be small for `invariance`.
     """
-    unit = spread or 1.0
+    unit = spread or 1.0  # rewards that are all equal have no spread
     report: dict[str, Any] = {"answers": len(rewards), "spread": spread}
     for name, found in changes.items():
         if not found:
@@ -238,8 +238,7 @@ def probe_report(
 
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
 FIGURES = ("accuracy", "low", "high", "prompts")
-ONE_SUBSET = "all"
-"""Subset of rows that name none."""
+ONE_SUBSET = "all"  # subset of rows that name none
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,8 +347,7 @@ def _suite_accuracy(found: Sequence[tuple[float, Turns]]) -> dict[str, Any]:
 # ---------------------------------------------------------------- step report
 
 BINS = 10
-THRESHOLD = 0.5
-"""A step with a probability (or label) below this is wrong."""
+THRESHOLD = 0.5  # A step with a probability (or label) below this is wrong
 
 
 def step_report(
@@ -408,7 +406,7 @@ def _wrong(probability: float) -> bool:
 
 
 def _sigmoid(logit: float) -> float:
-    return 1 / (1 + math.exp(-max(min(logit, 700.0), -700.0)))
+    return 1 / (1 + math.exp(-max(min(logit, 700.0), -700.0)))  # exp overflows at 710
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -418,4 +416,4 @@ def _mean(values: Sequence[float]) -> float | None:
 def _harmonic(left: float | None, right: float | None) -> float | None:
     if left is None or right is None:
         return None
-    return 2 * left * right / (left + right) if left + right else 0.0
+    return 2 * left * right / (left + right) if left + right else 0.0  # harmonic mean: 2 / (1 / left + 1 / right)

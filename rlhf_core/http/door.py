@@ -104,13 +104,7 @@ class Door:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        authorization: str = "",
-        pages: bool = False,
-        open_to: OpenTo = nothing,
-        key: str = "",
+        self, app: ASGIApp, *, authorization: str = "", pages: bool = False, open_to: OpenTo = nothing, key: str = ""
     ) -> None:
         self._app = app
         self._authorization = authorization

@@ -16,8 +16,7 @@ import uvicorn
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEADERS_S = 20.0
-"""Seconds from the connection, or the first byte of a further request, to the end of the headers."""
+HEADERS_S = 20.0  # seconds from the connection, or the first byte of a further request, to the end of the headers
 _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MOST_CONNECTIONS = 1 << 16 if _FILES == resource.RLIM_INFINITY else _FILES // 2
 """Connections that are open at a time, half of the files that this process may have open; more are closed at once."""

@@ -9,8 +9,7 @@ from rlhf_core.data.comparisons import Row
 from rlhf_core.data.exports import Response
 from rlhf_core.errors import DataError
 
-LONGEST_S = 1e9
-"""Maximum seconds for one response; longer or invalid times count as not measured."""
+LONGEST_S = 1e9  # maximum seconds for one response; longer or invalid times count as not measured
 
 
 def responses(row: Row) -> tuple[Mapping[str, Any], list[Response]]:

@@ -123,8 +123,7 @@ PHRASES: dict[str, tuple[str, ...]] = {
 }
 """Kind of instruction -> its wordings."""
 
-NEW_KINDS = ("question", "sentences", "quoted")
-"""Kinds that only held-out prompts have."""
+NEW_KINDS = ("question", "sentences", "quoted")  # kinds that only held-out prompts have
 
 EXCLUDES: dict[str, frozenset[str]] = {
     "json": frozenset({"lowercase", "first_word", "last_word", "exclamation", "question", "quoted", "sentences"}),

@@ -10,8 +10,7 @@ from typing import Any
 
 from rlhf_core.data.worlds.instruction_phrases import ANSWERS
 
-ATTEMPTS = 40
-"""How often the writer tries; some answers are too long for some limits."""
+ATTEMPTS = 40  # how often the writer tries; some answers are too long for some limits
 
 
 def write_answer(

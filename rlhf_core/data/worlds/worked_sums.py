@@ -18,10 +18,8 @@ from rlhf_core.data.tables import Demonstration, Preference, SteppedAnswer, Tabl
 from rlhf_core.data.worlds.arithmetic_phrases import HELD_OUT, SOURCE, WORDINGS
 from rlhf_core.types import Message, Prompt, derive_seed
 
-SIZES = (3, 4)
-"""How many numbers a sum has."""
-TRIES = 200
-"""Draws per question wanted, at most: small numbers make few different questions."""
+SIZES = (3, 4)  # how many numbers a sum has
+TRIES = 200  # draws per question wanted, at most: small numbers make few different questions
 
 
 @dataclass(frozen=True, slots=True)

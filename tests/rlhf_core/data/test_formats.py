@@ -31,6 +31,11 @@ HH_PROMPT = (Message("user", "Hi"), Message("assistant", "Hello."), Message("use
 SHARE = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 PAIR = Example(ASK, GOOD, BAD)
 
+
+def stepped(steps: list[str], labels: list[float], **answer: tuple[Message, ...]) -> Example:
+    return Example(ASK, steps=tuple(steps), step_labels=tuple(labels), judged=True, **answer)
+
+
 ROWS: list[tuple[str, dict[str, Any], Example]] = [
     ("messages", {"messages": [U, A]}, Example(ASK, GOOD)),
     ("messages", {"messages": [U]}, Example(ASK)),
@@ -68,22 +73,16 @@ ROWS: list[tuple[str, dict[str, Any], Example]] = [
     ("messages", {"messages": json.dumps([U, A])}, Example(ASK, GOOD)),
     ("hh", {"chosen": HH + "4", "rejected": HH + "5"}, Example(HH_PROMPT, GOOD, BAD)),
     ("unpaired_preference", {"prompt": "2+2?", "completion": "4", "thumbs": "up"}, Example(ASK, GOOD, judged=True)),
-    (
-        "stepwise",
-        {"prompt": "2+2?", "completions": ["4"], "labels": [True]},
-        Example(ASK, GOOD, steps=("4",), step_labels=(1.0,), judged=True),
-    ),
+    ("stepwise", {"prompt": "2+2?", "completions": ["4"], "labels": [True]}, stepped(["4"], [1.0], chosen=GOOD)),
     (
         "stepwise",
         {"prompt": "2+2?", "completions": ["4", "so 5"], "labels": [True, False]},
-        Example(
-            ASK, rejected=(Message("assistant", "4\nso 5"),), steps=("4", "so 5"), step_labels=(1.0, 0.0), judged=True
-        ),
+        stepped(["4", "so 5"], [1.0, 0.0], rejected=(Message("assistant", "4\nso 5"),)),
     ),
     (
         "stepwise",
         {"prompt": "2+2?", "completions": ["4", "so 5"], "labels": [1, "0.75"]},
-        Example(ASK, (Message("assistant", "4\nso 5"),), steps=("4", "so 5"), step_labels=(1.0, 0.75), judged=True),
+        stepped(["4", "so 5"], [1.0, 0.75], chosen=(Message("assistant", "4\nso 5"),)),
     ),
     (
         "question_answer",

@@ -54,15 +54,8 @@ def test_a_conversation_has_the_tokens_of_the_whole_text(chat: ChatTemplate) -> 
     assert made(chat.conversation(WHOLE, max_length=1000)).token_ids == whole
     assert made(chat.transcript(WHOLE, max_length=1000)).token_ids == whole
     assert made(chat.continuation(WHOLE[:3], WHOLE[3:], max_length=1000)).token_ids == whole
-
-
-def test_the_prompt_that_the_sampler_is_given_begins_what_is_trained_on(chat: ChatTemplate) -> None:
-    sample = made(chat.conversation(WHOLE, max_length=1000))
     for length in (1, 3):
-        prompt = chat.prompt_ids(WHOLE[:length])
-        assert prompt == ids(chat, chat.prompt_text(WHOLE[:length]))
-        assert sample.token_ids[: len(prompt)] == prompt
-        assert sample.loss_mask[len(prompt) - 1 : len(prompt) + 1] == (0, 1)
+        assert chat.prompt_ids(WHOLE[:length]) == ids(chat, chat.prompt_text(WHOLE[:length]))
 
 
 def test_the_answers_are_trained_up_to_their_end_of_turn(chat: ChatTemplate) -> None:
@@ -87,16 +80,6 @@ def test_a_query_to_a_reward_service_has_the_tokens_of_training(chat: ChatTempla
     assert chat.answered_ids(USER.content, ANSWER.content) == sample.token_ids[:end]
 
 
-def test_where_a_token_would_reach_across_the_border_the_prompt_keeps_its_tokens(kind: str) -> None:
-    chat = ChatTemplate(tokenizer_of(kind, VICUNA))
-    prompt, whole = chat.prompt_ids((USER,)), rendered(chat, WHOLE)
-    sample = made(chat.conversation(WHOLE, max_length=1000))
-    assert sample.token_ids[: len(prompt)] == prompt == ids(chat, chat.prompt_text((USER,)))
-    assert ids(chat, whole)[: len(prompt)] != prompt  # "▁Hello" reaches across
-    assert spelt(chat, sample.token_ids) == spelt(chat, ids(chat, whole))
-    assert sample.loss_mask.index(1) == len(prompt)
-
-
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from transformers import AutoTokenizer
@@ -104,15 +87,15 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from rlhf_core.models.initialise import train_tokenizer
 
     folder = tmp_path_factory.mktemp("byte_level")
-    train_tokenizer(
-        ["USER: What is 12 + 30? ASSISTANT: Hello, Thank you. Hello Maria."] * 5, vocab_size=400, folder=folder
-    )
-    return lambda template: _with(AutoTokenizer.from_pretrained(folder), template)
+    texts = ["USER: What is 12 + 30? ASSISTANT: Hello, Thank you. Hello Maria."] * 5
+    train_tokenizer(texts, vocab_size=400, folder=folder)
 
+    def with_template(template: str) -> ChatTemplate:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template, tokenizer.bos_token = template, tokenizer.eos_token  # Llama 2's template writes one
+        return ChatTemplate(tokenizer)
 
-def _with(tokenizer: Any, template: str) -> ChatTemplate:
-    tokenizer.chat_template, tokenizer.bos_token = template, tokenizer.eos_token  # Llama 2's template writes one
-    return ChatTemplate(tokenizer)
+    return with_template
 
 
 @pytest.mark.parametrize("kind", ["byte-level", *KINDS])
@@ -132,6 +115,8 @@ def test_each_answer_follows_the_tokens_that_the_sampler_is_given(kind: str, byt
             assert continued.loss_mask == (0,) * len(prompt) + sample.loss_mask[len(prompt) :]
         if template == VICUNA:  # " Hello" reaches across in the whole text, also at the earlier answers
             assert prompt != ids(chat, chat.prompt_text(whole[:length]))
+            first = chat.prompt_ids((USER,))
+            assert first == ids(chat, chat.prompt_text((USER,))) != ids(chat, rendered(chat, whole))[: len(first)]
 
 
 def test_a_prompt_whose_earlier_answers_the_template_rewrites_is_one_text(byte_level: Any) -> None:

@@ -11,13 +11,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.intervals import (
-    DIFFERENCE_OF_SHARES,
-    SHARE,
-    bounds_of,
-    difference_bounds,
-    mean_interval,
-)
+from rlhf_core.evaluation.intervals import DIFFERENCE_OF_SHARES, SHARE, bounds_of, difference_bounds, mean_interval
 from rlhf_core.types import FEWEST_PROMPTS
 
 TRIALS = 1000
