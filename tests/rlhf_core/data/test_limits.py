@@ -150,6 +150,7 @@ def test_reasons_are_counted_without_their_detail() -> None:
 
 def test_the_file_names_every_row() -> None:
     written = report_of(["malformed: x"], read=9).to_json()
+    assert list(written) == ["rows_read", "unused", "dropped", "reasons", "drops"]  # counts of nothing are left out
     assert written["rows_read"] == {"s": 9}
     assert written["dropped"] == 1
     assert written["drops"] == [{"source": "s", "file": "f.jsonl", "line": 1, "reason": "malformed: x"}]

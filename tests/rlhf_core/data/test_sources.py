@@ -157,6 +157,8 @@ def test_a_line_that_is_not_json_is_a_problem_of_that_line(tmp_path: Path) -> No
 
 
 def test_cells_of_csv_are_counted_and_turns_in_one_are_read_as_json(tmp_path: Path) -> None:
+    WRITERS["e.csv"](tmp_path / "x.csv")
+    assert [record.origin.line for record in read(source(tmp_path / "x.csv"))] == [2, 4]  # the last line of a row
     (tmp_path / "x.csv").write_text("prompt,completion\na\na,b,c\na,b\n")
     assert [bool(problem) for problem in problems(tmp_path / "x.csv")] == [True, True, False]
     (tmp_path / "x.csv").write_text('messages\n"[{""role"": ""user"", ""content"": ""Hi""}]"\n[sic]\n')
