@@ -25,10 +25,11 @@ from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_co
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import hash_file
-from rlhf_core.suites.refusal import OVER_REFUSAL, UNSAFE_COMPLIANCE, refusal_rows
 from rlhf_core.suites.results import (
     HEADLINE,
     MEASURES,
+    OVER_REFUSAL,
+    UNSAFE_COMPLIANCE,
     Measured,
     check_counts,
     check_rows,
@@ -37,6 +38,7 @@ from rlhf_core.suites.results import (
     mean_rows,
     pass_at_k_rows,
     record,
+    refusal_rows,
     row_of,
 )
 from rlhf_core.types import Generation, GenerationsRef, ReportRef, RewardModelRef, derive_seed

@@ -14,8 +14,7 @@ from rlhf_core.data.turns import turns_of
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
-from rlhf_core.suites.refusal import is_safe
-from rlhf_core.suites.results import instructions_of
+from rlhf_core.suites.results import instructions_of, is_safe
 from rlhf_core.types import Prompt, PromptsRef
 from stages.config.suite_prompts import SuitePromptsConfig, content_digests
 

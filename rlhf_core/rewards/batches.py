@@ -136,6 +136,36 @@ def merged_logs(parts: Sequence[Logs]) -> dict[str, tuple[float, int]]:
     return merged
 
 
+def logged(name: str, value: Any, count: int) -> Logs:
+    """Return sum and count of a number, which stands for all `count` answers, or of a list; {} for what holds no number.
+
+    >>> logged("hits", [1, None, float("nan")], 3), logged("size", 2.0, 3), logged("unit", "apples", 3)
+    ({'hits': (1.0, 1)}, {'size': (6.0, 3)}, {})
+    """
+    listed = plain_list(value)
+    numbers = [read_number(one) for one in (listed * count if len(listed) == 1 else listed)]
+    finite = [one for one in numbers if one is not None and math.isfinite(one)]
+    # A plain name: another process that reads it cannot import an enum of the function's module.
+    return {str(name): (math.fsum(finite), len(finite))} if finite else {}
+
+
+def plain_list(value: Any) -> list[Any]:
+    """Return a tensor, an array, a list or a single value as a list."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    return list(plain) if isinstance(plain, (list, tuple)) else [plain]
+
+
+def read_number(value: Any) -> float | None:
+    """Return a number, also where it is alone in a list or a tensor; None for anything else.
+
+    >>> read_number([[1]]), read_number("1"), read_number(True)
+    (1.0, None, 1.0)
+    """
+    while len(listed := plain_list(value)) == 1 and (hasattr(value, "tolist") or isinstance(value, (list, tuple))):
+        value = listed[0]
+    return float(value) if hasattr(value, "__float__") else None
+
+
 def joined_scores(outcomes: Sequence[RewardOutcome]) -> tuple[float | None, ...]:
     """Return the scores of consecutive outcomes.
 

@@ -13,6 +13,7 @@ import httpx
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
 from rlhf_core.errors import RewardError, explain
+from rlhf_core.http.client import post, shown_body
 from rlhf_core.http.retries import retried
 from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S, RewardOutcome, shortened
 from rlhf_core.rewards.protocols import prompt_text
@@ -59,8 +60,8 @@ class ChatEndpoint:
                 longest_s=LONGEST_PAUSE_S,
                 pause=self._pause,
             )
-        except httpx.HTTPStatusError as error:
-            problem = f"{self._config.url} answered {error.response.status_code}"
+        except _Answered as error:
+            problem = f"{self._config.url} answered {error.status}"
         except httpx.HTTPError as error:
             problem = f"{self._config.url}: {error!r}"
         raise ChatFailed(without_secrets(problem))
@@ -70,7 +71,7 @@ class ChatEndpoint:
         self._client.close()
 
     def _said(self, messages: Sequence[Message]) -> str:
-        """Return the reply; httpx.HTTPError for a fault, ReadTimeout after the deadline of the whole answer."""
+        """Return the reply; httpx.HTTPError for a fault, _Answered for a status other than 200."""
         config = self._config
         body = {
             "model": config.model,
@@ -78,23 +79,22 @@ class ChatEndpoint:
             "max_tokens": config.max_tokens,
             "temperature": config.temperature,
         }
-        deadline = time.monotonic() + config.timeout_s
         url = f"{self._address}/chat/completions"
-        received = b""
-        with self._client.stream("POST", url, json=body, timeout=config.timeout_s) as response:
-            response.raise_for_status()
-            for piece in response.iter_bytes():  # the timeout of httpx is for each piece, not for all of them
-                received += piece
-                if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout(f"took longer than {config.timeout_s:g} s")
-        return _content(received)
+        status, answer = post(self._client, url, body, timeout_s=config.timeout_s, connect_s=config.timeout_s)
+        if status != 200:
+            raise _Answered(status)
+        return _content(answer)
+
+
+class _Answered(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 def _may_pass(error: Exception) -> bool:
     """Return whether the same request may succeed later."""
-    if isinstance(error, httpx.HTTPStatusError):
-        return error.response.status_code not in _FINAL
-    return isinstance(error, httpx.HTTPError)
+    return isinstance(error, httpx.HTTPError) or (isinstance(error, _Answered) and error.status not in _FINAL)
 
 
 def find_verdict(text: str, verdict: PatternVerdict | JsonVerdict) -> Any:
@@ -113,8 +113,7 @@ def _content(received: bytes) -> str:
     try:
         content = json.loads(received)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        text = without_secrets(received.decode(errors="replace"))[:80]
-        raise ValueError(f"the judge's server answered with no chat completion: {text!r}") from None
+        raise ValueError(f"the judge's server answered with no chat completion: {shown_body(received, 80)!r}") from None
     if not isinstance(content, str):
         raise ValueError("the judge's answer is empty")
     return content

@@ -13,7 +13,8 @@ import difflib
 import json
 import logging
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -63,20 +64,23 @@ class Contract:
     @classmethod
     def read(cls, folder: Path) -> Contract:
         """Return the contract of the reward model in `folder`; ArtifactError if it is missing or not readable."""
-        path = folder / "contract.json"
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+        with _contract_in(folder, "reward_model", "is not a valid contract") as content:
             return cls(
                 max_length=content["max_length"],
                 probe=tuple(tuple(ids) for ids in content["probe"]),
                 probe_scores=tuple(content["probe_scores"]),
             )
-        except (OSError, KeyError, ValueError) as error:
-            raise ArtifactError(
-                explain(
-                    "reward_model", str(path), f"is not a valid contract ({error!r})", "train the reward model again"
-                )
-            ) from error
+
+
+@contextmanager
+def _contract_in(folder: Path, kind: str, rule: str) -> Iterator[dict[str, Any]]:
+    """Yield the contract in `folder`; ArtifactError with `rule` if it is missing, or if reading it in the block fails."""
+    path = folder / "contract.json"
+    try:
+        yield json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        remedy = f"train the {kind.replace('_', ' ')} again"
+        raise ArtifactError(explain(kind, str(path), f"{rule} ({error!r})", remedy)) from error
 
 
 def verify_contract(trainer: Trainer, contract: Contract) -> None:
@@ -90,14 +94,9 @@ def check_scores(kind: str, scores: Sequence[float], expected: Sequence[float]) 
     tolerance = BFLOAT16_TOLERANCE if reduced else FLOAT32_TOLERANCE
     for index, (score, wanted) in enumerate(zip(scores, expected, strict=True)):
         if not abs(score - wanted) <= tolerance * max(1.0, abs(wanted)):  # NaN fails too
-            raise ArtifactError(
-                explain(
-                    f"{kind}.probe[{index}]",
-                    score,
-                    f"was {wanted!r} after training, and differs by more than the tolerance of {tolerance:g}",
-                    "load the model with the score head, padding and precision it was trained with, or train it again",
-                )
-            )
+            rule = f"was {wanted!r} after training, and differs by more than the tolerance of {tolerance:g}"
+            remedy = "load the model with the score head, padding and precision it was trained with, or train it again"
+            raise ArtifactError(explain(f"{kind}.probe[{index}]", score, rule, remedy))
 
 
 def score_with_reward_model(
@@ -169,9 +168,8 @@ class ProcessContract:
     @classmethod
     def read(cls, folder: Path) -> ProcessContract:
         """Return the contract of the model in `folder`; ArtifactError if it is missing, or not of such a model."""
-        path = folder / "contract.json"
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+        rule = "is not a valid contract of a process reward model"
+        with _contract_in(folder, "process_reward_model", rule) as content:
             if content["reduce"] not in get_args(StepReduction):
                 raise ValueError(f"reduce is {content['reduce']!r}")
             probe = zip(content["probe"], content["probe_step_ends"], strict=True)
@@ -182,11 +180,6 @@ class ProcessContract:
                 probe=tuple(step_ends_sample(ids, ends) for ids, ends in probe),
                 probe_scores=tuple(tuple(scores) for scores in content["probe_step_scores"]),
             )
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            rule = f"is not a valid contract of a process reward model ({error!r})"
-            raise ArtifactError(
-                explain("process_reward_model", str(path), rule, "train the process reward model again")
-            ) from error
 
 
 def verify_process_contract(trainer: Trainer, contract: ProcessContract) -> None:

@@ -29,14 +29,22 @@ import asyncio
 import inspect
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.rewards.batches import Logs, RewardOutcome, merged_logs, read_scores, shortened
+from rlhf_core.rewards.batches import (
+    Logs,
+    RewardOutcome,
+    logged,
+    merged_logs,
+    plain_list,
+    read_number,
+    read_scores,
+    shortened,
+)
 from rlhf_core.rewards.forgotten_return import forgotten_return
 from rlhf_core.types import Generation, Message
 
@@ -110,19 +118,19 @@ class Adapted:
         return runner.run(all_of_them())
 
     def _outcome(self, generations: Sequence[Generation], runner: asyncio.Runner) -> RewardOutcome:
-        logged = _Logged()
-        answer = self._call(generations, logged)
+        log = _Log()
+        answer = self._call(generations, log)
         if inspect.iscoroutine(answer):  # of a function that is not async itself, a partial or a lambda around one
             answer = runner.run(answer)
-        return self._read(answer, len(generations), logged)
+        return self._read(answer, len(generations), log)
 
     async def _awaited(self, generations: Sequence[Generation]) -> RewardOutcome:
-        logged = _Logged()
-        answer = await self._call(generations, logged)
-        return self._read(answer, len(generations), logged)
+        log = _Log()
+        answer = await self._call(generations, log)
+        return self._read(answer, len(generations), log)
 
-    def _read(self, answer: Any, count: int, logged: _Logged) -> RewardOutcome:
-        outcome = read_answer(answer, count, also=logged.logs())
+    def _read(self, answer: Any, count: int, log: _Log) -> RewardOutcome:
+        outcome = read_answer(answer, count, also=log.logs())
         nothing = outcome.values.count(None)
         place = forgotten_return(self.function) if nothing else ""
         if place:
@@ -132,7 +140,7 @@ class Adapted:
             )
         return outcome
 
-    def _call(self, generations: Sequence[Generation], logged: _Logged) -> Any:
+    def _call(self, generations: Sequence[Generation], log: _Log) -> Any:
         match self.protocol:
             case "generations":
                 return self.function(generations, **self.arguments)
@@ -149,7 +157,7 @@ class Adapted:
                 }
             case "trl" | "trl_text" | "trl_messages":
                 given = columns_of(generations) | _trl_arguments(generations, self.protocol)
-                given = given | {"trainer_state": None, "log_extra": logged.column, "log_metric": logged.metric}
+                given = given | {"trainer_state": None, "log_extra": log.column, "log_metric": log.metric}
         return self.function(**{**self._accepted(given), **self.arguments})
 
     def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -235,22 +243,22 @@ def read_answer(answer: Any, count: int, *, also: Logs) -> RewardOutcome:
     logs = [also]
     scores: tuple[float | None, ...] = ()
     if isinstance(answer, Mapping):
-        logs += [_log(name, value, count) for name, value in (answer.get("extra_logs") or {}).items()]
+        logs += [logged(name, value, count) for name, value in (answer.get("extra_logs") or {}).items()]
         if "scores" in answer:
-            logs.append(_log("scores", answer["scores"], count))
+            logs.append(logged("scores", answer["scores"], count))
             scores = read_scores(answer["scores"], count)
         if "rewards" not in answer:
             raise ValueError(f"the returned dictionary has no 'rewards', only {sorted(answer)}")
         answer = answer["rewards"]
     if answer is None:
         raise ValueError("it returned None and no list of numbers: does it end without `return`?")
-    return RewardOutcome(tuple(_number(value) for value in _listed(answer)), logs=merged_logs(logs), scores=scores)
+    return RewardOutcome(tuple(_number(value) for value in plain_list(answer)), logs=merged_logs(logs), scores=scores)
 
 
 # ---------------------------------------------------------------- private
 
 
-class _Logged:
+class _Log:
     """Logs of a function while it runs: the callables that TRL passes."""
 
     def __init__(self) -> None:
@@ -258,10 +266,10 @@ class _Logged:
 
     def column(self, name: str, values: Sequence[Any]) -> None:
         """Keep the mean of a column."""
-        self._parts.append(_log(name, values, len(values)))
+        self._parts.append(logged(name, values, len(values)))
 
     def metric(self, name: str, value: float) -> None:
-        self._parts.append(_log(name, value, 1))
+        self._parts.append(logged(name, value, 1))
 
     def logs(self) -> Logs:
         return merged_logs(self._parts)
@@ -295,31 +303,10 @@ def _label_fields(label: str) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _log(name: str, value: Any, count: int) -> Logs:
-    """Return sum and count of a number, which stands for all `count` rows, or of a list; other values are left out,
-    and a column of text, which is for the tables of others."""
-    listed = _listed(value)
-    if any(isinstance(one, str) for one in listed):
-        return {}
-    numbers = [_number(one) for one in (listed * count if len(listed) == 1 else listed)]
-    finite = [one for one in numbers if one is not None and math.isfinite(one)]
-    # A plain name: another process that reads it cannot import an enum of the function's module.
-    return {str(name): (math.fsum(finite), len(finite))} if finite else {}
-
-
-def _listed(value: Any) -> list[Any]:
-    """Return a tensor, an array, a list or a single number as a list."""
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    return list(plain) if isinstance(plain, (list, tuple)) else [plain]
-
-
 def _number(value: Any) -> float | None:
-    """Return a number, also where it is alone in a list or a tensor."""
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    if plain is None:
-        return None
-    if isinstance(plain, (list, tuple)) and len(plain) == 1:
-        return _number(plain[0])
-    if not hasattr(plain, "__float__"):
-        raise ValueError(f"a reward must be a number or None, not {shortened(repr(plain))}: return float, int or bool")
-    return float(plain)
+    """Return a reward, or None where it does not apply; ValueError for anything else."""
+    number = read_number(value)
+    if number is None and plain_list(value) != [None]:
+        found = value.tolist() if hasattr(value, "tolist") else value
+        raise ValueError(f"a reward must be a number or None, not {shortened(repr(found))}: return float, int or bool")
+    return number

@@ -21,8 +21,9 @@ import httpx
 
 from rlhf_core.config.rewards import Compares
 from rlhf_core.errors import ConfigError, explain
+from rlhf_core.http.client import TooLarge, post, shown_body
 from rlhf_core.http.retries import pause_before
-from rlhf_core.rewards.batches import BatchFailed, Logs, RewardOutcome, cut, joined_scores, merged_logs, read_scores
+from rlhf_core.rewards.batches import BatchFailed, RewardOutcome, cut, joined, logged, merged_logs, read_scores
 from rlhf_core.rewards.protocols import prompt_text
 from rlhf_core.schema.secrets import bearer, resolved
 from rlhf_core.secrets.redaction import without_secrets
@@ -32,10 +33,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 """Before the second try and at most; it doubles, and it is the same in every run."""
-CONNECT_S = 5.0
 COOL_DOWN_S = 10.0
 """Seconds for which a failed URL is used only if all others failed as well."""
-LARGEST_ANSWER = 64 * 2**20
 REFUSED_FOR_GOOD = (401, 403, 404, 405)
 """No second try and no smaller batch will help."""
 
@@ -76,17 +75,13 @@ class RemoteRewardClient:
         self._batch_size = batch_size
         self._compares: Compares = compares
         self._query = query
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S))
-        self._client = httpx.Client(timeout=timeout, headers=bearer(f"rewards.{name}.token_env", token_env))
+        self._client = httpx.Client(headers=bearer(f"rewards.{name}.token_env", token_env))
         self._pool = ThreadPoolExecutor(len(urls), thread_name_prefix=f"remote-{name}")
 
     def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
         """Return one value per generation, None for null, and the servers' logs."""
         batches = cut(generations, self._batch_size, compares=self._compares)
-        outcomes = list(self._pool.map(self._scored, batches))
-        values = tuple(value for outcome in outcomes for value in outcome.values)
-        logs = merged_logs([outcome.logs for outcome in outcomes])
-        return RewardOutcome(values, logs=logs, scores=joined_scores(outcomes))
+        return joined(list(self._pool.map(self._scored, batches)))
 
     def close(self) -> None:
         """Close the connections."""
@@ -125,28 +120,20 @@ class RemoteRewardClient:
 
     def _post(self, url: str, body: Mapping[str, Any]) -> Any:
         """Return the JSON that `url` answers within the deadline, else _NoRewards."""
-        deadline, answer = time.monotonic() + self._timeout_s, b""
         try:
-            with self._client.stream("POST", self._addresses[url], json=body) as response:
-                for piece in response.iter_bytes():
-                    answer += piece
-                    if len(answer) > LARGEST_ANSWER:
-                        raise _NoRewards(f"returned more than {LARGEST_ANSWER} bytes")
-                    if time.monotonic() > deadline:  # each read has a deadline, but there may be many
-                        raise _NoRewards(f"took longer than {self._timeout_s:g} s")
-                status = response.status_code
+            status, answer = post(self._client, self._addresses[url], body, timeout_s=self._timeout_s)
         except httpx.TimeoutException:
             raise _NoRewards(f"took longer than {self._timeout_s:g} s") from None
+        except TooLarge as error:
+            raise _NoRewards(str(error)) from None
         except httpx.HTTPError as error:
             raise _NoRewards(f"cannot be reached: {error!r}") from None
         if status != 200:
-            text = without_secrets(answer.decode(errors="replace"))[:300]  # a server may repeat what it was sent
-            raise _NoRewards(f"returned status {status}: {text}", final=status in REFUSED_FOR_GOOD)
+            raise _NoRewards(f"returned status {status}: {shown_body(answer, 300)}", final=status in REFUSED_FOR_GOOD)
         try:
             return json.loads(answer)
         except (ValueError, RecursionError):
-            text = without_secrets(answer.decode(errors="replace"))[:100]
-            raise _NoRewards(f"returned invalid JSON: {text!r}") from None
+            raise _NoRewards(f"returned invalid JSON: {shown_body(answer, 100)!r}") from None
 
     def _failure(self, batch: Sequence[Generation], problems: Mapping[str, _NoRewards]) -> BatchFailed:
         reasons = "; ".join(f"{url} {problem.reason}" for url, problem in problems.items())
@@ -163,10 +150,9 @@ def read_answer(answer: Any, count: int) -> RewardOutcome:
     if len(values) != count:
         raise _NoRewards(f"returned {len(values)} rewards for {count} answers")
     extra = answer.get("extra_logs") or {}
-    logs = dict(extra) if isinstance(extra, dict) else {}
-    if "scores" in answer:
-        logs["scores"] = answer["scores"]
-    return RewardOutcome(values, logs=_means(logs, count), scores=read_scores(answer.get("scores"), count))
+    logs = (dict(extra) if isinstance(extra, dict) else {}) | {"scores": answer.get("scores")}
+    found = merged_logs([logged(name, value, count) for name, value in logs.items()])
+    return RewardOutcome(values, logs=found, scores=read_scores(answer.get("scores"), count))
 
 
 # ---------------------------------------------------------------- private
@@ -232,14 +218,3 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise _NoRewards(f"returned the reward {value!r}, which is not a finite number")
     return float(value)
-
-
-def _means(logs: Mapping[str, Any], count: int) -> Logs:
-    """Return name -> (sum, count); a single number stands for all `count` answers, other values are left out."""
-    found: dict[str, tuple[float, int]] = {}
-    for name, value in logs.items():
-        listed = value if isinstance(value, list) else [value] * count
-        numbers = [one for one in listed if isinstance(one, (int, float)) and math.isfinite(one)]
-        if numbers:
-            found[name] = (math.fsum(numbers), len(numbers))
-    return found

@@ -26,7 +26,7 @@ from rlhf_core.config.rewards import (
 )
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import StepSplitter
-from rlhf_core.interfaces import ModelSpec, RewardFunction
+from rlhf_core.interfaces import ModelSpec, RewardFunction, Trainer
 from rlhf_core.rewards import remote
 from rlhf_core.rewards.batches import BatchedReward, ResultCache, Reward, RewardOutcome
 from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
@@ -231,10 +231,8 @@ def _open_here(
 
 
 def _open_reward_model(ref: RewardModelRef, context: StageContext, leases: ExitStack) -> RewardFunction:
-    folder = context.path(ref)
-    contract, chat = Contract.read(folder), ChatTemplate.load(folder)
-    spec = ModelSpec(path=str(folder), head="score", lora=None, seed=context.seed)
-    trainer = leases.enter_context(context.runtime.trainer("reward_model", spec, None))
+    contract, chat = Contract.read(context.path(ref)), ChatTemplate.load(context.path(ref))
+    trainer = _lease_scorer(ref, context, leases)
     verify_contract(trainer, contract)
     return partial(score_with_reward_model, trainer, chat, max_length=contract.max_length)
 
@@ -242,10 +240,8 @@ def _open_reward_model(ref: RewardModelRef, context: StageContext, leases: ExitS
 def _open_process_reward_model(
     term: ProcessRewardModelReward, ref: RewardModelRef, context: StageContext, leases: ExitStack
 ) -> RewardFunction:
-    folder = context.path(ref)
-    contract, chat = ProcessContract.read(folder), ChatTemplate.load(folder)
-    spec = ModelSpec(path=str(folder), head="score", lora=None, seed=context.seed)
-    trainer = leases.enter_context(context.runtime.trainer("reward_model", spec, None))
+    contract, chat = ProcessContract.read(context.path(ref)), ChatTemplate.load(context.path(ref))
+    trainer = _lease_scorer(ref, context, leases)
     verify_process_contract(trainer, contract)
     return partial(
         score_with_process_reward_model,
@@ -255,3 +251,8 @@ def _open_process_reward_model(
         max_length=contract.max_length,
         reduce=contract.reduce if term.reduce == "model" else term.reduce,
     )
+
+
+def _lease_scorer(ref: RewardModelRef, context: StageContext, leases: ExitStack) -> Trainer:
+    spec = ModelSpec(path=str(context.path(ref)), head="score", lora=None, seed=context.seed)
+    return leases.enter_context(context.runtime.trainer("reward_model", spec, None))

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Mapping
 from typing import Any, Self
 
 import httpx
 
 from rlhf_core.errors import ConfigError, RewardError, explain
+from rlhf_core.http.client import TooLarge, post, shown_body
 from rlhf_core.http.retries import retried
 from rlhf_core.rewards.sandbox.local import HALF_PAIR, Execution, Limits
 from rlhf_core.secrets.redaction import shown, without_secrets
@@ -24,13 +24,11 @@ from rlhf_core.types import encodable
 
 QUEUE_S = 30.0
 """For the way to the server and for its queue, beyond the program's own time."""
-CONNECT_S = 5.0
 RETRIES = 2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 0.5
 """Before the first retry and the second one."""
 KEPT_BYTES = 2**20
 """Bytes of each stream that the server keeps; it drops the rest silently."""
-LARGEST_ANSWER = 64 * 2**20
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit status of a killed process, as its parent and as a shell report it; here the cause is the memory limit."""
 REFUSED_FOR_GOOD = (401, 403, 404, 405, 422)
@@ -83,28 +81,24 @@ class SandboxFusion:
             raise RewardError(explain("sandbox_url", shown(self._url), str(none), remedy)) from None
 
     def _ask(self, body: Mapping[str, Any], timeout_s: float) -> Any:
-        deadline, answer = time.monotonic() + timeout_s, b""
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
         try:
-            with self._client.stream("POST", self._url, json=body, timeout=timeout) as response:
-                for piece in response.iter_bytes():
-                    answer += piece
-                    if len(answer) > LARGEST_ANSWER or time.monotonic() > deadline:
-                        raise _NoResult("is too slow, or returns too much", final=True)
+            status, answer = post(self._client, self._url, body, timeout_s=timeout_s)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
             raise _NoResult(f"cannot be reached: {error!r}") from None
         except httpx.TimeoutException:
             raise _NoResult(f"took longer than {timeout_s:g} s", final=True) from None
+        except TooLarge as error:
+            raise _NoResult(str(error), final=True) from None
         except httpx.HTTPError as error:
             raise _NoResult(f"cannot be reached: {error!r}") from None
-        if response.status_code == 200:
+        if status == 200:
             return _read(answer)
-        said = _shortened(answer)
-        if response.status_code in REFUSED_FOR_GOOD:
-            rule = f"returned status {response.status_code}: {said}"
+        said = shown_body(answer, 200)
+        if status in REFUSED_FOR_GOOD:
+            rule = f"returned status {status}: {said}"
             remedy = "give the address of a SandboxFusion server, and sandbox_headers if it requires a key"
             raise ConfigError(explain("sandbox_url", shown(self._url), rule, remedy))
-        raise _NoResult(f"returned status {response.status_code}: {said}")
+        raise _NoResult(f"returned status {status}: {said}")
 
 
 class _NoResult(Exception):
@@ -119,11 +113,7 @@ def _read(answer: bytes) -> Any:
     try:
         return json.loads(answer)
     except (ValueError, RecursionError):
-        raise _NoResult(f"returned invalid JSON: {_shortened(answer)!r}") from None
-
-
-def _shortened(answer: bytes) -> str:
-    return without_secrets(answer.decode(errors="replace"))[:200]
+        raise _NoResult(f"returned invalid JSON: {shown_body(answer, 200)!r}") from None
 
 
 def _execution(answer: Any, limits: Limits) -> Execution:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse
 
-from rlhf_core.agents.conversation import Conversation, RequestRefused, chat_message, tool_use
+from rlhf_core.agents.conversation import Conversation, RequestRefused, Transcript, chat_message, tool_use, turn_seed
 from rlhf_core.agents.programs import Answer, EpisodeCut
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.types import Message
+from rlhf_core.types import ActionSpan, Completion, Message
 from tests.rlhf_core.agents.scripted import chat
 
 USER = {"role": "user", "content": "What is 3?"}
@@ -79,26 +79,40 @@ def test_what_was_sampled_stands_in_the_next_prompt_as_it_is_and_only_new_messag
     assert second.prompt_ids == engine.asked[1]
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "user", "content": "What is 4?"}, {"role": "assistant", "content": "It is 42."}, USER],
-        [USER, {"role": "assistant", "content": "It is 43."}, USER],
-        [USER, {"role": "assistant", "content": "It is 42."}],
-        [USER, {"role": "assistant", "content": "It is 42."}, {"role": "assistant", "content": "Yes."}],
-        [USER, USER],
-    ],
-    ids=["other prompt", "other answer", "nothing new", "words in its mouth", "answer left out"],
-)
-def test_another_past_is_refused(messages: list[dict[str, Any]]) -> None:
-    async def ask(captured: Conversation) -> None:
-        await captured.chat([USER])
-        await captured.chat(messages)
+def said(*messages: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in messages]
 
+
+HI, ANSWERED = ("user", "What is 3?"), ("assistant", "It is 42.")
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "code"),
+    [
+        (("chat", said(HI)), ("chat", said(("user", "What is 4?"), ANSWERED, HI)), "history"),
+        (("chat", said(HI)), ("chat", said(HI, ("assistant", "It is 43."), HI)), "history"),
+        (("chat", said(HI)), ("chat", said(HI, ANSWERED)), "history"),
+        (("chat", said(HI)), ("chat", said(HI, ANSWERED, ("assistant", "Yes."))), "history"),
+        (("chat", said(HI)), ("chat", said(HI, HI)), "history"),
+        (("chat", said(HI)), ("chat", said(HI, ANSWERED, HI), [TOOL]), "tools"),
+        (("chat", said(HI)), ("continue_text", "It is"), "mixed"),
+        (("continue_text", [5, 6]), ("chat", said(HI)), "mixed"),
+        (("continue_text", [5, 6]), ("continue_text", [5, 6, 7, 8]), "history"),
+        (("continue_text", "It is"), ("continue_text", "It was"), "history"),
+        (None, ("chat", said(HI), [TOOL]), "template"),  # whose template shows no tools
+        (None, ("chat", []), "messages"),
+    ],
+)
+def test_a_request_that_has_no_exact_tokens_is_refused(first: Any, then: Any, code: str) -> None:
     captured, engine = conversation("It is 42.", "Never said.")
+
+    async def ask() -> None:
+        for kind, given, *tools in [one for one in (first, then) if one]:
+            await getattr(captured, kind)(given, **({"tools": tools[0]} if tools else {}))
+
     with pytest.raises(RequestRefused) as refusal:
-        finish(ask(captured))
-    assert refusal.value.code == "history" and len(engine.asked) == 1
+        finish(ask())
+    assert refusal.value.code == code and len(engine.asked) == len(captured.turns) == (first is not None)
 
 
 def test_the_same_request_again_is_the_same_turn() -> None:
@@ -120,18 +134,12 @@ def test_a_second_question_while_a_turn_is_sampled_is_refused() -> None:
     assert isinstance(refusal, RequestRefused) and refusal.code == "busy"
 
 
-def test_nothing_follows_a_turn_that_was_cut() -> None:
-    captured, engine = conversation("It is", "4", cut=True)
-    with pytest.raises(EpisodeCut):
-        finish(two_turns(captured, "It is", [USER]))
-    assert captured.cut and len(engine.asked) == 1
-
-
-def test_an_episode_without_turns_left_is_cut() -> None:
-    captured, _ = conversation("It is 4.")
+@pytest.mark.parametrize(("cut", "asked"), [(True, 1), (False, 2)])
+def test_nothing_follows_a_turn_that_was_cut_or_the_last_one(cut: bool, asked: int) -> None:
+    captured, engine = conversation("It is 4.", cut=cut)
     with pytest.raises(EpisodeCut):
         finish(two_turns(captured, "It is 4.", [USER]))
-    assert captured.cut
+    assert captured.cut and len(engine.asked) == asked
 
 
 def test_a_call_of_a_tool_is_read_and_its_repetition_is_known_again() -> None:
@@ -152,11 +160,6 @@ def test_a_call_of_a_tool_is_read_and_its_repetition_is_known_again() -> None:
     assert "Add." in chat().decode(engine.asked[0])
 
 
-def test_tools_that_the_template_does_not_show_are_refused() -> None:
-    with pytest.raises(RequestRefused, match="does not render tools"):
-        finish(conversation("4")[0].chat([USER], tools=[TOOL]))
-
-
 def test_plain_text_goes_on_from_its_own_tokens() -> None:
     captured, engine = conversation(" 42", " 43")
 
@@ -170,27 +173,6 @@ def test_plain_text_goes_on_from_its_own_tokens() -> None:
     assert engine.asked[1] == engine.asked[0] + said + tuple(
         tokens(", and then", add_special_tokens=False)["input_ids"]
     )
-
-
-def test_tokens_that_begin_otherwise_are_refused() -> None:
-    captured, engine = conversation("4", "5")
-
-    async def ask() -> None:
-        await captured.continue_text([5, 6])
-        await captured.continue_text([5, 6, 7, 8])
-
-    with pytest.raises(RequestRefused) as refusal:
-        finish(ask())
-    assert refusal.value.code == "history" and engine.asked == [(5, 6)]
-
-
-def test_messages_and_text_do_not_mix() -> None:
-    async def ask(captured: Conversation) -> None:
-        await captured.chat([USER])
-        await captured.continue_text("It is")
-
-    with pytest.raises(RequestRefused, match="began with messages"):
-        finish(ask(conversation("4", "5")[0]))
 
 
 def test_parts_of_text_are_one_text_and_pictures_are_refused() -> None:
@@ -225,14 +207,49 @@ def test_a_call_with_half_a_surrogate_pair_can_be_answered_and_repeated() -> Non
     assert tool_use({"name": use.name, "arguments": use.arguments}) == use
 
 
-def test_tools_that_come_after_the_first_request_are_refused() -> None:
-    captured, engine = conversation("It is 42.", "3", template=with_tools())
-    said = [USER, {"role": "assistant", "content": "It is 42."}, USER]
+# ---------------------------------------------------------------- transcript
 
-    async def ask() -> None:
-        await captured.chat([USER])
-        await captured.chat(said, tools=[TOOL])
 
-    with pytest.raises(RequestRefused) as refusal:
-        finish(ask())
-    assert refusal.value.code == "tools" and len(engine.asked) == 1
+def sampled(*token_ids: int) -> Completion:
+    return Completion(token_ids, (-0.5,) * len(token_ids), "", "stop", 4, 0)
+
+
+def decode(token_ids: object) -> str:
+    return str(token_ids)
+
+
+def test_text_fits_only_if_a_token_can_be_sampled_after_it() -> None:
+    text = Transcript((1, 2), seed=7, limit=8)
+    text.add_action(sampled(3, 4))
+    assert text.room == 4 and not text.add_text((5, 5, 5, 5))
+    assert text.add_text((5, 5, 5)) and text.request(9).max_tokens == 1
+    assert text.request(9).prompt_ids == (1, 2, 3, 4, 5, 5, 5)
+
+
+def test_an_episode_ends_with_its_last_sampled_token() -> None:
+    text = Transcript((1, 2), seed=7, limit=20)
+    text.add_action(sampled(3, 4))
+    text.earn(0.5)
+    text.add_text((5, 5))
+    played = text.result(decode, finish_reason="length", failure="it hung")
+    assert played.prompt_ids == (1, 2) and played.completion.token_ids == (3, 4)
+    assert played.completion.spans == (ActionSpan(0, 2, 4, 0.5),)
+    assert (played.completion.failure, played.completion.seed, played.completion.policy_version) == ("it hung", 7, 4)
+
+
+def test_an_episode_that_failed_before_its_first_turn_has_no_tokens() -> None:
+    completion = Transcript((1, 2), seed=7, limit=20).result(decode, finish_reason="stop", failure="no").completion
+    assert completion.token_ids == () and completion.spans == ()
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_is_finite(reward: float) -> None:
+    text = Transcript((1, 2), seed=7, limit=20)
+    text.add_action(sampled(3))
+    with pytest.raises(ValueError, match="must be finite"):
+        text.earn(reward)
+
+
+def test_every_turn_has_a_seed_of_its_own() -> None:
+    assert turn_seed(7, 0) == 7
+    assert len({turn_seed(7, turn) for turn in range(50)} | {turn_seed(8, turn) for turn in range(50)}) == 100

@@ -67,20 +67,15 @@ def test_a_plain_completion_says_its_tokens() -> None:
 
 
 def test_a_call_of_a_tool_is_one_of_the_protocol() -> None:
-    async def work(client: httpx.AsyncClient, session: Session, engine: SpelledEngine) -> Any:
-        return (await asked(client, tools=[TOOL])).json()
-
     said = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    (choice,) = served(work, said, template=with_tools())["choices"]
+    (choice,) = served(lambda client, *_: asked(client, tools=[TOOL]), said, template=with_tools()).json()["choices"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
 
 
 def test_a_stream_is_one_chunk_and_the_end() -> None:
-    async def work(client: httpx.AsyncClient, session: Session, engine: SpelledEngine) -> Any:
-        return (await asked(client, stream=True)).text
-
-    events = [line.removeprefix("data: ") for line in served(work, "It is 3.").split("\n") if line]
+    streamed = served(lambda client, *_: asked(client, stream=True), "It is 3.").text
+    events = [line.removeprefix("data: ") for line in streamed.split("\n") if line]
     assert events[-1] == "[DONE]" and len(events) == 2
     chunk = json.loads(events[0])
     assert chunk["object"] == "chat.completion.chunk" and chunk["choices"][0]["delta"]["content"] == "It is 3."
@@ -108,9 +103,10 @@ def test_strangers_are_turned_away(headers: dict[str, str], path: str, status: i
         ({"response_format": {"type": "json_object"}}, "unsupported_parameter"),
         ({"messages": "Hi"}, "invalid_request"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
     ],
 )
-def test_what_would_change_a_turn_is_refused(body: dict[str, Any], code: str) -> None:
+def test_what_would_change_a_turn_or_has_another_form_is_refused(body: dict[str, Any], code: str) -> None:
     async def work(client: httpx.AsyncClient, session: Session, engine: SpelledEngine) -> Any:
         response = await asked(client, **body)
         return response.status_code, response.json()["error"]["code"], engine.asked
@@ -119,20 +115,9 @@ def test_what_would_change_a_turn_is_refused(body: dict[str, Any], code: str) ->
 
 
 def test_how_tokens_are_drawn_is_not_the_clients_business(caplog: pytest.LogCaptureFixture) -> None:
-    async def work(client: httpx.AsyncClient, session: Session, engine: SpelledEngine) -> Any:
-        return (await asked(client, temperature=0.0)).status_code
-
     with caplog.at_level(logging.WARNING, logger="rlhf_core.agents.endpoint"):
-        assert served(work, "3") == 200
+        assert served(lambda client, *_: asked(client, temperature=0.0), "3").status_code == 200
     assert "temperature = 0.0: ignored" in caplog.text
-
-
-def test_a_message_of_another_form_is_the_client_s_error() -> None:
-    async def work(client: httpx.AsyncClient, session: Session, engine: SpelledEngine) -> Any:
-        odd = [{"role": "user", "content": [{"type": "text"}]}]
-        return (await asked(client, messages=odd)).status_code
-
-    assert served(work) == 400
 
 
 def test_an_episode_that_ends_while_a_request_is_read_is_unknown() -> None:
@@ -163,22 +148,12 @@ def test_the_end_of_the_budget_is_an_error_that_clients_know() -> None:
     assert served(work) == ("context_length_exceeded", True)
 
 
-def test_a_request_has_a_deadline() -> None:
-    class Slow(SpelledEngine):
-        async def generate(self, prompt_ids: tuple[int, ...], *, max_tokens: int = 0) -> Any:
-            await asyncio.sleep(60)
+def test_a_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: SpelledEngine, prompt_ids: tuple[int, ...], *, max_tokens: int = 0) -> None:
+        await asyncio.sleep(60)
 
-    async def run() -> int:
-        template = chat()
-        endpoint = Endpoint(template, request_timeout_s=0.05)
-        async with endpoint.session(Slow(template)) as session:  # type: ignore[arg-type]
-            headers = {"Authorization": f"Bearer {session.api_key}"}
-            async with httpx.AsyncClient(base_url=session.base_url, headers=headers, timeout=20.0) as client:
-                status = (await asked(client)).status_code
-        await endpoint.close()
-        return status
-
-    assert asyncio.run(run()) == 504
+    monkeypatch.setattr(SpelledEngine, "generate", never)
+    assert served(lambda client, *_: asked(client), request_timeout_s=0.05).status_code == 504
 
 
 def test_a_body_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

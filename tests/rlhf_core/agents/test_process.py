@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,32 @@ def test_a_fault_is_named_and_harms_no_other_episode(fault: str, named: str, sch
     assert faulty.token_ids and [span.reward for span in faulty.spans] == [0.0]
     assert [one.failure for one in (healthy, noisy)] == ["", ""]
     assert [one.spans[0].reward for one in (healthy, noisy)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("world", "label", "limits", "named"),
+    [
+        ("Echo", "7", {"max_episode_tokens": 4}, "max_episode_tokens = 4 leaves none to sample"),
+        ("Faulty", "surrogate", {}, "half a ?"),  # no file can hold the other half
+        ("Faulty", "raise", {"retries": 2}, "the environment failed 3 times"),
+        ("Disconnected", "none", {}, "Connect call failed"),
+        ("Stuck", "stuck", {"episode_timeout_s": 0.4}, "episode_timeout_s = 0.4"),
+        ("Dawdling", "0.3", {"max_turns": 4, "episode_timeout_s": 0.5}, "episode_timeout_s = 0.5 was over"),
+        ("Dawdling", "0.5", {"step_timeout_s": 0.2}, "step_timeout_s = 0.2"),  # late, though it never awaits
+    ],
+)
+def test_an_episode_that_cannot_be_played_fails_with_its_reason(
+    world: str, label: str, limits: dict[str, Any], named: str
+) -> None:
+    (episode,), _ = played(world, [label], numbered, **{"retries": 0} | limits)
+    assert named in episode.completion.failure and episode.completion.failure.encode()
+
+
+def test_a_wait_past_the_deadline_ends_that_episode_alone() -> None:
+    results, sampler = played("Stuck", ["no", "stuck", "no"], numbered, **QUICK)
+    assert "step_timeout_s = 0.5" in results[1].completion.failure
+    assert [results[i].completion.failure for i in (0, 2)] == ["", ""]
+    assert len(sampler.batches) == 1  # nobody was played again
 
 
 def test_code_that_hangs_without_waiting_is_killed_and_the_others_are_played_again() -> None:
@@ -101,35 +129,12 @@ def test_a_reply_that_cannot_be_read_is_the_end_of_its_process(monkeypatch: pyte
         assert all("cannot be read outside its process: ModuleNotFoundError" in reason for reason in lost) and lost
 
 
-def test_a_wait_past_the_deadline_ends_that_episode_alone() -> None:
-    results, sampler = played("Stuck", ["no", "stuck", "no"], numbered, **QUICK)
-    assert "step_timeout_s = 0.5" in results[1].completion.failure
-    assert [results[i].completion.failure for i in (0, 2)] == ["", ""]
-    assert len(sampler.batches) == 1  # nobody was played again
-
-
-def test_the_deadline_of_an_episode_bounds_its_steps() -> None:
-    results, _ = played("Stuck", ["stuck"], numbered, episode_timeout_s=0.4, retries=0)
-    assert "episode_timeout_s = 0.4" in results[0].completion.failure
-
-
 @pytest.mark.parametrize("fault", ["raise", "crash"])
 def test_an_episode_is_played_again_from_the_same_seeds(fault: str, tmp_path: Path) -> None:
     arguments = {"once": str(tmp_path / "failed")}
     results, sampler = played("Faulty", [fault], numbered, arguments=arguments, retries=1)
     assert not results[0].completion.failure and results[0].completion.spans[0].reward == 1.0
     assert sampler.batches[0] == sampler.batches[1]
-
-
-def test_after_its_retries_an_episode_has_failed() -> None:
-    results, sampler = played("Faulty", ["raise"], numbered, retries=2)
-    assert results[0].completion.failure.startswith("the environment failed 3 times")
-    assert len(sampler.batches) == 3
-
-
-def test_a_connection_that_is_refused_is_named() -> None:
-    results, _ = played("Disconnected", ["none"], numbered, retries=0)
-    assert "Connect call failed" in results[0].completion.failure
 
 
 def test_no_process_is_left_even_of_those_that_an_environment_started(tmp_path: Path) -> None:
@@ -212,3 +217,24 @@ def test_a_program_that_changes_while_it_is_played_begins_no_further_episode(tmp
         file.write_text("print(2)")
         with pytest.raises(ConfigError, match=r"agent\.py': its code, or what it depends on, has changed"):
             begun(environments, "y")
+
+
+PROGRAM = """
+import os, sys
+from rlhf_core.agents.process import Environments
+from rlhf_core.config.agents import EnvironmentAgent
+environments = Environments(EnvironmentAgent(environment=sys.argv[1]), tokenizer="")
+environments.begin({"label": "hang"}, 7, timeout_s=60.0)
+while not environments.events(timeout_s=1.0):
+    pass
+environments.tell(0, "step", "a", {}, timeout_s=60.0)
+print(environments._children[0]._host.process.pid, flush=True)
+os._exit(1)
+"""
+
+
+def test_environments_outlive_nobody_even_while_they_hang() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, f"{WORLDS}:Faulty"], stdout=subprocess.PIPE, timeout=60, check=False
+    )
+    assert_gone([int(ran.stdout)])

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from rlhf_core.agents.environment import Environment, StepResult
+from rlhf_core.agents.programs import Answer, Ask, EpisodeCut, Program, ProgramEngine, ProgramResult, ProgramSession
 from rlhf_core.agents.sessions import EnvironmentSession, checked_step, open_sessions
 from rlhf_core.config.agents import EnvironmentAgent
 from tests.rlhf_core.agents.scripted import WORLDS
@@ -43,10 +45,24 @@ def test_what_reset_returns_must_be_a_text() -> None:
         asyncio.run(EnvironmentSession(Numbers).begin({}, 7))
 
 
-@pytest.mark.parametrize("wrong", [None, {"reward": 1.0}, ("text", 1.0, True), StepResult([{"text": "no role"}])])
-def test_a_step_of_another_shape_is_an_error(wrong: Any) -> None:
-    with pytest.raises((TypeError, KeyError)):
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (None, "step returned a NoneType; it must return a StepResult"),
+        ({"reward": 1.0}, "step returned a dict; it must return a StepResult"),
+        (StepResult([{"text": "no role"}]), "'role'"),
+        (StepResult(None, done=True), "a NoneType as observation; it must return text or messages"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_step_of_another_shape_is_an_error(wrong: Any, problem: str) -> None:
+    with pytest.raises((TypeError, KeyError), match=problem):
         checked_step(wrong)
+
+
+def test_an_environment_says_at_least_what_a_turn_leads_to() -> None:
+    assert Environment().reset({"id": "q"}, seed=7) is None
+    with pytest.raises(NotImplementedError):
+        Environment().step("It is 4.", turn=0, truncated=False)
 
 
 class Word(enum.StrEnum):
@@ -78,12 +94,64 @@ def test_arguments_reach_the_environment() -> None:
     assert asyncio.run(scenario())[1].done and not sessions.programs
 
 
-def test_an_observation_that_is_nothing_is_named() -> None:
-    with pytest.raises(TypeError, match="a NoneType as observation; it must return text or messages"):
-        checked_step(StepResult(None, done=True))  # type: ignore[arg-type]
-
-
 def test_half_a_surrogate_pair_reaches_no_tokenizer() -> None:
     half = "so \ud83d"
     (turn,) = checked_step(StepResult([{"role": "tool", "content": half}])).observation
     assert checked_step(StepResult(half)).observation == "so ?" and turn == {"role": "tool", "content": "so ?"}
+
+
+# ---------------------------------------------------------------- programs
+
+ANSWER = Answer((7, 8), (-0.1, -0.2), "yes", "stop", 3)
+
+
+async def twice(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
+    first = await engine.generate((1, 2), max_tokens=5)
+    try:
+        await engine.generate((1, 2, *first.token_ids, 9))
+    except EpisodeCut:
+        return ProgramResult((0.5,), truncated=True)
+    return ProgramResult((0.5, 1.0))
+
+
+def replies(program: Program, *answers: Answer | str) -> list[Any]:
+    async def scenario() -> list[Any]:
+        session = ProgramSession(program)
+        said = [await session.begin({}, 7)]
+        for answer in answers:
+            said.append(await session.answer(answer))
+        await session.close()
+        return said
+
+    return asyncio.run(scenario())
+
+
+def test_a_program_asks_is_answered_and_ends() -> None:
+    asks = [("asks", Ask((1, 2), 5)), ("asks", Ask((1, 2, 7, 8, 9)))]
+    assert replies(twice, ANSWER, ANSWER) == [*asks, ("finished", ProgramResult((0.5, 1.0)))]
+
+
+def test_a_program_may_end_well_where_no_turn_is_left() -> None:
+    assert replies(twice, ANSWER, "max_turns = 1 turns were taken")[-1] == (
+        "finished",
+        ProgramResult((0.5,), truncated=True),
+    )
+
+
+def test_a_program_that_does_not_expect_the_end_raises() -> None:
+    with pytest.raises(EpisodeCut, match="no turn"):
+        replies(twice, "no turn")
+
+
+def test_two_turns_at_once_are_refused() -> None:
+    async def greedy(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
+        await asyncio.gather(engine.generate((1,)), engine.generate((2,)))
+        return ProgramResult(())
+
+    async def scenario() -> None:
+        session = ProgramSession(greedy)
+        assert await session.begin({}, 7) == ("asks", Ask((1,)))
+        with pytest.raises(RuntimeError, match="an episode is one conversation"):
+            await session.answer(ANSWER)
+
+    asyncio.run(scenario())

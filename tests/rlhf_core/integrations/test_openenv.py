@@ -16,11 +16,10 @@ WIRE = recorded("openenv")
 TEXT = {"type": "string"}
 
 
-def played(session: str, actions: list[str], **settings: Any) -> tuple[list[Any], list[Any]]:
-    """Return what the reset and the steps of a recorded session led to, and what it was asked beside the record."""
+def played(session: str | list[Any], actions: list[str], **settings: Any) -> tuple[list[Any], list[Any]]:
+    """Return what the reset and the steps of a session led to, and what it was asked beside the record."""
 
-    async def episode(config: OpenEnvAgent) -> list[Any]:
-        one = make()
+    async def episode(one: Any) -> list[Any]:
         try:
             heard: list[Any] = [await one.reset({"label": '{"level": 2}'}, 7)]
             for action in actions:
@@ -30,10 +29,16 @@ def played(session: str, actions: list[str], **settings: Any) -> tuple[list[Any]
             await one.close()
 
     faults: list[Any] = []
-    with openenv_server(WIRE["http"], WIRE["sessions"][session], faults) as url:
-        config = OpenEnvAgent(url=url, **settings)
-        make = open_agent(config)
-        return asyncio.run(episode(config)), faults
+    exchanges = WIRE["sessions"][session] if isinstance(session, str) else session
+    with openenv_server(WIRE["http"], exchanges, faults) as url:
+        make = open_agent(OpenEnvAgent(url=url, **settings))
+        return asyncio.run(episode(make())), faults
+
+
+def replying(*reply: Any) -> list[Any]:
+    """Return a session whose first step is answered with `reply`; without one the connection breaks."""
+    step = {"sent": {"type": "step", "data": {"text": "4"}}}
+    return [WIRE["sessions"]["played"][0], step | dict(zip(("received",), reply))]
 
 
 def test_an_episode_is_a_session_on_the_servers_socket() -> None:
@@ -51,67 +56,30 @@ def test_an_action_that_the_server_finds_invalid_is_told_to_the_policy() -> None
     assert [step.reward for step in heard[3:]] == [1.0, 1.0] and faults == []
 
 
-def test_what_the_server_itself_fails_at_is_a_failure() -> None:
-    with pytest.raises(Exception, match="EXECUTION_ERROR: the digits are gone"):
-        played("crashed", ["crash"])
+NO_REWARD = {"type": "observation", "data": {"observation": {"message": ""}, "reward": None, "done": True}}
+UNKNOWN = "the server answered step with what its protocol does not know"
 
 
-def test_a_full_server_says_what_to_raise() -> None:
-    with pytest.raises(Exception, match="max_concurrent_envs"):
-        played("full", [])
+@pytest.mark.parametrize(
+    ("session", "actions", "failure"),
+    [
+        ("crashed", ["crash"], "EXECUTION_ERROR: the digits are gone"),
+        ("full", [], "max_concurrent_envs"),
+        (replying(), ["4"], "closed the connection at the step"),
+        (replying({"type": "observation", "data": {"what": "?"}}), ["4"], UNKNOWN),  # and no invalid action
+        (replying({"observation": {}}), ["4"], UNKNOWN),
+        (replying("busy"), ["4"], UNKNOWN),
+        (replying(NO_REWARD), ["4"], "without any reward"),
+    ],
+)
+def test_what_the_server_itself_fails_at_is_a_failure(session: Any, actions: list[str], failure: str) -> None:
+    with pytest.raises(EpisodeFailed, match=failure):
+        played(session, actions)
 
 
-def test_a_lost_connection_is_a_failure() -> None:
-    lost = [WIRE["sessions"]["played"][0], {"sent": {"type": "step", "data": {"text": "4"}}}]
-    with (
-        pytest.raises(Exception, match="closed the connection at the step"),
-        openenv_server(WIRE["http"], lost, []) as url,
-    ):
-        make = open_agent(OpenEnvAgent(url=url))
-
-        async def episode() -> None:
-            one = make()
-            await one.reset({"label": ""}, 7)
-            await one.step("4")
-
-        asyncio.run(episode())
-
-
-@pytest.mark.parametrize("reply", [{"type": "observation", "data": {"what": "?"}}, {"observation": {}}, "busy"])
-def test_what_is_no_reply_is_the_server_s_failure_and_not_an_invalid_action(reply: Any) -> None:
-    exchanges = [
-        WIRE["sessions"]["played"][0],
-        {"sent": {"type": "step", "data": {"text": "4"}}, "received": reply},
-    ]
-
-    async def episode(make: Any) -> Any:
-        one = make()
-        await one.reset({"label": ""}, 7)
-        return await one.step("4")
-
-    with openenv_server(WIRE["http"], exchanges, []) as url:
-        make = open_agent(OpenEnvAgent(url=url))
-        with pytest.raises(EpisodeFailed, match="the server answered step with what its protocol does not know"):
-            asyncio.run(episode(make))
-
-
-@pytest.mark.parametrize("needed", [True, False])
-def test_an_episode_without_a_reward_has_failed_unless_none_is_needed(needed: bool) -> None:
-    over = {"type": "observation", "data": {"observation": {"message": ""}, "reward": None, "done": True}}
-    exchanges = [WIRE["sessions"]["played"][0], {"sent": {"type": "step", "data": {"text": "4"}}, "received": over}]
-
-    async def episode(make: Any) -> Any:
-        one = make()
-        await one.reset({"label": ""}, 7)
-        return await one.step("4")
-
-    with openenv_server(WIRE["http"], exchanges, []) as url:
-        make = open_agent(OpenEnvAgent(url=url, needs_reward=needed))
-        if needed:
-            with pytest.raises(Exception, match="without any reward"):
-                asyncio.run(episode(make))
-        else:
-            assert asyncio.run(episode(make)).done
+def test_an_episode_may_end_without_a_reward_where_none_is_needed() -> None:
+    heard, _ = played(replying(NO_REWARD), ["4"], needs_reward=False)
+    assert heard[1].done
 
 
 def test_arguments_of_the_reset_and_the_labels_keys_are_sent() -> None:

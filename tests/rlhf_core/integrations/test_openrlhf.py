@@ -53,26 +53,44 @@ def played(
     return play(sampler, template, episodes, environments, config, sampling), sampler
 
 
-def test_an_agent_file_of_openrlhf_is_played_unchanged(opened: Opened) -> None:
-    def script(request: SamplingRequest, turn: int) -> str:
-        return f"It is {turn}."
-
-    episodes, sampler = played(opened("openrlhf_agent.py"), ["1", "x", "0"], script)
-    again, _ = played(opened("openrlhf_agent.py"), ["1", "x", "0"], script)
-    first, second, third = (episode.completion for episode in episodes)
-    assert [one.failure for one in (first, second, third)] == [""] * 3
-    assert episodes == again  # its random.randint is the episode's own
-    assert [span.reward for span in first.spans] == [0.0, 1.0] and len(third.spans) == 1
-    assert first.extras == {"tries": 2.0, "score": 1.0}
-    template = chat()
-    between = first.token_ids[first.spans[0].end : first.spans[1].start]
-    raw = template.tokenizer("\n\nHuman: no, again\nAssistant: ", add_special_tokens=False)["input_ids"]
-    assert between == tuple(raw)  # exactly that text, tokenised alone
+def sampled_as_it_stands(episodes: list[EpisodeResult], sampler: ScriptedSampler) -> bool:
+    """Whether every turn of every episode was sampled after exactly the tokens that stand before it."""
+    turns = []
     for episode in episodes:
         whole = episode.prompt_ids + episode.completion.token_ids
         for span in episode.completion.spans:
             start, end = (len(episode.prompt_ids) + bound for bound in (span.start, span.end))
-            assert sampler.said[whole[:start]] == whole[start:end]
+            turns.append(sampler.said[whole[:start]] == whole[start:end])
+    return bool(turns) and all(turns)
+
+
+AGAIN = "\n\nHuman: no, again\nAssistant: "
+
+
+@pytest.mark.parametrize(
+    ("file", "script"),
+    [
+        ("openrlhf_agent.py", "It is {}."),
+        ("openrlhf_step.py", "number {}."),  # of 0.8: its globals are those of each episode
+        ("openrlhf_constructed.py", "It is {}."),
+    ],
+)
+def test_an_agent_file_of_openrlhf_is_played_unchanged(opened: Opened, file: str, script: str) -> None:
+    def say(request: SamplingRequest, turn: int) -> str:
+        return script.format(turn)
+
+    episodes, sampler = played(opened(file), ["1", "x", "0"], say)
+    again, _ = played(opened(file), ["1", "x", "0"], say)
+    first, second, third = (episode.completion for episode in episodes)
+    assert [one.failure for one in (first, second, third)] == [""] * 3
+    assert episodes == again  # its random.randint is the episode's own
+    assert [span.reward for span in first.spans] == [0.0, 1.0] and [span.reward for span in third.spans] == [1.0]
+    assert first.extras == {"tries": 2.0, "score": 1.0} and third.extras == {"tries": 1.0, "score": 1.0}
+    between = first.token_ids[first.spans[0].end : first.spans[1].start]
+    assert between == tuple(
+        chat().tokenizer(AGAIN, add_special_tokens=False)["input_ids"]
+    )  # that text, tokenized alone
+    assert sampled_as_it_stands(episodes, sampler)
 
 
 def test_a_folder_of_the_same_name_on_the_import_path_is_not_taken_for_openrlhf(
@@ -91,9 +109,20 @@ def test_a_folder_of_the_same_name_on_the_import_path_is_not_taken_for_openrlhf(
             sys.modules.pop(name, None)
 
 
-def test_an_executor_that_says_no_reward_has_failed(opened: Opened) -> None:
-    (episode,), _ = played(opened("openrlhf_executor.py"), ["unpaid"], lambda request, turn: "ab")
-    assert "without any reward" in episode.completion.failure
+@pytest.mark.parametrize(
+    ("file", "label", "failure"),
+    [
+        ("openrlhf_executor.py", "unpaid", "without any reward"),
+        ("openrlhf_executor.py", "forged", "are not as they were sampled"),
+        ("openrlhf_executor.py", "hot", "sampling_params.temperature = 2.0"),
+        ("openrlhf_executor.py", "garbled", "scores = 'good': must be one finite number, or None"),
+        ("openrlhf_step.py", "rewrites", "must begin with observation + action"),
+        ("openrlhf_constructed.py", "silent", "ended without putting an episode on result_queue"),
+    ],
+)
+def test_what_an_episode_fails_for_is_named(opened: Opened, file: str, label: str, failure: str) -> None:
+    (episode,), _ = played(opened(file), [label], lambda request, turn: "a number")
+    assert failure in episode.completion.failure
 
 
 def test_a_step_limit_ends_it_with_what_it_earned_so_far(opened: Opened) -> None:
@@ -102,7 +131,7 @@ def test_a_step_limit_ends_it_with_what_it_earned_so_far(opened: Opened) -> None
     assert completion.finish_reason == "length" and len(completion.spans) == 1 and not completion.failure
 
 
-def test_an_executor_of_its_own_names_the_turns_that_count_and_may_not_change_their_tokens(opened: Opened) -> None:
+def test_an_executor_of_its_own_names_the_turns_that_count(opened: Opened) -> None:
     asked: set[tuple[int, ...]] = set()
 
     def script(request: SamplingRequest, turn: int) -> str:
@@ -110,13 +139,14 @@ def test_an_executor_of_its_own_names_the_turns_that_count_and_may_not_change_th
         asked.add(request.prompt_ids)
         return "cd" if second else "ab"
 
-    episodes, sampler = played(opened("openrlhf_executor.py"), ["kept", "forged", "hot"], script)
-    kept, forged, hot = (episode.completion for episode in episodes)
+    (episode,), sampler = played(opened("openrlhf_executor.py"), ["kept"], script)
+    kept = episode.completion
     assert kept.text == "cd" and len(kept.spans) == 1 and kept.spans[0].reward == 0.25 and kept.extras == {"score": 0.5}
     assert kept.logprobs and all(kept.logprobs)
-    assert "are not as they were sampled" in forged.failure
-    assert "sampling_params.temperature = 2.0" in hot.failure
-    assert [request.max_tokens for request in sampler.batches[0]] == [9, 9]
+    assert [request.max_tokens for request in sampler.batches[0]] == [9]
+    (own,), sampler = played(opened("openrlhf_constructed.py"), ["own"], script)
+    assert own.completion.spans[0].reward == 0.25 and own.completion.extras == {"score": 0.5}
+    assert sampled_as_it_stands([own], sampler)
 
 
 def test_a_prompt_is_kept_by_the_scores_beside_its_rewards(opened: Opened) -> None:
@@ -128,44 +158,6 @@ def test_a_prompt_is_kept_by_the_scores_beside_its_rewards(opened: Opened) -> No
     assert is_decided(rollouts, DynamicSampling(low=0.0, high=1.0))
 
 
-def test_a_score_that_is_no_number_fails_the_episode(opened: Opened) -> None:
-    (episode,), _ = played(opened("openrlhf_executor.py"), ["garbled"], lambda request, turn: "ab")
-    assert "scores = 'good': must be one finite number, or None" in episode.completion.failure
-
-
-def sampled_as_it_stands(episodes: list[EpisodeResult], sampler: ScriptedSampler) -> bool:
-    """Whether every turn of every episode was sampled after exactly the tokens that stand before it."""
-    turns = []
-    for episode in episodes:
-        whole = episode.prompt_ids + episode.completion.token_ids
-        for span in episode.completion.spans:
-            start, end = (len(episode.prompt_ids) + bound for bound in (span.start, span.end))
-            turns.append(sampler.said[whole[:start]] == whole[start:end])
-    return bool(turns) and all(turns)
-
-
-def test_a_step_function_of_openrlhf_0_8_is_played_with_globals_of_each_episode(opened: Opened) -> None:
-    def script(request: SamplingRequest, turn: int) -> str:
-        return f"number {turn}."
-
-    labels = ["1", "x", "0", "rewrites"]
-    episodes, sampler = played(opened("openrlhf_step.py"), labels, script)
-    again, _ = played(opened("openrlhf_step.py"), labels, script)
-    first, second, third, changed = (episode.completion for episode in episodes)
-    assert [one.failure for one in (first, second, third)] == [""] * 3
-    assert episodes == again  # the random number is drawn as its file is run, by each episode for itself
-    assert [span.reward for span in first.spans] == [0.0, 1.0]
-    assert [span.reward for span in third.spans] == [1.0]
-    assert first.extras == {"tries": 2.0, "score": 1.0} and third.extras == {"tries": 1.0, "score": 1.0}
-    template = chat()
-    between = first.token_ids[first.spans[0].end : first.spans[1].start]
-    assert between == tuple(
-        template.tokenizer("\n\nHuman: no, again\nAssistant: ", add_special_tokens=False)["input_ids"]
-    )
-    assert sampled_as_it_stands(episodes[:3], sampler)
-    assert "must begin with observation + action" in changed.failure
-
-
 def test_a_step_function_of_the_first_0_8_returns_a_tuple(opened: Opened) -> None:
     episodes, sampler = played(opened("openrlhf_first_step.py"), ["a", "b"], lambda request, turn: f"turn {turn}")
     for episode in episodes:
@@ -173,20 +165,6 @@ def test_a_step_function_of_the_first_0_8_returns_a_tuple(opened: Opened) -> Non
         assert completion.failure == "" and completion.extras == {"score": 0.75}
         assert [span.reward for span in completion.spans] == [0.25, 0.5]
     assert sampled_as_it_stands(episodes, sampler)
-
-
-def test_an_executor_that_is_constructed_with_five_arguments_is_played(opened: Opened) -> None:
-    def script(request: SamplingRequest, turn: int) -> str:
-        return f"It is {turn}."
-
-    episodes, sampler = played(opened("openrlhf_constructed.py"), ["1", "x", "own", "0", "silent"], script)
-    first, second, own, last, silent = (episode.completion for episode in episodes)
-    assert [one.failure for one in (first, second, own, last)] == [""] * 4
-    assert [span.reward for span in first.spans] == [0.0, 1.0] and first.extras == {"tries": 2.0, "score": 1.0}
-    assert [span.reward for span in last.spans] == [1.0]
-    assert [span.reward for span in own.spans] == [0.25] and own.extras == {"score": 0.5}
-    assert sampled_as_it_stands(episodes[:4], sampler)
-    assert "ended without putting an episode on result_queue" in silent.failure
 
 
 @pytest.mark.parametrize(

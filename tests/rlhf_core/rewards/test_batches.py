@@ -1,4 +1,4 @@
-"""Batches: workers, further tries, and telling the culprits apart."""
+"""What passes for a reward; batches: workers, further tries, telling the culprits apart; results by content in a file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,26 @@ import pytest
 
 from rlhf_core.config.rewards import Compares, OnFailure
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.batches import FAILED_CALLS, BatchedReward, BatchFailed, ResultCache, RewardOutcome, whole_groups
-from rlhf_core.types import Completion, Generation, Message, Prompt
+from rlhf_core.rewards.batches import (
+    FAILED_CALLS,
+    BatchedReward,
+    BatchFailed,
+    ResultCache,
+    RewardOutcome,
+    as_outcome,
+    checked,
+    merged_logs,
+    reason_of,
+    screened,
+    shortened,
+    whole_groups,
+)
+from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
+from tests.rlhf_core.rewards.answers import answer
 
 
 def answers(*texts: str) -> list[Generation]:
-    prompt = Prompt("p", (Message("user", "hi"),), "", "test")
-    return [Generation(prompt, (1,), Completion((2,), (-1.0,), text, "stop", 0, 0)) for text in texts]
+    return [answer(text) for text in texts]
 
 
 class Judge:
@@ -270,3 +283,109 @@ def test_a_batch_that_is_compared_fails_as_a_whole() -> None:
     outcome = batched(judge, compares="batch")(of_prompts(a=["1", "22"], b=["bad"]))
     assert judge.asked == [["1", "22", "bad"]]
     assert set(outcome.failures) == {0, 1, 2}
+
+
+# ---------------------------------------------------------------- cache
+
+PROMPT = Prompt("p", (Message("user", "2+2?"),), "4", "sums")
+ANSWER = Completion((5, 6), (-0.5, -0.1), "4", "stop", 3, 7)
+ONE = Generation(PROMPT, (1,), ANSWER)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(ONE, prompt=replace(PROMPT, label="5")),
+        replace(ONE, prompt=replace(PROMPT, messages=(Message("user", "2+3?"),))),
+        replace(ONE, prompt=replace(PROMPT, messages=(Message("system", "2+2?"),))),
+        replace(ONE, completion=replace(ANSWER, text="5")),
+        replace(ONE, completion=replace(ANSWER, token_ids=(5, 7))),
+        replace(ONE, completion=replace(ANSWER, finish_reason="length")),
+        replace(ONE, completion=replace(ANSWER, spans=(ActionSpan(0, 1, 3, 0.5),))),
+        replace(ONE, completion=replace(ANSWER, extras={"turns": 2.0})),
+    ],
+)
+def test_whatever_a_reward_can_see_is_part_of_the_key(other: Generation) -> None:
+    cache = ResultCache("one", None)
+    assert cache.key(other) != cache.key(ONE)
+
+
+def test_who_sampled_the_answer_is_not_and_which_reward_is() -> None:
+    cache = ResultCache("one", None)
+    again = replace(ANSWER, seed=8, policy_version=4, logprobs=(-0.2, -0.3))
+    assert cache.key(replace(ONE, completion=again)) == cache.key(ONE)
+    assert ResultCache("two", None).key(ONE) != cache.key(ONE)
+
+
+def test_a_file_cut_off_by_a_kill_is_read_up_to_there_and_written_on(tmp_path: Path) -> None:
+    path = tmp_path / "work" / "cache.jsonl"
+    cache = ResultCache("one", path)
+    cache.add({"a": 0.1, "b": None})
+    cache.add({"c": 3.0})
+    path.write_text(path.read_text()[:-3])
+    second = ResultCache("one", path)
+    assert [second.known(key) for key in "abc"] == [True, True, False]
+    assert (second.value("a"), second.value("b")) == (0.1, None)
+    second.add({"c": 4.0})
+    assert ResultCache("one", path).value("c") == 4.0
+
+
+def test_a_file_from_before_there_were_scores_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cache.jsonl"
+    path.write_text('\n["a", 0.5]')
+    cache = ResultCache("one", path)
+    assert (cache.value("a"), cache.score("a")) == (0.5, None)
+    cache.add({"b": 1.0}, {"b": 0.25})
+    again = ResultCache("one", path)
+    assert [(again.value(key), again.score(key)) for key in "ab"] == [(0.5, None), (1.0, 0.25)]
+
+
+# ---------------------------------------------------------------- outcomes
+
+GENERATIONS = [answer("said", prompt=name) for name in "abc"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -2e6])
+def test_a_value_that_is_no_reward_is_a_failure_and_never_zero(value: float) -> None:
+    given = RewardOutcome((0.5, value, None), logs={"n": (1.0, 1)})
+    outcome = screened("quality", given, GENERATIONS, on_failure="invalid")
+    assert outcome.values == (0.5, None, None)
+    assert outcome.failures == {1: f"returned {value}: must be finite and within +-1e+06"}
+    assert outcome.logs == {"n": (1.0, 1)}
+    with pytest.raises(RewardError, match=r"rewards\.quality\[prompt b\].*'said'"):
+        screened("quality", given, GENERATIONS, on_failure="fail")
+
+
+def test_earlier_failures_stay() -> None:
+    given = RewardOutcome((None, float("nan"), 1.0), {0: "late"})
+    assert set(screened("q", given, GENERATIONS, on_failure="invalid").failures) == {0, 1}
+
+
+@pytest.mark.parametrize("values", [(), (1.0,), (1.0,) * 4])
+def test_a_wrong_number_of_values_is_nobodys_in_particular(values: tuple[float, ...]) -> None:
+    with pytest.raises(BatchFailed, match=f"rewards.q = {len(values)}: values for 3 generations") as failed:
+        screened("q", RewardOutcome(values), GENERATIONS, on_failure="invalid")
+    assert not failed.value.divisible
+
+
+def test_a_reason_is_one_short_line() -> None:
+    assert reason_of(BatchFailed("a\nlong message", reason="late")) == "late"
+    assert reason_of(RewardError("two\nlines")) == "two lines"
+    assert len(shortened("x" * 500)) == 200
+    assert shortened("half a \ud83d") == "half a ?", "no file holds the other half"
+
+
+def test_logs_add_up_and_plain_lists_are_outcomes() -> None:
+    assert merged_logs([{"a": (1.0, 2)}, {"a": (2.0, 1), "b": (0.0, 1)}]) == {"a": (3.0, 3), "b": (0.0, 1)}
+    assert as_outcome([1.0, None]) == RewardOutcome((1.0, None))
+
+
+def test_every_checked_value_is_a_reward() -> None:
+    assert checked("gold", [1.0, 0.5], GENERATIONS[:2]) == [1.0, 0.5]
+    for values, problem in (
+        ([0.0, math.nan], r"\[prompt b\] = nan"),
+        ([1.0, None], r"\[prompt b\] = None"),
+        ([0.0], " = 1: values for 2"),
+    ):
+        with pytest.raises(RewardError, match=rf"rewards\.gold{problem}"):
+            checked("gold", values, GENERATIONS[:2])

@@ -1,208 +1,291 @@
-"""Reward functions in a process of their own: hostile ones must not harm the run."""
+"""Reward functions in a process of their own: whatever they do must be named, and harm neither the run nor other answers."""
 
 from __future__ import annotations
 
+import io
+import math
+import pickle
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, TypeAlias
 
+import psutil
 import pytest
 
+from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.batches import BatchFailed
+from rlhf_core.rewards.batches import BatchedReward, BatchFailed, RewardOutcome
 from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
 from rlhf_core.rewards.sandbox.local import find_isolation
-from rlhf_core.types import Completion, Generation, Message, Prompt
+from rlhf_core.rewards.terms import open_elsewhere
+from rlhf_core.types import Generation
+from tests.rlhf_core.rewards.answers import answer, answers
 
-HOSTILE = """
-import os, re, sys, time
+MOODS = """
+import asyncio, ctypes, os, re, subprocess, sys, time
+
+CHILDREN = []
+arrived = asyncio.Barrier(3)
 
 class Strange:
     def __reduce__(self):
         return int, ("no number",)
 
-def by_mood(generations):
-    mood = generations[0].completion.text
-    if mood == "hang":
-        re.match(r"(a+)+$", "a" * 40 + "b")   # backtracks for hours and holds the interpreter lock
-    if mood == "fork":
-        os.fork()                             # the child keeps the pipe of the answers open
-        time.sleep(60)
-    if mood == "crash":
-        os._exit(3)
-    if mood == "raise":
-        raise KeyError("no such thing")
-    if mood == "strange":                     # the next answer cannot be made again by whoever reads it
-        sys.modules["__main__"]._answer = lambda *_: ("outcomes", Strange())
-    if mood == "chatter":
-        print("x" * 100_000)
-        sys.stdin.read()
-    return [len(g.completion.text) for g in generations]
-"""
-
-
-LIMITED = """
-def limited(completions, unit, **kwargs):
-    if completions[0] == "hog":
-        held = [bytearray(64 * 2**20) for _ in range(64)]   # 4 GiB
-    return [len(text) * unit for text in completions]
-"""
-
-MEETING = """
-import asyncio
-
-arrived = asyncio.Barrier(3)
+def by_mood(prompts, completions, labels, **columns):
+    for text in completions:
+        if text == "hang":
+            re.match(r"(a+)+$", "a" * 40 + "b")   # for hours, and holds the interpreter lock
+        if text == "slow":
+            time.sleep(60)
+        if text == "fork":
+            os.fork()                             # the child keeps the pipe of the answers open
+            time.sleep(60)
+        if text == "exit":
+            os._exit(3)
+        if text == "segfault":
+            ctypes.string_at(0)
+        if text == "leave":
+            sys.exit(0)
+        if text == "raise":
+            raise KeyError("no such thing")
+        if text == "hog":
+            held = bytearray(4 * 2**30)
+        if text == "strange":                     # the next answer cannot be made again by whoever reads it
+            sys.modules["__main__"]._answer = lambda *_: ("outcomes", Strange())
+        if text == "child":
+            CHILDREN.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+            time.sleep(60)
+        if text == "print":
+            os.write(1, b"\\x80\\x04garbage" * 10_000)
+            print("x" * 100_000)
+            sys.stdin.read()
+    wrong = {"nan": float("nan"), "inf": float("-inf"), "huge": 1e38, "none": None}
+    scores = [wrong[text] if text in wrong else float(len(text)) for text in completions]
+    return scores[:-1] if "short" in completions else scores
 
 async def meeting(completions, labels):
     await arrived.wait()
     return [float(len(text)) for text in completions]
-"""
 
-
-def batch(*texts: str) -> list[Generation]:
-    return [
-        Generation(
-            Prompt(f"p{index}", (Message("user", "hi"),), "", "test"),
-            (1,),
-            Completion((2,), (-1.0,), text, "stop", 0, 0),
-        )
-        for index, text in enumerate(texts)
-    ]
-
-
-@pytest.fixture(scope="module")
-def reward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IsolatedReward]:
-    file: Path = tmp_path_factory.mktemp("rewards") / "hostile.py"
-    file.write_text(HOSTILE)
-    with IsolatedReward("mood", f"{file}:by_mood", timeout_s=2.0) as isolated:
-        yield isolated
-
-
-def test_scores_come_back_in_order(reward: IsolatedReward) -> None:
-    assert reward(batch("aaa", "a", "aa")) == [3.0, 1.0, 2.0]
-    assert reward([]) == []
-
-
-def test_what_a_function_prints_or_reads_does_not_disturb_the_answers(reward: IsolatedReward) -> None:
-    assert reward(batch("chatter")) == [7.0]
-
-
-def test_an_exception_is_reported_with_its_traceback_and_prompts(reward: IsolatedReward) -> None:
-    with pytest.raises(RewardError, match=r"(?s)rewards\.mood = 'prompts p0 to p1'.*no such thing"):
-        reward(batch("raise", "x"))
-    assert reward(batch("next")) == [4.0]
-
-
-def test_a_function_that_holds_the_interpreter_for_ever_is_killed_at_the_deadline(reward: IsolatedReward) -> None:
-    start = time.monotonic()
-    with pytest.raises(RewardError, match="took longer than 2 s"):
-        reward(batch("hang"))
-    assert time.monotonic() - start < 20
-    assert reward(batch("next")) == [4.0]  # a fresh process
-
-
-def test_a_child_of_the_function_does_not_outlive_the_deadline(reward: IsolatedReward) -> None:
-    start = time.monotonic()
-    with pytest.raises(RewardError, match="took longer than 2 s"):
-        reward(batch("fork"))
-    assert time.monotonic() - start < 20
-    assert reward(batch("next")) == [4.0]
-
-
-def test_a_crash_is_reported_and_survived(reward: IsolatedReward) -> None:
-    with pytest.raises(RewardError, match="ended with status 3"):
-        reward(batch("crash"))
-    assert reward(batch("next")) == [4.0]
-
-
-def test_a_batch_that_failed_keeps_its_reason_in_a_line(reward: IsolatedReward) -> None:
-    with pytest.raises(BatchFailed) as failed:
-        reward(batch("raise"))
-    assert failed.value.reason == "raised KeyError: 'no such thing'"
-    with pytest.raises(BatchFailed) as failed:
-        reward(batch("crash"))
-    assert failed.value.reason == "ended with status 3"
-
-
-def test_an_answer_that_cannot_be_read_is_reported_and_survived(reward: IsolatedReward) -> None:
-    reward(batch("strange"))
-    with pytest.raises(BatchFailed, match="returned a value that cannot be read") as failed:
-        reward(batch("next"))
-    assert failed.value.reason.startswith("answer cannot be read: ValueError")
-    assert reward(batch("next")) == [4.0]  # a fresh process
-
-
-def test_arguments_protocol_and_a_memory_limit_reach_the_process(tmp_path: Path) -> None:
-    file = tmp_path / "limited.py"
-    file.write_text(LIMITED)
-    settings = WorkerSettings(arguments={"unit": 2.5}, protocol="trl_text", memory_bytes=512 * 2**20)
-    with IsolatedReward("limited", f"{file}:limited", timeout_s=20.0, settings=settings) as limited:
-        assert limited(batch("aa")) == [5.0]
-        with pytest.raises(BatchFailed, match="MemoryError") as failed:
-            limited(batch("hog"))
-        assert failed.value.reason.startswith("raised MemoryError")
-        assert limited(batch("a")) == [2.5]
-
-
-def test_the_batches_of_an_async_function_are_under_way_together(tmp_path: Path) -> None:
-    file = tmp_path / "meeting.py"
-    file.write_text(MEETING)
-    with IsolatedReward("meeting", f"{file}:meeting", timeout_s=20.0, batch_size=1) as meeting:
-        assert meeting.is_async
-        assert meeting(batch("a", "bb", "ccc")) == [1.0, 2.0, 3.0]  # each waits until all three have come
-        assert meeting(batch("a", "bb", "ccc")) == [1.0, 2.0, 3.0]  # on the same loop as before
-
-
-def test_too_few_values_cannot_be_told_apart(tmp_path: Path) -> None:
-    file = tmp_path / "short.py"
-    file.write_text("def short(generations):\n    return [1.0]\n")
-    with (
-        IsolatedReward("short", f"{file}:short", timeout_s=20.0) as short,
-        pytest.raises(BatchFailed, match=r"rewards\.short = 1: values for 2 generations") as failed,
-    ):
-        short(batch("a", "b"))
-    assert not failed.value.divisible
-
-
-def test_a_large_batch_passes_the_pipes(reward: IsolatedReward) -> None:
-    assert reward(batch(*["y" * 500] * 2000)) == [500.0] * 2000
-
-
-def test_a_function_that_does_not_exist_is_refused_before_any_batch() -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.exact\.function = .*did you mean exact_match"):
-        IsolatedReward("exact", "rlhf_core.rewards.verifiable:exact_mtch", timeout_s=5.0)
-
-
-SECRETIVE = """
-from rlhf_core.rewards.sandbox.local import Limits, run_program
+def by_unit(completions, unit, **kwargs):
+    return [len(text) * unit for text in completions]
 
 def secretive(completions, key, **kwargs):
+    from rlhf_core.rewards.sandbox.local import Limits, run_program
     if "raise" in str(completions[0]):
         raise RuntimeError(f"refused: {key}")
     seen = run_program("import os; print(dict(os.environ))", limits=Limits())
     assert seen.outcome == "finished", seen
     return [float(len(key)), float(key in seen.stdout or "FAR_KEY" in seen.stdout)]
+
+def for_ever(generations):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    open(__file__ + ".started", "w").close()
+    re.match(r"(a+)+$", "a" * 40 + "b")
 """
+
+Opened: TypeAlias = Callable[..., BatchedReward]
+
+
+@pytest.fixture(scope="module")
+def moods(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("moods") / "moods.py"
+    file.write_text(MOODS)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def opened(moods: str) -> Iterator[Opened]:
+    """Open `by_mood` with some settings, once for all tests with these."""
+    found: dict[str, BatchedReward] = {}
+    with ExitStack() as leases:
+
+        def reward(**settings: Any) -> BatchedReward:
+            given = {"function": f"{moods}:by_mood", "timeout_s": 60.0, "memory_mb": 512} | settings
+            if str(settings) not in found:
+                spec = FunctionReward.model_validate(given)
+                found[str(settings)] = open_elsewhere("mood", spec, Path(moods).parent / "work", leases)
+            return found[str(settings)]
+
+        yield reward
+
+
+@pytest.mark.parametrize(
+    ("mood", "reason"),
+    [
+        ("exit", "ended with status 3"),
+        ("segfault", "ended with status -11"),
+        ("leave", "ended with status 0"),
+        ("raise", "raised KeyError: 'no such thing'"),
+        ("hog", "raised MemoryError"),
+        ("nan", "returned nan: must be finite and within +-1e+06"),
+        ("inf", "returned -inf: must be finite and within +-1e+06"),
+        ("huge", "returned 1e+38: must be finite and within +-1e+06"),
+    ],
+)
+def test_a_fault_is_found_and_named_and_costs_no_other_answer(opened: Opened, mood: str, reason: str) -> None:
+    outcome = opened(on_failure="invalid")(answers("good", mood))
+    assert (outcome.values, outcome.failures) == ((4.0, None), {1: reason})
+
+
+@pytest.mark.parametrize("mood", ["hang", "slow", "child", "fork"])
+def test_what_does_not_end_is_found_in_time_and_costs_no_other_answer(opened: Opened, mood: str) -> None:
+    began = time.monotonic()
+    outcome = opened(on_failure="invalid", timeout_s=2.0)(answers("good", mood))
+    assert (outcome.values, outcome.failures) == ((4.0, None), {1: "took longer than 2 s"})
+    assert time.monotonic() - began < 30  # two deadlines of 2 s, and starts on a busy machine
+
+
+def test_what_it_prints_or_reads_and_what_does_not_apply_are_no_faults(opened: Opened) -> None:
+    assert opened(on_failure="invalid")(answers("print", "none")) == RewardOutcome((5.0, None))
+    large = answers(*["y" * 500] * 2000)  # more than a pipe holds
+    assert opened(on_failure="invalid")(large).values == (500.0,) * 2000
+
+
+@pytest.mark.parametrize(
+    ("mood", "message"),
+    [
+        ("exit", r"rewards\.mood = 'prompts p0 to p1'.*ended with status 3"),
+        ("raise", r"(?s)rewards\.mood = 'prompts p0 to p1'.*Traceback.*KeyError: 'no such thing'"),
+        ("nan", r"rewards\.mood\[prompt p1\] = nan"),
+        ("short", r"rewards\.mood = 1: values for 2 generations"),
+    ],
+)
+def test_where_a_failure_ends_the_stage_the_error_names_the_reward_and_the_prompts(
+    opened: Opened, mood: str, message: str
+) -> None:
+    with pytest.raises(RewardError, match=message):
+        opened(on_failure="fail")(answers("good", mood))
+
+
+def test_an_answer_that_cannot_be_read_is_reported_and_survived(moods: str) -> None:
+    with IsolatedReward("mood", f"{moods}:by_mood", timeout_s=60.0) as reward:
+        reward(answers("strange"))
+        with pytest.raises(BatchFailed, match="returned a value that cannot be read") as failed:
+            reward(answers("next"))
+        assert failed.value.reason.startswith("answer cannot be read: ValueError")
+        assert reward(answers("next")) == [4.0]  # a fresh process
+        with pytest.raises(BatchFailed) as short:
+            reward(answers("a", "short"))
+        assert not short.value.divisible  # it is unknown which value is missing
+        assert reward([]) == []
+
+
+def test_arguments_and_protocol_reach_the_process(moods: str) -> None:
+    settings = WorkerSettings(arguments={"unit": 2.5}, protocol="trl_text")
+    with IsolatedReward("unit", f"{moods}:by_unit", timeout_s=60.0, settings=settings) as limited:
+        assert limited(answers("aa")) == [5.0]
+    sent = WorkerSettings(arguments={"most": math.inf})
+    assert WorkerSettings.model_validate_json(sent.model_dump_json()) == sent
+
+
+def test_the_batches_of_an_async_function_are_under_way_together(moods: str) -> None:
+    with IsolatedReward("meeting", f"{moods}:meeting", timeout_s=60.0, batch_size=1) as meeting:
+        assert meeting.is_async
+        for _ in range(2):  # on the same loop
+            assert meeting(answers("a", "bb", "ccc")) == [1.0, 2.0, 3.0]  # each waits until all three have come
 
 
 def test_the_function_alone_has_the_secret_not_its_command_line_its_errors_or_the_sandbox(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moods: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
         find_isolation(False)
     except ConfigError as error:
         pytest.skip(str(error))
-    (tmp_path / "mine.py").write_text(SECRETIVE)
     monkeypatch.setenv("FAR_KEY", "a-secret-of-14")
     settings = WorkerSettings(arguments={"key": "env:FAR_KEY"})
-    function = f"{tmp_path}/mine.py:secretive"
-    with IsolatedReward("mine", function, timeout_s=60.0, settings=settings) as reward:
-        command = b" ".join(Path(f"/proc/{reward._host.process.pid}/cmdline").read_bytes().split(b"\0"))
+    with IsolatedReward("mine", f"{moods}:secretive", timeout_s=60.0, settings=settings) as reward:
+        command = Path(f"/proc/{reward._host.process.pid}/cmdline").read_bytes()
         assert b"env:FAR_KEY" in command and b"a-secret" not in command
-        assert reward(batch("a", "b")) == [14.0, 0.0]
+        assert reward(answers("a", "b")) == [14.0, 0.0]
         with pytest.raises(BatchFailed, match=r"refused: \*\*\*") as caught:
-            reward(batch("raise"))
+            reward(answers("raise"))
         assert "a-secret" not in caught.value.reason and caught.value.reason.endswith("refused: ***")
     monkeypatch.delenv("FAR_KEY")
     with pytest.raises(ConfigError, match=r"^rewards\.mine\.arguments\.key = 'env:FAR_KEY': FAR_KEY is not set"):
-        IsolatedReward("mine", function, timeout_s=60.0, settings=settings)
+        IsolatedReward("mine", f"{moods}:secretive", timeout_s=60.0, settings=settings)
+
+
+# ---------------------------------------------------------------- the process
+
+
+def replies(function: str, *requests: list[Generation]) -> list[tuple[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_core.rewards.isolation", function],
+        input=b"".join(pickle.dumps([request]) for request in requests),
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=60,
+    )
+    stream, found = io.BytesIO(done.stdout), []
+    while stream.tell() < len(done.stdout):
+        found.append(pickle.load(stream))
+    return found
+
+
+def test_it_answers_each_request_and_ends_with_the_input() -> None:
+    found = replies("rlhf_core.rewards.verifiable:exact_match", [answer("2", label="2")], [])
+    assert found == [("ready", False), ("outcomes", [RewardOutcome((1.0,))]), ("outcomes", [RewardOutcome(())])]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("rlhf_core.rewards.verifiable:exact_mtch", {}, r"rewards\.mood\.function = .*did you mean exact_match"),
+        ("{moods}:for_ever", {"x": 1}, r"rewards\.mood\.arguments\.x = 1: is not a parameter"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_any_answer(
+    moods: str, function: str, arguments: dict[str, Any], message: str
+) -> None:
+    settings = WorkerSettings(arguments=arguments)
+    with pytest.raises(ConfigError, match=message):
+        IsolatedReward("mood", function.format(moods=moods), timeout_s=60.0, settings=settings)
+
+
+def test_no_process_is_left_over(moods: str, tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    given = {"function": f"{moods}:by_mood", "on_failure": "invalid", "workers": 2, "timeout_s": 4.0, "batch_size": 1}
+    with ExitStack() as leases:
+        reward = open_elsewhere("mood", FunctionReward.model_validate(given), tmp_path, leases)
+        started = set(psutil.Process().children(recursive=True)) - before
+        assert len(started) == 4  # two workers, each with its guard
+        assert reward(answers("good", "child", "x")).failures.keys() == {1}
+        started |= set(psutil.Process().children(recursive=True)) - before
+    assert_gone(list(started))
+
+
+PARENT = """
+import sys
+from rlhf_core.rewards.isolation import IsolatedReward
+from tests.rlhf_core.rewards.answers import answers
+with IsolatedReward("slow", sys.argv[1], timeout_s=600) as reward:
+    print(reward._host.process.pid, flush=True)
+    reward(answers(""))
+"""
+
+
+def test_a_function_that_hangs_dies_with_the_run_that_was_killed(moods: str) -> None:
+    run = subprocess.Popen([sys.executable, "-c", PARENT, f"{moods}:for_ever"], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    child = psutil.Process(int(run.stdout.readline()))
+    deadline = time.monotonic() + 30
+    while not Path(f"{moods}.started").exists():
+        assert time.monotonic() < deadline and child.is_running()
+        time.sleep(0.05)
+    family = [child, *child.children(recursive=True)]
+    assert len(family) == 3  # with its guard, and what the function started
+    run.kill()
+    run.wait()
+    assert_gone(family)
+    run.stdout.close()
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []

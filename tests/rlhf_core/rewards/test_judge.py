@@ -12,13 +12,13 @@ import pytest
 from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.judge import Judge, question, read_score
-from rlhf_core.types import Completion, Generation, Message, Prompt
+from rlhf_core.types import Generation
+from tests.rlhf_core.rewards.answers import answer
 from tests.support.chat_server import ChatServer
 
 
 def generation(text: str) -> Generation:
-    prompt = Prompt("p0", (Message("user", "2+2?"),), "4", "test")
-    return Generation(prompt, (1,), Completion((2,), (-1.0,), text, "stop", 0, 0))
+    return answer(text, prompt="p0", asked="2+2?", label="4")
 
 
 @pytest.fixture

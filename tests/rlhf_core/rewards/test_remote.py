@@ -14,7 +14,8 @@ from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
 from rlhf_core.rewards.batches import BatchFailed
 from rlhf_core.rewards.remote import RemoteRewardClient
-from rlhf_core.types import Completion, Generation, Message, Prompt
+from rlhf_core.types import Generation
+from tests.rlhf_core.rewards.answers import answer
 from tests.support.reward_servers import lengths, scripted
 
 
@@ -24,14 +25,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(*texts: str) -> list[Generation]:
-    return [
-        Generation(
-            Prompt(f"p{number}", (Message("user", "2+2? "),), f"label {number}", "test"),
-            (1,),
-            Completion((), (), text, "stop", 0, 0),
-        )
-        for number, text in enumerate(texts)
-    ]
+    return [answer(text, prompt=f"p{n}", asked="2+2? ", label=f"label {n}", tokens=()) for n, text in enumerate(texts)]
 
 
 def client(

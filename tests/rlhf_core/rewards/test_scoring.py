@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
@@ -13,16 +14,29 @@ import pytest
 from rlhf_core.config.rewards import (
     EnsembleReward,
     FunctionReward,
+    GatedProduct,
+    Gdpo,
     OverlongPenalty,
     ProcessRewardModelReward,
     RewardModelReward,
     RewardsConfig,
     TruncatedReward,
+    WeightedSum,
 )
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.batches import BatchedReward, RewardOutcome
-from rlhf_core.rewards.scoring import Scorer, check_reward_models, component_means
-from rlhf_core.types import ActionSpan, Completion, Generation, Message, ProcessRewardModelRef, Prompt, RewardModelRef
+from rlhf_core.rewards.scoring import (
+    Scorer,
+    check_reward_models,
+    component_means,
+    compose,
+    gated_product,
+    in_group,
+    weighted_sum,
+)
+from rlhf_core.rewards.shaping import RunningNormalizer, linear_weight, soft_overlong
+from rlhf_core.types import ActionSpan, Generation, ProcessRewardModelRef, RewardModelRef
+from tests.rlhf_core.rewards.answers import answer
 
 TERMS = {
     "length": FunctionReward(function="m:length", weight=1.0),
@@ -56,11 +70,8 @@ def constant(generations: Sequence[Generation]) -> list[float]:
 
 
 def answers(*lengths: int) -> list[Generation]:
-    prompt = Prompt("p", (Message("user", "hi"),), "", "test")
-    return [
-        Generation(prompt, (1,), Completion((3,) * size, (-1.0,) * size, "text", "stop", 0, seed))
-        for seed, size in enumerate(lengths)
-    ]
+    made = [answer("text", tokens=(3,) * size) for size in lengths]
+    return [replace(one, completion=replace(one.completion, seed=seed)) for seed, one in enumerate(made)]
 
 
 def scorer(config: RewardsConfig) -> Scorer:
@@ -339,3 +350,93 @@ def test_an_invalid_answer_that_was_cut_off_has_no_reward() -> None:
     none, some = Scorer(config, {"part": part(failing("no answer"))})(cut)
     assert none.invalid and math.isnan(none.reward) and none.reward_components["truncated"] == 0.0
     assert not some.invalid and some.reward == -1.0
+
+
+# ---------------------------------------------------------------- composition
+
+COMPONENTS = {"form": [1.0, 0.0, 0.5], "quality": [2.0, 2.0, 4.0], "brevity": [-1.0, -1.0, 0.0]}
+
+
+def test_a_weighted_sum() -> None:
+    # 0.5 * form + 2 * quality + 1 * brevity
+    assert weighted_sum(COMPONENTS, {"form": 0.5, "quality": 2.0, "brevity": 1.0}) == [3.5, 3.0, 8.25]
+
+
+def test_a_gate_lets_the_other_terms_through_or_gives_the_closed_reward() -> None:
+    weights = {"form": 9.0, "quality": 2.0, "brevity": 1.0}  # the gate's own weight is not used
+    # sums 3, 3, 8; gates 1, 0, 0.5
+    assert gated_product(COMPONENTS, weights, gates=["form"], closed=-4.0) == [3.0, -4.0, 2.0]
+
+
+def test_a_gate_outside_the_unit_interval_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"rewards\.quality = 2\.0: a gate must be in \[0, 1\]"):
+        gated_product(COMPONENTS, {"brevity": 1.0}, gates=["quality"], closed=0.0)
+
+
+def test_the_configuration_chooses_the_composition() -> None:
+    weights = dict.fromkeys(COMPONENTS, 1.0)
+    groups = ["p", "p", "p"]
+    assert compose(COMPONENTS, WeightedSum(), weights, groups) == [2.0, 1.0, 4.5]
+    gated = GatedProduct(gates=("form",), closed=-1.0)
+    assert compose(COMPONENTS, gated, weights, groups) == [1.0, -1.0, 1.5]  # sums 1, 1, 4; 0.5 * 4 + 0.5 * -1
+
+
+def test_what_does_not_apply_adds_nothing_and_where_nothing_applies_there_is_no_reward() -> None:
+    values = {"maths": [1.0, None, None], "code": [None, 0.5, None], "noted": [7.0, 7.0, 7.0]}
+    assert weighted_sum(values, {"maths": 1.0, "code": 4.0}) == [1.0, 2.0, None]
+    assert weighted_sum(values, {"maths": 0.0}) == [0.0, None, None], "it applies, and counts for nothing just now"
+
+
+def test_a_gate_that_does_not_apply_is_open_and_a_shut_one_needs_no_sum() -> None:
+    values = {"form": [None, 0.0, 1.0, 0.5], "quality": [2.0, None, None, None]}
+    assert gated_product(values, {"quality": 1.0}, gates=["form"], closed=-1.0) == [2.0, -1.0, None, None]
+
+
+def test_gdpo_puts_every_term_on_one_scale_within_the_answers_of_a_prompt() -> None:
+    # of p: quality 0, 1000: -+ 0.707; form 1, 0: +- 0.707, so equal weights cancel exactly. Of q: quality 5, 5: no difference.
+    values = {"quality": [0.0, 5.0, 1000.0, 5.0], "form": [1.0, 0.0, 0.0, 1.0]}
+    rewards = compose(values, Gdpo(), {"quality": 1.0, "form": 1.0}, ["p", "q", "p", "q"])
+    assert rewards == pytest.approx([0.0, -(0.5**0.5), 0.0, 0.5**0.5])
+    heavier = compose(values, Gdpo(), {"quality": 3.0, "form": 1.0}, ["p", "q", "p", "q"])
+    assert heavier[0] == pytest.approx(-2 * 0.5**0.5)
+
+
+def test_in_a_group_only_the_answers_it_applies_to_count() -> None:
+    found = in_group([2.0, None, 4.0, 6.0, 9.0], ["p", "p", "p", "p", "q"])
+    assert found == pytest.approx([-1.0, None, 0.0, 1.0, 0.0])  # mean 4, sample deviation 2; q is alone
+
+
+def test_equal_values_are_exactly_zero_and_not_rounding_noise_over_noise() -> None:
+    assert in_group([0.1, 0.1, 0.1], ["p", "p", "p"]) == [0.0, 0.0, 0.0]
+
+
+# ---------------------------------------------------------------- shaping
+
+
+def test_the_running_statistics_are_those_of_everything_seen() -> None:
+    batches = [[1.0, 2.0, 4.0], [10.0], [], [-3.0, 0.5]]
+    normaliser = RunningNormalizer.empty()
+    for batch in batches:
+        normaliser = normaliser.updated(batch)
+    everything = [value for batch in batches for value in batch]
+    assert normaliser.mean == pytest.approx(fmean(everything), rel=1e-12)
+    assert normaliser.normalized([2.0])[0] == pytest.approx((2.0 - fmean(everything)) / pstdev(everything), rel=1e-6)
+
+
+def test_equal_rewards_normalise_to_zero_and_not_to_noise() -> None:
+    assert RunningNormalizer.empty().updated([0.7, 0.7]).normalized([0.7, 5.0]) == [0.0, 0.0]
+
+
+def test_a_large_offset_does_not_cost_precision() -> None:
+    normaliser = RunningNormalizer.empty().updated([1e9, 1e9 + 1]).updated([1e9 + 2])
+    assert normaliser.squares == pytest.approx(2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(0, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0), (120, -2.0)])
+def test_the_overlong_penalty_falls_linearly_over_the_buffer(length: int, penalty: float) -> None:
+    assert soft_overlong(length, max_tokens=100, buffer_tokens=20, factor=2.0) == penalty
+
+
+def test_a_weight_moves_in_a_straight_line_and_then_stays() -> None:
+    weights = [linear_weight(step, start=1.0, end=3.0, steps=4) for step in (0, 1, 4, 9)]
+    assert weights == [1.0, 1.5, 3.0, 3.0]

@@ -19,8 +19,18 @@ from rlhf_core.http import serving as http_serving
 from rlhf_core.http.serving import BodyLimits
 from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.remote import RemoteRewardClient
-from rlhf_core.rewards.server import Query, ServerLimits, create_app, read_request
-from tests.rlhf_core.rewards.test_remote import answers
+from rlhf_core.rewards.server import (
+    Query,
+    ServerLimits,
+    as_it_stands,
+    create_app,
+    function_score,
+    read_request,
+    rendered,
+    reward_model_score,
+)
+from rlhf_core.types import Generation, Message
+from tests.rlhf_core.rewards.answers import answers
 from tests.support.reward_servers import serving
 
 
@@ -41,6 +51,8 @@ class Counting:
             assert self._gate.wait(20)
         if any(query.answer == "bad" for query in queries):
             raise RewardError("the reward refuses 'bad'")
+        if any(query.answer == "bug" for query in queries):
+            raise ZeroDivisionError
         values = tuple(None if query.answer == "none" else float(len(query.answer)) for query in queries)
         return RewardOutcome(values, logs={"seen": (float(len(queries)), len(queries))})
 
@@ -95,24 +107,15 @@ def test_one_request_that_fails_does_not_fail_its_neighbours() -> None:
     with serving(create_app(score, name="n", token="")) as url, ThreadPoolExecutor(4) as pool:
         first = pool.submit(asked, url, "x")
         assert score.started.wait(20)
-        rest = [pool.submit(asked, url, text) for text in ("bad", "good")]
+        rest = [pool.submit(asked, url, text) for text in ("bad", "bug", "good")]
         wait_until_queued(url, len(rest))
         gate.set()
         assert first.result().status_code == 200
-        bad, good = (one.result() for one in rest)
+        bad, bug, good = (one.result() for one in rest)
         assert bad.status_code == 500 and "refuses 'bad'" in bad.json()["error"]
-        assert good.json()["rewards"] == [4.0]
-
-
-def test_a_bug_of_the_scorer_answers_500_and_the_next_is_served() -> None:
-    def score(queries: Sequence[Query]) -> RewardOutcome:
-        if queries[0].answer == "bug":
-            raise ZeroDivisionError
-        return RewardOutcome((1.0,) * len(queries))
-
-    with serving(create_app(score, name="n", token="")) as url:
-        assert asked(url, "bug").status_code == 500
-        assert asked(url, "fine").json()["rewards"] == [1.0]
+        assert bug.status_code == 500 and good.json()["rewards"] == [4.0]
+        assert asked(url, "bug").status_code == 500, "alone in its batch"
+        assert asked(url, "fine").json()["rewards"] == [4.0]
 
 
 def test_without_the_token_there_is_no_reward_and_no_metrics() -> None:
@@ -162,27 +165,6 @@ def test_a_web_page_gets_no_reward() -> None:
         assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
         assert HTTP.options(url, headers=headers | {"Access-Control-Request-Method": "POST"}).status_code == 403
     assert score.batches == []
-
-
-def test_a_bug_in_the_scorer_is_that_of_one_request() -> None:
-    gate, started = threading.Event(), threading.Event()
-
-    def score(queries: Sequence[Query]) -> RewardOutcome:
-        started.set()
-        assert gate.wait(20)
-        if any(query.answer == "bug" for query in queries):
-            raise ZeroDivisionError
-        return RewardOutcome((1.0,) * len(queries))
-
-    limits = ServerLimits(max_wait_s=0.05)
-    with serving(create_app(score, name="n", token="", limits=limits)) as url, ThreadPoolExecutor(4) as pool:
-        first = pool.submit(asked, url, "first")
-        assert started.wait(20)
-        rest = [pool.submit(asked, url, text) for text in ("bug", "fine")]
-        wait_until_queued(url, 2)
-        gate.set()
-        assert first.result().status_code == 200
-        assert [one.result().status_code for one in rest] == [500, 200]
 
 
 def test_metrics_count_what_happened() -> None:
@@ -236,3 +218,61 @@ def test_a_client_that_never_ends_its_headers_is_sent_away_and_so_are_too_many(m
                 while one.recv(4096):
                     continue
         assert asked(url, "abc").json()["rewards"] == [3.0]
+
+
+# ---------------------------------------------------------------- what it scores with
+
+
+class Model:
+    """Scores a sequence by its sum; keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def scores(self, sequences: Sequence[tuple[int, ...]]) -> list[float]:
+        self.seen += sequences
+        return [float(sum(sequence)) for sequence in sequences]
+
+
+def tokenize(text: str) -> tuple[int, ...]:
+    return tuple(text.encode())
+
+
+def test_a_function_gets_prompt_answer_and_label_as_they_were_sent() -> None:
+    seen: list[Generation] = []
+
+    def reward(generations: Sequence[Generation]) -> RewardOutcome:
+        seen.extend(generations)
+        return RewardOutcome((1.0, None), logs={"hits": (1.0, 2)})
+
+    outcome = function_score(reward)([Query("2+2? 4", "2+2? ", "4"), Query("no prompt", "", "")])
+    assert outcome == RewardOutcome((1.0, None), logs={"hits": (1.0, 2)})
+    assert [(one.prompt.messages, one.completion.text, one.prompt.label) for one in seen] == [
+        ((Message("user", "2+2? "),), "4", "4"),
+        ((Message("user", ""),), "no prompt", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"), [((1.0,), "for 2 answers"), ((1.0, float("nan")), r"rewards\[1\] = nan")]
+)
+def test_what_json_cannot_say_is_refused(values: tuple[float, ...], problem: str) -> None:
+    score = function_score(lambda generations: RewardOutcome(values))
+    with pytest.raises(RewardError, match=problem):
+        score([Query("a", "", ""), Query("b", "", "")])
+
+
+def test_a_rendered_query_is_read_as_it_stands_and_cut_like_in_training() -> None:
+    model = Model()
+    score = reward_model_score(model, as_it_stands(tokenize), max_length=3)  # type: ignore[arg-type]
+    assert score([Query("ab", "a", ""), Query("abcd", "", "")]).values == (97.0 + 98, 97.0 + 98 + 99)
+    assert model.seen == [(97, 98), (97, 98, 99)]
+    with pytest.raises(RewardError, match="no token"):
+        score([Query("", "", "")])
+
+
+def test_a_plain_query_is_rendered_by_the_template_with_an_end_of_turn() -> None:
+    encode = rendered(lambda prompt, answer: (*tokenize(f"<{prompt}>{answer}"), 0))
+    assert encode(Query("hi you", "hi ", "")) == (*b"<hi >you", 0)
+    with pytest.raises(RewardError, match="does not begin with it"):
+        encode(Query("you", "hi", ""))

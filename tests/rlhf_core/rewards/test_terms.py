@@ -1,163 +1,26 @@
-"""Terms as a profile names them, opened; and the table of what a reward function can do wrong."""
+"""Terms as a profile names them, opened."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from pydantic import TypeAdapter
 
 from rlhf_core.config.rewards import FunctionReward, JudgeReward, RemoteReward
-from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.errors import RewardError
 from rlhf_core.rewards import terms
-from rlhf_core.rewards.batches import BatchedReward, RewardOutcome
+from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.terms import episode_reward, identity, open_elsewhere
-from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
+from rlhf_core.types import ActionSpan, Generation
+from tests.rlhf_core.rewards.answers import answer, answers
 from tests.support.reward_servers import scripted
-
-MOODS = """
-import ctypes, os, re, subprocess, sys, time
-
-CHILDREN = []
-
-def by_mood(prompts, completions, labels, **columns):
-    for text in completions:
-        if text == "hang":
-            re.match(r"(a+)+$", "a" * 40 + "b")   # for hours, and holds the interpreter lock
-        if text == "slow":
-            time.sleep(60)
-        if text == "exit":
-            os._exit(3)
-        if text == "segfault":
-            ctypes.string_at(0)
-        if text == "leave":
-            sys.exit(0)
-        if text == "raise":
-            raise KeyError("no such thing")
-        if text == "hog":
-            held = bytearray(4 * 2**30)
-        if text == "child":
-            CHILDREN.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
-            time.sleep(60)
-        if text == "print":
-            os.write(1, b"\\x80\\x04garbage" * 10_000)
-            print("x" * 100_000)
-    wrong = {"nan": float("nan"), "inf": float("-inf"), "huge": 1e38, "none": None}
-    scores = [wrong[text] if text in wrong else float(len(text)) for text in completions]
-    return scores[:-1] if "short" in completions else scores
-"""
-
-
-def answers(*texts: str) -> list[Generation]:
-    return [
-        Generation(
-            Prompt(f"p{i}", (Message("user", "hi"),), "", ""), (1,), Completion((2,), (-1.0,), text, "stop", 0, 0)
-        )
-        for i, text in enumerate(texts)
-    ]
-
-
-@contextmanager
-def opened(folder: Path, **settings: Any) -> Iterator[BatchedReward]:
-    file = folder / "moods.py"
-    file.write_text(MOODS)
-    spec = FunctionReward.model_validate(
-        {"function": f"{file}:by_mood", "timeout_s": 60.0, "memory_mb": 512} | settings
-    )
-    with ExitStack() as leases:
-        yield open_elsewhere("mood", spec, folder / "work", leases)
-
-
-@pytest.fixture(scope="module")
-def tolerant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BatchedReward]:
-    with opened(tmp_path_factory.mktemp("moods"), on_failure="invalid") as reward:
-        yield reward
-
-
-@pytest.fixture(scope="module")
-def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BatchedReward]:
-    with opened(tmp_path_factory.mktemp("moods"), on_failure="invalid", timeout_s=2.0) as reward:
-        yield reward
-
-
-FAULTS = [
-    ("exit", "ended with status 3"),
-    ("segfault", "ended with status -11"),
-    ("leave", "ended with status 0"),
-    ("raise", "raised KeyError: 'no such thing'"),
-    ("hog", "raised MemoryError"),
-    ("nan", "returned nan: must be finite and within +-1e+06"),
-    ("inf", "returned -inf: must be finite and within +-1e+06"),
-    ("huge", "returned 1e+38: must be finite and within +-1e+06"),
-]
-
-
-@pytest.mark.parametrize(("mood", "reason"), FAULTS)
-def test_a_fault_is_found_and_named_and_costs_no_other_answer(tolerant: BatchedReward, mood: str, reason: str) -> None:
-    outcome = tolerant(answers("good", mood))
-    assert outcome.failures == {1: reason}
-    assert outcome.values == (4.0, None)
-
-
-@pytest.mark.parametrize("mood", ["hang", "slow", "child"])
-def test_what_does_not_end_is_found_in_time_and_costs_no_other_answer(impatient: BatchedReward, mood: str) -> None:
-    began = time.monotonic()
-    outcome = impatient(answers("good", mood))
-    assert outcome.failures == {1: "took longer than 2 s"}
-    assert outcome.values == (4.0, None)
-    assert time.monotonic() - began < 30  # two deadlines of 2 s, and starts on a busy machine
-
-
-def test_what_it_prints_and_what_does_not_apply_are_no_faults(tolerant: BatchedReward) -> None:
-    assert tolerant(answers("print", "none")) == RewardOutcome((5.0, None))
-
-
-def test_a_wrong_number_of_values_costs_the_batch(tolerant: BatchedReward) -> None:
-    reason = "returned 1 values for 2 generations"
-    assert tolerant(answers("good", "short")).failures == {0: reason, 1: reason}
-
-
-@pytest.mark.parametrize(
-    ("mood", "message"),
-    [
-        ("exit", r"rewards\.mood = 'prompts p0 to p1'.*ended with status 3"),
-        ("raise", r"(?s)rewards\.mood = 'prompts p0 to p1'.*KeyError: 'no such thing'"),
-        ("nan", r"rewards\.mood\[prompt p1\] = nan"),
-        ("short", r"rewards\.mood = 1: values for 2 generations"),
-    ],
-)
-def test_where_a_failure_ends_the_stage_the_error_names_the_reward_and_the_prompts(
-    tmp_path: Path, mood: str, message: str
-) -> None:
-    with opened(tmp_path) as reward, pytest.raises(RewardError, match=message):
-        reward(answers("good", mood))
-
-
-def test_no_process_is_left_over(tmp_path: Path) -> None:
-    before = set(psutil.Process().children(recursive=True))
-    with opened(tmp_path, on_failure="invalid", workers=2, timeout_s=4.0, batch_size=1) as reward:
-        started = set(psutil.Process().children(recursive=True)) - before
-        assert len(started) == 4  # two workers, each with its guard
-        assert reward(answers("good", "child", "x")).failures.keys() == {1}
-        started |= set(psutil.Process().children(recursive=True)) - before
-    _, alive = psutil.wait_procs(list(started), timeout=10)
-    assert [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
-
-
-def test_a_function_that_cannot_be_called_is_refused_before_any_answer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.mood\.arguments\.x = 1: is not a parameter"):
-        file = tmp_path / "one.py"
-        file.write_text("def one(generations):\n    return []\n")
-        with ExitStack() as leases:
-            open_elsewhere("mood", FunctionReward(function=f"{file}:one", arguments={"x": 1}), tmp_path, leases)
 
 
 def test_a_library_reward_takes_its_arguments(tmp_path: Path) -> None:
@@ -208,9 +71,9 @@ def test_the_identity_is_what_decides_the_values(tmp_path: Path) -> None:
 
 
 def test_an_episode_has_the_sum_of_its_environments_rewards() -> None:
-    plain, episode = answers("x", "y")
+    plain = answer("x")
     spans = (ActionSpan(0, 1, 0, 0.25), ActionSpan(1, 1, 0, 0.5))
-    scored = Generation(episode.prompt, (1,), Completion((2,), (-1.0,), "y", "stop", 0, 0, spans))
+    scored = replace(plain, completion=replace(plain.completion, spans=spans))
     assert episode_reward([plain, scored]) == RewardOutcome((None, 0.75))
     graded = replace(scored, completion=replace(scored.completion, score=1.0))
     assert episode_reward([plain, graded]) == RewardOutcome((None, 0.75), scores=(None, 1.0))

@@ -18,12 +18,7 @@ from rlhf_core.rewards.verifiable import (
     read_final_number,
     think_format,
 )
-from rlhf_core.types import Completion, FinishReason, Generation, Message, Prompt
-
-
-def answer(text: str, label: str = "", finish_reason: FinishReason = "stop") -> Generation:
-    prompt = Prompt("p", (Message("user", "?"),), label, "test")
-    return Generation(prompt, (1,), Completion((2,), (-1.0,), text, finish_reason, 0, 0))
+from tests.rlhf_core.rewards.answers import answer
 
 
 @pytest.mark.parametrize(
@@ -53,16 +48,16 @@ def test_an_answer_without_a_number_has_none(text: str) -> None:
 
 def test_final_number_compares_values_and_not_spellings() -> None:
     texts = ["#### 1,000", "it is 1000.00", "#### 1001", "who knows"]
-    assert final_number([answer(text, "so 10 * 100 #### 1000") for text in texts]) == [1.0, 1.0, 0.0, 0.0]
+    assert final_number([answer(text, label="so 10 * 100 #### 1000") for text in texts]) == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_number_elsewhere_does_not_earn_the_reward() -> None:
-    assert final_number([answer("7 is the answer, or 8", "7")]) == [0.0]
+    assert final_number([answer("7 is the answer, or 8", label="7")]) == [0.0]
 
 
 def test_exact_match_forgives_case_space_and_a_final_period_only() -> None:
     texts = [" paris. ", "Paris", "Paris, France", ""]
-    assert exact_match([answer(text, "Paris") for text in texts]) == [1.0, 1.0, 0.0, 0.0]
+    assert exact_match([answer(text, label="Paris") for text in texts]) == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_boxes_are_read_with_balanced_braces() -> None:
@@ -73,13 +68,17 @@ def test_boxes_are_read_with_balanced_braces() -> None:
 
 def test_boxed_match_takes_the_last_box_as_number_or_text() -> None:
     texts = [r"\boxed{2} so \boxed{0.50}", r"\boxed{0.5} so \boxed{2}", "0.5"]
-    assert boxed_match([answer(text, ".5") for text in texts]) == [1.0, 0.0, 0.0]
-    assert boxed_match([answer(r"\boxed{x + 1}", r"thus \boxed{X +  1}")]) == [1.0]
+    assert boxed_match([answer(text, label=".5") for text in texts]) == [1.0, 0.0, 0.0]
+    assert boxed_match([answer(r"\boxed{x + 1}", label=r"thus \boxed{X +  1}")]) == [1.0]
 
 
 def test_answer_tags_need_their_format_and_the_label() -> None:
     right = "<think>2+2</think>\n<answer>4</answer>"
-    assert answer_tag_match([answer(right, "4"), answer(right, "5"), answer("4", "4")]) == [1.0, 0.0, 0.0]
+    assert answer_tag_match([answer(right, label="4"), answer(right, label="5"), answer("4", label="4")]) == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""Ask a server that may be slow, hang or answer without end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+
+from rlhf_core.secrets.redaction import without_secrets
+
+CONNECT_S = 5.0
+"""Seconds for connecting: a server that is there accepts at once, however busy it is."""
+LARGEST_ANSWER = 64 * 2**20
+"""Bytes of an answer, which is held in memory."""
+
+
+class TooLarge(httpx.HTTPError):
+    """The answer has more than `LARGEST_ANSWER` bytes."""
+
+
+def post(
+    client: httpx.Client, url: str, body: Any, *, timeout_s: float, connect_s: float = CONNECT_S
+) -> tuple[int, bytes]:
+    """Send `body` as JSON; return the status and the content of the answer.
+
+    Raises httpx.TimeoutException if the whole answer takes longer than `timeout_s` (the timeout of httpx is for each read,
+    and there may be many), TooLarge for one without end, and httpx.HTTPError if there is none.
+    """
+    deadline, content = time.monotonic() + timeout_s, b""
+    timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, connect_s))
+    with client.stream("POST", url, json=body, timeout=timeout) as response:
+        for piece in response.iter_bytes():
+            content += piece
+            if len(content) > LARGEST_ANSWER:
+                raise TooLarge(f"returned more than {LARGEST_ANSWER} bytes")
+            if time.monotonic() > deadline:
+                raise httpx.ReadTimeout(f"took longer than {timeout_s:g} s")
+    return response.status_code, content
+
+
+def shown_body(content: bytes, most: int) -> str:
+    """Return the beginning of an answer for a message, without secrets: a server may repeat what it was sent."""
+    return without_secrets(content.decode(errors="replace"))[:most]
