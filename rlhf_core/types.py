@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
@@ -385,6 +385,21 @@ def derive_seed(*parts: int | str) -> int:
 
 
 # ---------------------------------------------------------------- text
+
+
+def label_fields(label: str) -> dict[str, Any]:
+    """Return the fields of a label that is a JSON object, none of another one.
+
+    >>> label_fields('{"level": 3}'), label_fields("4"), label_fields("{not JSON")
+    ({'level': 3}, {}, {})
+    """
+    if not label.lstrip().startswith("{"):
+        return {}
+    try:
+        fields: dict[str, Any] = json.loads(label)
+    except (ValueError, RecursionError):  # no JSON, or a number too long or brackets too deep to be read
+        return {}
+    return fields
 
 
 def encodable(text: str) -> str:

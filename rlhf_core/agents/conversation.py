@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_core.agents.programs import Answer, EpisodeCut, ProgramEngine
+from rlhf_core.agents.programs import Answer, EpisodeCut, EpisodeFailed, ProgramEngine
 from rlhf_core.agents.tools import parse_calls
 from rlhf_core.data.chat import ChatTemplate, encode
 from rlhf_core.errors import ConfigError, DataError
@@ -294,9 +294,9 @@ class Transcript:
         return True
 
     def earn(self, reward: float, *, turn: int = -1) -> None:
-        """Add `reward` to a turn (default: the last); ValueError if it is not finite."""
+        """Add `reward` to a turn (default: the last); EpisodeFailed if it is not finite."""
         if not math.isfinite(reward):
-            raise ValueError(f"the reward is {reward}, and must be finite")
+            raise EpisodeFailed(f"the reward is {reward}, and must be finite")
         self._spans[turn] = replace(self._spans[turn], reward=reward)
 
     def note(self, extras: Mapping[str, float]) -> None:

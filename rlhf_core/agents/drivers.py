@@ -6,18 +6,17 @@ and the driver checks that it holds exactly what was sampled.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlhf_core.agents.conversation import EpisodeResult, Transcript, turn_seed
 from rlhf_core.agents.environment import StepResult
-from rlhf_core.agents.programs import Answer, Ask, ProgramResult
+from rlhf_core.agents.programs import Answer, Ask, EpisodeFailed, ProgramResult
 from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.types import Completion, FinishReason, Message, Prompt, SamplingRequest
+from rlhf_core.types import Completion, FinishReason, Message, Prompt, SamplingRequest, label_fields
 
 CallOut = tuple[str, tuple[Any, ...]]
 """A verb of the episode's session with its arguments."""
@@ -30,17 +29,6 @@ class Rules:
     chat: ChatTemplate
     limits: EpisodeLimits
     sampling: SamplingConfig
-
-
-class EpisodeFailed(Exception):
-    """The reason why an episode cannot continue."""
-
-
-def rewarded(result: ProgramResult, *, needed: bool) -> ProgramResult:
-    """Return `result`; EpisodeFailed if it has no reward and one is needed: it would earn 0."""
-    if needed and not result.rewards:
-        raise EpisodeFailed("it ended without any reward (needs_reward = false takes rewards from elsewhere)")
-    return result
 
 
 class EpisodeDriver(Protocol):
@@ -104,7 +92,7 @@ class EnvironmentDriver:
         return self._text.request(self._max_tokens)
 
     def _stepped(self, result: StepResult) -> SamplingRequest | None:
-        earn(self._text, result.reward)
+        self._text.earn(result.reward)
         self._text.note(result.extras)
         if self._cut or result.done:
             self.finished = "length" if self._cut else "stop"
@@ -178,9 +166,9 @@ class ProgramDriver:
         text = self._conversation(turns, strict=True)
         if len(result.rewards) == len(turns):
             for turn, reward in enumerate(result.rewards):
-                earn(text, reward, turn=turn)
+                text.earn(reward, turn=turn)
         elif result.rewards:
-            earn(text, sum(result.rewards))
+            text.earn(sum(result.rewards))
         text.note(result.extras)
         text.score = result.score
         self._text = text
@@ -219,14 +207,6 @@ class ProgramDriver:
         return text
 
 
-def earn(text: Transcript, reward: float, *, turn: int = -1) -> None:
-    """Put a reward at a turn; EpisodeFailed if it is not a finite number."""
-    try:
-        text.earn(reward, turn=turn)
-    except ValueError as error:
-        raise EpisodeFailed(str(error)) from None
-
-
 def with_added(messages: tuple[Message, ...], added: str) -> tuple[Message, ...]:
     """Return `messages` with a text added to the last user turn, after an empty line.
 
@@ -251,15 +231,4 @@ def prompt_columns(prompt: Prompt, text: str) -> Mapping[str, Any]:
         "source": prompt.source,
         "text": text,
     }
-    return label_columns(prompt.label) | own
-
-
-def label_columns(label: str) -> dict[str, Any]:
-    """Return the keys of a label that is a JSON object, none of another one."""
-    if not label.lstrip().startswith("{"):
-        return {}
-    try:
-        columns: dict[str, Any] = json.loads(label)
-    except (ValueError, RecursionError):  # no JSON, or a number too long or brackets too deep to be read
-        return {}
-    return columns
+    return label_fields(prompt.label) | own

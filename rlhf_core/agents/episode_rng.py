@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-NOBODY = -1
+NOBODY = -1  # tickets count from 0
 
 
 class EpisodeRng:

@@ -12,15 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf_core.agents.conversation import EpisodeResult
-from rlhf_core.agents.drivers import (
-    EnvironmentDriver,
-    EpisodeDriver,
-    EpisodeFailed,
-    ProgramDriver,
-    Rules,
-    prompt_columns,
-)
+from rlhf_core.agents.drivers import EnvironmentDriver, EpisodeDriver, ProgramDriver, Rules, prompt_columns
 from rlhf_core.agents.process import Environments, Event
+from rlhf_core.agents.programs import EpisodeFailed
 from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate

@@ -58,6 +58,17 @@ class EpisodeCut(RuntimeError):
     """Raised by `generate` where the episode has no turn or no token left; a program may catch it and return its result."""
 
 
+class EpisodeFailed(Exception):
+    """The reason why an episode cannot continue."""
+
+
+def rewarded(result: ProgramResult, *, needed: bool) -> ProgramResult:
+    """Return `result`; EpisodeFailed if it has no reward and one is needed: it would earn 0."""
+    if needed and not result.rewards:
+        raise EpisodeFailed("it ended without any reward (needs_reward = false takes rewards from elsewhere)")
+    return result
+
+
 class ProgramEngine:
     """The engine that a program samples from, one turn at a time.
 

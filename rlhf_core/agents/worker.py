@@ -29,7 +29,7 @@ from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.user_code.dependencies import check_functions
 from rlhf_core.user_code.watch import watch_process
 
-TRACEBACK_LINES = 12
+TRACEBACK_LINES = 12  # the last frames name the fault; a failure is kept with each episode
 
 
 @dataclass(frozen=True, slots=True)

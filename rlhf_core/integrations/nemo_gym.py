@@ -15,14 +15,14 @@ import httpx
 from pydantic import BaseModel
 
 from rlhf_core.agents.conversation import ChatMessage, Conversation, PolicyTurn, ToolUse
-from rlhf_core.agents.drivers import EpisodeFailed, label_columns
 from rlhf_core.agents.endpoint import MODEL
-from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult, ProgramSession
+from rlhf_core.agents.programs import EpisodeCut, EpisodeFailed, Program, ProgramEngine, ProgramResult, ProgramSession
 from rlhf_core.config.agents import NemoGymAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.integrations.openenv import PROBE_TIMEOUT_S, authorization, get_object
 from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.types import label_fields
 
 SESSION = ProgramSession
 ROUTES = ("/seed_session", "/verify")
@@ -96,7 +96,7 @@ def task_of(prompt: Mapping[str, Any], *, label_field: str) -> dict[str, Any]:
     >>> task
     {'expected_answer': '4', 'responses_create_params': {'input': []}}
     """
-    task = label_columns(prompt["label"]) or ({label_field: prompt["label"]} if label_field else {})
+    task = label_fields(prompt["label"]) or ({label_field: prompt["label"]} if label_field else {})
     params = dict(task.get("responses_create_params", {}))
     params["input"] = list(prompt["messages"])
     return {**task, "responses_create_params": params}

@@ -18,17 +18,17 @@ from pydantic import BaseModel, ValidationError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from rlhf_core.agents.drivers import EpisodeFailed, label_columns
 from rlhf_core.agents.environment import StepResult
+from rlhf_core.agents.programs import EpisodeFailed
 from rlhf_core.agents.sessions import EnvironmentSession
 from rlhf_core.config.agents import OpenEnvAgent, ServedAgent
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.schema.secrets import bearer
+from rlhf_core.types import label_fields
 
 SESSION = EnvironmentSession
-PROBE_TIMEOUT_S = 20.0
-MESSAGE_BYTES = 2**26
-"""Most bytes of an observation."""
+PROBE_TIMEOUT_S = 20.0  # per request at the start; a server that has loaded answers in milliseconds
+MESSAGE_BYTES = 2**26  # of an observation; websockets allows 2**20, and pictures take more
 ENVELOPE = ("done", "reward", "metadata")
 """Fields of a schema that are not in the action or observation itself."""
 WHOLE = "json"
@@ -88,7 +88,7 @@ class OpenEnvEpisode:
         """Open a session and reset it with the seed; return the first observation."""
         address = f"ws{self._config.url.removeprefix('http').rstrip('/')}/ws"
         self._socket = await connect(address, additional_headers=authorization(self._config), max_size=MESSAGE_BYTES)
-        given = label_columns(str(prompt["label"])) if self._config.give_label else {}
+        given = label_fields(str(prompt["label"])) if self._config.give_label else {}
         observed = await self._ask("reset", given | self._config.reset_arguments | {"seed": seed})
         if observed.done:
             raise EpisodeFailed("it was over as soon as it was reset")

@@ -22,8 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from rlhf_core.agents.drivers import rewarded
-from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult, ProgramSession
+from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult, ProgramSession, rewarded
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.data.chat import encode, following, load_tokenizer
 from rlhf_core.errors import ConfigError, explain
@@ -31,6 +30,7 @@ from rlhf_core.types import plain_text
 from rlhf_core.user_code.modules import NO_DIGESTS, UserFile
 
 SESSION = ProgramSession
+# What agent files import of OpenRLHF.
 MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent", "openrlhf.utils.logging_utils")
 
 
@@ -61,8 +61,6 @@ class AgentExecutorBase:
     `result_queue`, here by playing an instance.
     """
 
-    agent_instance_cls: type[AgentInstanceBase] | None = None
-
     def __init__(
         self,
         agent_instance_cls: type[AgentInstanceBase] | None = None,
@@ -72,8 +70,9 @@ class AgentExecutorBase:
         hf_tokenizer: Any = None,
         result_queue: Any = None,
     ) -> None:
-        if agent_instance_cls is not None:
-            self.agent_instance_cls = checked_instance(agent_instance_cls)
+        if agent_instance_cls is not None and not issubclass(agent_instance_cls, AgentInstanceBase):
+            raise TypeError(f"{agent_instance_cls.__name__} must derive from AgentInstanceBase")
+        self.agent_instance_cls = agent_instance_cls
         self.max_steps = max_steps
         self.max_length = max_length
         self.llm_engine = llm_engine
@@ -89,17 +88,11 @@ class AgentExecutorBase:
         """Run an instance of the constructor's class and put the episode on the queue."""
         if self.agent_instance_cls is None:
             raise NotImplementedError(f"{type(self).__name__} defines no execute and has no AgentInstanceBase to play")
-        episode = await play_instance(
-            partial(made, self.agent_instance_cls),
-            prompt,
-            label,
-            sampling_params,
-            max_length=self.max_length,
-            hf_tokenizer=self.hf_tokenizer,
-            generate=self.generate,
-            max_steps=self.max_steps,
+        limits = {"max_length": self.max_length, "max_steps": self.max_steps}
+        played = play_instance(
+            self.agent_instance_cls, prompt, label, sampling_params, self.hf_tokenizer, self.generate, **limits
         )
-        await self.result_queue.put(episode)
+        await self.result_queue.put(await played)
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
@@ -121,32 +114,35 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         """Return the episode."""
         assert self.agent_instance_cls is not None
         return await play_instance(
-            partial(made, self.agent_instance_cls),
+            self.agent_instance_cls,
             prompt,
             label,
             sampling_params,
+            hf_tokenizer,
+            llm_engine.generate,
             max_length=max_length,
-            hf_tokenizer=hf_tokenizer,
-            generate=llm_engine.generate,
         )
 
 
 async def play_instance(
-    make: Callable[[], Coroutine[Any, Any, AgentInstanceBase]],
+    agent_instance_cls: type[AgentInstanceBase],
     prompt: str,
     label: str,
     sampling_params: Any,
-    *,
-    max_length: int,
     hf_tokenizer: Any,
     generate: Callable[[Any, Any], Coroutine[Any, Any, Any]],
+    *,
+    max_length: int,
     max_steps: int = sys.maxsize,
 ) -> dict[str, Any]:
     """Return the episode; besides OpenRLHF's keys `turn_rewards`, and `truncated` where the last turn was cut.
 
     Feedback is appended as raw text, and only that text is tokenized: what was sampled stays as it was sampled.
     """
-    instance = await make()
+    instance = agent_instance_cls.__new__(agent_instance_cls)
+    begun = agent_instance_cls.__init__(instance)  # type: ignore[func-returns-value]  # a coroutine where it is async
+    if inspect.isawaitable(begun):
+        await begun
     text = (await instance.reset({"observation": prompt, "label": label}))["observation"]
     tokens = list(encode(hf_tokenizer, text))
     ranges: list[tuple[int, int]] = []
@@ -162,13 +158,8 @@ async def play_instance(
             break
         truncated = turn.finish_reason == "length"
         ranges.append((len(tokens), len(tokens) + len(turn.token_ids)))
-        states = {
-            "observation_text": text,
-            "action_text": turn.text,
-            "label": label,
-            "sampling_params": sampling_params,
-        }
-        result = await instance.step(states)
+        said = {"observation_text": text, "action_text": turn.text}
+        result = await instance.step(said | {"label": label, "sampling_params": sampling_params})
         feedback = result["environment_feedback"]
         rewards.append(float(result["rewards"]))
         text += turn.text + feedback
@@ -192,22 +183,6 @@ async def play_instance(
     }
 
 
-def checked_instance(agent_instance_cls: type[AgentInstanceBase]) -> type[AgentInstanceBase]:
-    """Return the class; TypeError if it does not derive from `AgentInstanceBase`."""
-    if not issubclass(agent_instance_cls, AgentInstanceBase):
-        raise TypeError(f"{agent_instance_cls.__name__} must derive from AgentInstanceBase")
-    return agent_instance_cls
-
-
-async def made(agent_instance_cls: type[AgentInstanceBase]) -> AgentInstanceBase:
-    """Return a new instance, whose `__init__` is awaited where it is async."""
-    if not inspect.iscoroutinefunction(agent_instance_cls.__init__):
-        return agent_instance_cls()
-    instance = agent_instance_cls.__new__(agent_instance_cls)
-    await agent_instance_cls.__init__(instance)
-    return instance
-
-
 class StepFunction(AgentInstanceBase):
     """The function `step` of a file (OpenRLHF 0.8.0 to 0.8.6) as an environment.
 
@@ -216,8 +191,10 @@ class StepFunction(AgentInstanceBase):
     this: the file's globals are the state of one episode.
     """
 
-    def __init__(self, file: UserFile) -> None:
-        self._step = file.run().step
+    file: UserFile
+
+    def __init__(self) -> None:
+        self._step = self.file.run().step
         names = inspect.signature(self._step).parameters.values()
         self._takes_sampling = any(one.kind is one.VAR_KEYWORD or one.name == "sampling_params" for one in names)
 
@@ -344,15 +321,15 @@ def open_agent(
     file = UserFile("agent.file", Path(config.file), code=code, notes=notes)
     module = file.run()
     if hasattr(module, "AgentExecutor"):
-        _check_constructor(config, module.AgentExecutor)
-        loaded = load_tokenizer(Path(tokenizer))
-        play = _executor_play(config, module.AgentExecutor, loaded)
+        kind = module.AgentExecutor
+        _check_constructor(config, kind)
     elif inspect.iscoroutinefunction(getattr(module, "step", None)):
-        loaded = load_tokenizer(Path(tokenizer))
-        play = _step_play(config, file, loaded)
+        kind = partial(MultiTurnAgentExecutor, type("Step", (StepFunction,), {"file": file}))
     else:
         rule = "defines neither a class AgentExecutor nor a function `async def step(observation, action, label, **kwargs)`"
         raise ConfigError(explain("agent.file", config.file, rule, "name the file of --agent_func_path"))
+    loaded = load_tokenizer(Path(tokenizer))
+    play = _executor_play(config, kind, loaded)
 
     async def program(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
         sampling = prompt["sampling"]
@@ -363,7 +340,7 @@ def open_agent(
     return program
 
 
-def _executor_play(config: OpenRLHFAgent, kind: type[AgentExecutorBase], tokenizer: Any) -> Play:
+def _executor_play(config: OpenRLHFAgent, kind: Callable[..., AgentExecutorBase], tokenizer: Any) -> Play:
     """Return the function that runs an episode of the executor, with the arguments of its version."""
     early = _is_early(kind)
 
@@ -405,27 +382,9 @@ def _executor_play(config: OpenRLHFAgent, kind: type[AgentExecutorBase], tokeniz
     return play
 
 
-def _step_play(config: OpenRLHFAgent, file: UserFile, tokenizer: Any) -> Play:
-    async def instance() -> StepFunction:
-        return StepFunction(file)
-
-    async def play(prompt: str, label: str, params: SamplingParams, llm_engine: LLMEngine) -> Mapping[str, Any]:
-        return await play_instance(
-            instance,
-            prompt,
-            label,
-            params,
-            max_length=config.max_episode_tokens,
-            hf_tokenizer=tokenizer,
-            generate=llm_engine.generate,
-        )
-
-    return play
-
-
-def _is_early(kind: type[AgentExecutorBase]) -> bool:
+def _is_early(kind: Any) -> bool:
     """Return whether the class is one of OpenRLHF up to 0.9.0, by its constructor or its `execute`."""
-    return not _binds(kind) or "llm_engine" not in inspect.signature(kind.execute).parameters
+    return not _binds(kind) or ("llm_engine" not in inspect.signature(getattr(kind, "func", kind).execute).parameters)
 
 
 def _check_constructor(config: OpenRLHFAgent, kind: Any) -> None:

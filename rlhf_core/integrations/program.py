@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.agents.drivers import EpisodeFailed, rewarded
 from rlhf_core.agents.endpoint import MODEL, Endpoint
-from rlhf_core.agents.programs import Program, ProgramEngine, ProgramResult, ProgramSession
+from rlhf_core.agents.programs import EpisodeFailed, Program, ProgramEngine, ProgramResult, ProgramSession, rewarded
 from rlhf_core.config.agents import ProgramAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import explain

@@ -17,9 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.agents.drivers import EpisodeFailed, label_columns
 from rlhf_core.agents.endpoint import MODEL, Endpoint
-from rlhf_core.agents.programs import Program, ProgramEngine, ProgramResult, ProgramSession
+from rlhf_core.agents.programs import EpisodeFailed, Program, ProgramEngine, ProgramResult, ProgramSession
 from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, explain
@@ -27,6 +26,7 @@ from rlhf_core.integrations import verifiers_runner
 from rlhf_core.processes.child import OUR_OWN, guarded
 from rlhf_core.processes.guard import kill_group
 from rlhf_core.processes.host import Ended, Host, JsonLines
+from rlhf_core.types import label_fields
 
 SESSION = ProgramSession
 START_TIMEOUT_S = 100.0
@@ -174,7 +174,7 @@ def open_agent(config: VerifiersAgent, *, tokenizer: str, **_: Any) -> Program:
                 "api_key": session.api_key,
                 "model": MODEL,
                 "messages": prompt["messages"],
-                "task": label_columns(prompt["label"]) or {"answer": prompt["label"]},
+                "task": label_fields(prompt["label"]) or {"answer": prompt["label"]},
                 "timeout_s": config.request_timeout_s,
             }
             try:

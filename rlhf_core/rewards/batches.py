@@ -34,7 +34,7 @@ from rlhf_core.types import Generation, encodable
 
 LARGEST_REWARD = 1e6
 """A larger reward counts as a bug: it would dominate every other sample of its batch."""
-LONGEST_REASON = 200
+LONGEST_REASON = 200  # characters: a reason is kept with each rollout that failed
 
 Logs = Mapping[str, tuple[float, int]]
 """Name -> sum and count of a quantity that is logged as a mean."""
@@ -289,8 +289,8 @@ def _read(path: Path) -> dict[str, _Kept]:
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
+FIRST_PAUSE_S = 0.5  # doubles with each retry: 0.5, 1, 2, ...
+LONGEST_PAUSE_S = 30.0  # a server that restarts is back by then
 FAILED_CALLS = 48
 """Failed calls per batch after which the rest of the batch is marked failed, as each may take a full timeout. Enough to
 isolate four bad answers among a thousand."""
@@ -353,7 +353,7 @@ class BatchedReward:
     def _scored(self, generations: Sequence[Generation]) -> RewardOutcome:
         if not generations:
             return RewardOutcome(())
-        size = self._batch_size or -(-len(generations) // self._workers)
+        size = self._batch_size or -(-len(generations) // self._workers)  # rounded up: one batch per worker
         batches = cut(generations, size, compares=self._compares)
         if self._workers == 1:
             return joined([self._settled(batch) for batch in batches])

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +45,7 @@ from rlhf_core.rewards.batches import (
     shortened,
 )
 from rlhf_core.rewards.forgotten_return import forgotten_return
-from rlhf_core.types import Generation, Message
+from rlhf_core.types import Generation, Message, label_fields
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +220,7 @@ def prompt_text(messages: Sequence[Message]) -> str:
 
 def columns_of(generations: Sequence[Generation]) -> dict[str, list[Any]]:
     """Return column -> one value per generation (see the module)."""
-    rows = [_label_fields(one.prompt.label) for one in generations]
+    rows = [label_fields(one.prompt.label) for one in generations]
     names = dict.fromkeys(name for row in rows for name in row)
     columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
     columns |= {
@@ -291,16 +290,6 @@ def _trl_arguments(generations: Sequence[Generation], protocol: Protocol) -> dic
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in messages]
-
-
-def _label_fields(label: str) -> dict[str, Any]:
-    if not label.lstrip().startswith("{"):
-        return {}
-    try:
-        fields = json.loads(label)
-    except (ValueError, RecursionError):  # text that happens to begin with a brace
-        return {}
-    return fields if isinstance(fields, dict) else {}
 
 
 def _number(value: Any) -> float | None:

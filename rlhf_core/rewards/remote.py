@@ -202,7 +202,7 @@ class _Rotation:
         with self._lock:
             health = self._health[url]
             health.failures += 1
-            health.cool_until = time.monotonic() + COOL_DOWN_S * min(2 ** (health.failures - 1), 8)
+            health.cool_until = time.monotonic() + COOL_DOWN_S * min(2 ** (health.failures - 1), 8)  # 10 to 80 s
 
     def answered(self, url: str) -> None:
         with self._lock:

@@ -120,7 +120,7 @@ def _weighed(weights: Sequence[float], row: Sequence[float | None]) -> float | N
 def _gated(gate: float, total: float | None, closed: float) -> float | None:
     if total is None:
         return closed if gate == 0 else None
-    return gate * total + (1 - gate) * closed
+    return gate * total + (1 - gate) * closed  # g R + (1 - g) c
 
 
 def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
@@ -131,7 +131,7 @@ def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _standardized(value: float, mean: float, std: float) -> float:
-    return (value - mean) / std if std else 0.0
+    return (value - mean) / std if std else 0.0  # (r_i - mean(r)) / std(r) within the group
 
 
 # ---------------------------------------------------------------- Score generations: every term, then composition and shaping, to rollouts

@@ -33,7 +33,7 @@ from rlhf_core.types import Completion, Generation, Message, Prompt, encodable
 
 logger = logging.getLogger(__name__)
 
-BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # bounds of the histogram in /metrics
 
 
 @dataclass(frozen=True, slots=True)

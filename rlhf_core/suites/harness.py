@@ -38,7 +38,7 @@ from rlhf_core.types import SamplingRequest, TokenSample, derive_seed
 # ---------------------------------------------------------------- Read the results of EleutherAI's evaluation harness as those of a suite
 
 NO_FILTER = "none"
-TOLERANCE = 1e-9
+TOLERANCE = 1e-9  # float64 sums of float64 in another order differ by less
 Results = Mapping[str, Any]
 
 
@@ -133,7 +133,7 @@ def _interval(value: float, error: float, *, documents: int) -> dict[str, float]
     counted = {"mean": value} | ({"prompts": float(documents)} if documents else {})
     if math.isnan(error) or error <= 0 or documents == 1:
         return counted
-    half = t_quantile(LEVEL, documents - 1 if documents else math.inf) * error
+    half = t_quantile(LEVEL, documents - 1 if documents else math.inf) * error  # mean +- t_{n-1} * SE
     return counted | {"low": value - half, "high": value + half}
 
 

@@ -172,41 +172,26 @@ def render(report: Mapping[str, Any], regressions: Sequence[Mapping[str, Any]]) 
 
 def _overview_table(report: Mapping[str, Any]) -> dict[str, Any]:
     suites = report["suites"]
+    cells: dict[str, list[Cell]] = {policy: [] for policy in report["policies"]}
+    for found in suites.values():
+        name = found["headline"]
+        of_all = [row["measures"][name] for row in found["policies"].values() if name in row["measures"]]
+        for policy, line in cells.items():
+            line.append(_cell(_part(found, policy, "measures"), name, bar_among=of_all))
     columns = [_column(suite, found["headline"], found) for suite, found in suites.items()]
-    rows = []
-    for policy in report["policies"]:
-        cells = []
-        for found in suites.values():
-            of_all = [
-                row["measures"][found["headline"]]
-                for row in found["policies"].values()
-                if found["headline"] in row["measures"]
-            ]
-            measures = found["policies"][policy]["measures"] if policy in found["policies"] else {}
-            cells.append(_cell(measures, found["headline"], bar_among=of_all))
-        rows.append({"name": policy, "best": policy == report["reference"], "cells": cells})
-    return {"title": "Policies by suites", "columns": columns, "rows": rows}
+    return _table("Policies by suites", columns, cells, best=report["reference"])
 
 
 def _difference_table(report: Mapping[str, Any]) -> dict[str, Any]:
-    suites = report["suites"]
-    columns = [
-        _column(suite, by_row(found["headline"]), found, measure=by_row(found["headline"]))
-        for suite, found in suites.items()
-    ]
-    rows = []
-    for policy in report["policies"]:
-        if policy == report["reference"]:
-            continue
-        cells = []
-        for found in suites.values():
-            row = found["policies"][policy] if policy in found["policies"] else {}
-            changes = row["difference"] if "difference" in row else {}
-            name = by_row(found["headline"])
-            lower = name in found["lower_is_better"]
-            cells.append(_cell(changes, name, form="+.3f", lower_is_better=lower, tone=True))
-        rows.append({"name": policy, "best": False, "cells": cells})
-    return {"title": f"Difference to {report['reference']}", "columns": columns, "rows": rows}
+    names = {suite: by_row(found["headline"]) for suite, found in report["suites"].items()}
+    cells: dict[str, list[Cell]] = {policy: [] for policy in report["policies"] if policy != report["reference"]}
+    for suite, found in report["suites"].items():
+        lower = names[suite] in found["lower_is_better"]
+        for policy, line in cells.items():
+            changes = _part(found, policy, "difference")
+            line.append(_cell(changes, names[suite], form="+.3f", lower_is_better=lower, tone=True))
+    columns = [_column(suite, names[suite], found, measure=names[suite]) for suite, found in report["suites"].items()]
+    return _table(f"Difference to {report['reference']}", columns, cells)
 
 
 def _suite_tables(suite: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -216,33 +201,37 @@ def _suite_tables(suite: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     slices = list(dict.fromkeys(name for row in policies.values() for name in row["slices"]))
     tables = []
     if len(measures) > 1:
-        rows = [
-            {"name": policy, "best": False, "cells": [_cell(row["measures"], name) for name in measures]}
-            for policy, row in policies.items()
-        ]
+        cells = {policy: [_cell(row["measures"], name) for name in measures] for policy, row in policies.items()}
         columns = [_column(name, "", found, measure=name) for name in measures]
         if any("opponent" in row for row in policies.values()):
             columns.append({"name": "against", "help": found["type"]})
-            for line, row in zip(rows, policies.values(), strict=True):
-                line["cells"].append(NO_CELL | {"text": row["opponent"]} if "opponent" in row else NO_CELL)
-        tables.append({"title": f"{suite}: all measures", "columns": columns, "rows": rows})
+            for policy, row in policies.items():
+                cells[policy].append(NO_CELL | {"text": row["opponent"]} if "opponent" in row else NO_CELL)
+        tables.append(_table(f"{suite}: all measures", columns, cells))
     by_slice = [
         name for name in slices if any(headline_name in row["slices"].get(name, {}) for row in policies.values())
     ]
     if len(by_slice) > 1:
-        rows = [
-            {
-                "name": policy,
-                "best": False,
-                "cells": [
-                    _cell(row["slices"][name] if name in row["slices"] else {}, headline_name) for name in by_slice
-                ],
-            }
+        cells = {
+            policy: [_cell(row["slices"].get(name, {}), headline_name) for name in by_slice]
             for policy, row in policies.items()
-        ]
+        }
         columns = [_column(name, headline_name, found) for name in by_slice]
-        tables.append({"title": f"{suite}: {headline_name} by slice", "columns": columns, "rows": rows})
+        tables.append(_table(f"{suite}: {headline_name} by slice", columns, cells))
     return tables
+
+
+def _table(
+    title: str, columns: Sequence[Mapping[str, str]], cells: Mapping[str, Sequence[Cell]], best: str = ""
+) -> dict[str, Any]:
+    rows = [{"name": policy, "best": policy == best, "cells": line} for policy, line in cells.items()]
+    return {"title": title, "columns": columns, "rows": rows}
+
+
+def _part(found: Mapping[str, Any], policy: str, part: str) -> Mapping[str, Any]:
+    """Return a part of a policy's results in a suite; empty if it has no such part, or was not measured."""
+    row = found["policies"][policy] if policy in found["policies"] else {}
+    return row[part] if part in row else {}
 
 
 def _column(name: str, explained: str, found: Mapping[str, Any], measure: str = "") -> dict[str, str]:

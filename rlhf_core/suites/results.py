@@ -151,7 +151,7 @@ def _columns(rows: Sequence[Row], measure: str) -> tuple[list[float], list[float
 REPORT, ROWS = "report.json", "rows.jsonl"
 ENDS = ("low", "high", "prompts")
 """Suffixes of a mean's further metrics, as in `<measure>_low`."""
-SHOWN = 16
+SHOWN = 16  # rows in the tracker; all of them are in rows.jsonl
 
 
 def record(result: Measured, *, kind: str, policy: str, context: StageContext) -> dict[str, float]:
@@ -195,7 +195,7 @@ def check_rows(rows: Sequence[Row], *, rule: str, remedy: str) -> None:
 
 RIDGE = (1e-2, 1e-1)
 """Penalties on theta^2 / 2 and phi^2 / 2: without them a policy that always wins has no finite estimate."""
-NEWTON_STEPS = 30
+NEWTON_STEPS = 30  # with this ridge |theta| < 20: at most 10 steps of 2, then quadratic convergence
 
 
 def length_controlled(
@@ -226,11 +226,12 @@ def _interval(
     terms_N2 = np.stack([np.ones_like(lengths_N), lengths_N], axis=1)
     p_N = _sigmoid(terms_N2 @ np.array([theta, phi]))
     curve = (terms_N2 * (weights_N * p_N * (1 - p_N))[:, None]).T @ terms_N2 + np.diag(RIDGE)
+    # Sandwich: H^-1 (sum_i w_i (y_i - p_i)^2 x_i x_i^T) H^-1 is the covariance of (theta, phi).
     noise = (terms_N2 * (weights_N * (wins_N - p_N) ** 2)[:, None]).T @ terms_N2
     error = float(np.sqrt((np.linalg.inv(curve) @ noise @ np.linalg.inv(curve))[0, 0]))
     rate = float(_sigmoid(theta))
     half = t_quantile(LEVEL, float(weights_N.sum()) - 1) * rate * (1 - rate) * error
-    return max(0.0, rate - half), min(1.0, rate + half)
+    return max(0.0, rate - half), min(1.0, rate + half)  # d sigmoid / d theta = rate (1 - rate)
 
 
 def _fitted(
@@ -241,6 +242,7 @@ def _fitted(
     fitted = np.zeros(2)
     for _ in range(NEWTON_STEPS):
         p_N = _sigmoid(terms_N2 @ fitted)
+        # Of sum_i w_i log P(y_i) - ridge / 2 * (theta, phi)^2: its gradient, and minus its Hessian.
         gradient = terms_N2.T @ (weights_N * (wins_N - p_N)) - np.array(RIDGE) * fitted
         curve = (terms_N2 * (weights_N * p_N * (1 - p_N))[:, None]).T @ terms_N2 + np.diag(RIDGE)
         # A step of at most 2: far from the optimum the curvature vanishes and Newton's own step would overshoot.

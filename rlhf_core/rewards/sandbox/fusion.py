@@ -24,14 +24,14 @@ from rlhf_core.types import encodable
 
 QUEUE_S = 30.0
 """For the way to the server and for its queue, beyond the program's own time."""
-RETRIES = 2
+RETRIES = 2  # a server that is restarted or overloaded for a moment
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 0.5
 """Before the first retry and the second one."""
 KEPT_BYTES = 2**20
 """Bytes of each stream that the server keeps; it drops the rest silently."""
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit status of a killed process, as its parent and as a shell report it; here the cause is the memory limit."""
-REFUSED_FOR_GOOD = (401, 403, 404, 405, 422)
+REFUSED_FOR_GOOD = (401, 403, 404, 405, 422)  # the key, the address or the protocol is wrong: no retry helps
 
 
 class SandboxFusion:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.agents.conversation import EpisodeResult
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.types import Completion, Message, Prompt, SamplingRequest, derive_seed
@@ -76,3 +77,14 @@ class ScriptedSampler:
             policy_version=5,
             seed=request.seed,
         )
+
+
+def sampled_as_it_stands(episodes: list[EpisodeResult], sampler: ScriptedSampler) -> bool:
+    """Whether every turn of every episode was sampled after exactly the tokens that stand before it."""
+    turns = []
+    for episode in episodes:
+        whole = episode.prompt_ids + episode.completion.token_ids
+        for span in episode.completion.spans:
+            start, end = (len(episode.prompt_ids) + bound for bound in (span.start, span.end))
+            turns.append(sampler.said[whole[:start]] == whole[start:end])
+    return bool(turns) and all(turns)

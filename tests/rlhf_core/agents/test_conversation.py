@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from rlhf_core.agents.conversation import Conversation, RequestRefused, Transcript, chat_message, tool_use, turn_seed
-from rlhf_core.agents.programs import Answer, EpisodeCut
+from rlhf_core.agents.programs import Answer, EpisodeCut, EpisodeFailed
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.types import ActionSpan, Completion, Message
 from tests.rlhf_core.agents.scripted import chat
@@ -246,7 +246,7 @@ def test_an_episode_that_failed_before_its_first_turn_has_no_tokens() -> None:
 def test_a_reward_is_finite(reward: float) -> None:
     text = Transcript((1, 2), seed=7, limit=20)
     text.add_action(sampled(3))
-    with pytest.raises(ValueError, match="must be finite"):
+    with pytest.raises(EpisodeFailed, match="must be finite"):
         text.earn(reward)
 
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.agents.drivers import (
-    EnvironmentDriver,
-    EpisodeFailed,
-    ProgramDriver,
-    Rules,
-    label_columns,
-    prompt_columns,
-    with_added,
-)
+from rlhf_core.agents.drivers import EnvironmentDriver, ProgramDriver, Rules, prompt_columns, with_added
 from rlhf_core.agents.environment import StepResult
-from rlhf_core.agents.programs import Ask, ProgramResult
+from rlhf_core.agents.programs import Ask, EpisodeFailed, ProgramResult
 from rlhf_core.config.agents import EnvironmentAgent
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.types import ActionSpan, Completion, Message, SamplingRequest
+from rlhf_core.types import ActionSpan, Completion, Message, SamplingRequest, label_fields
 from tests.rlhf_core.agents.scripted import chat, prompt
 
 
@@ -116,9 +108,9 @@ def test_a_turn_that_ended_with_another_stop_token_is_closed_by_the_template_s_o
 def test_columns_of_a_label_that_is_json_do_not_hide_the_prompt_s_own() -> None:
     columns = prompt_columns(prompt(3, '{"secret": 4, "id": "forged"}'), "text")
     assert (columns["secret"], columns["id"], columns["text"]) == (4, "q3", "text")
-    assert label_columns("42") == {} and label_columns("{not json") == {}
-    assert label_columns(f'{{"n": {"1" * 5000}}}') == {}, "more digits than Python reads"
-    assert label_columns('{"n": ' + "[" * 5000) == {}
+    assert label_fields("42") == {} and label_fields("{not json") == {}
+    assert label_fields(f'{{"n": {"1" * 5000}}}') == {}, "more digits than Python reads"
+    assert label_fields('{"n": ' + "[" * 5000) == {}
 
 
 def test_an_addition_to_a_prompt_that_ends_with_another_role_is_a_turn_of_its_own() -> None:

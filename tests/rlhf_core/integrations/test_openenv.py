@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.agents.drivers import EpisodeFailed
 from rlhf_core.agents.environment import StepResult
+from rlhf_core.agents.programs import EpisodeFailed
 from rlhf_core.config.agents import OpenEnvAgent
 from rlhf_core.errors import ConfigError
 from rlhf_core.integrations.openenv import open_agent

@@ -21,7 +21,7 @@ from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.terms import episode_reward
 from rlhf_core.rollouts.scored_step import is_decided
 from rlhf_core.types import Generation, SamplingRequest
-from tests.rlhf_core.agents.scripted import ScriptedSampler, chat, chat_folder, prompt
+from tests.rlhf_core.agents.scripted import ScriptedSampler, chat, chat_folder, prompt, sampled_as_it_stands
 
 HERE = Path(__file__).parent
 Opened = Callable[[str], Environments]
@@ -51,17 +51,6 @@ def played(
     prompts = [prompt(number, label) for number, label in enumerate(labels)]
     episodes = [Episode(one, template.prompt_ids(one.messages), 100 + i) for i, one in enumerate(prompts)]
     return play(sampler, template, episodes, environments, config, sampling), sampler
-
-
-def sampled_as_it_stands(episodes: list[EpisodeResult], sampler: ScriptedSampler) -> bool:
-    """Whether every turn of every episode was sampled after exactly the tokens that stand before it."""
-    turns = []
-    for episode in episodes:
-        whole = episode.prompt_ids + episode.completion.token_ids
-        for span in episode.completion.spans:
-            start, end = (len(episode.prompt_ids) + bound for bound in (span.start, span.end))
-            turns.append(sampler.said[whole[:start]] == whole[start:end])
-    return bool(turns) and all(turns)
 
 
 AGAIN = "\n\nHuman: no, again\nAssistant: "

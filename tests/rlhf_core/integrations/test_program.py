@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.agents.drivers import EpisodeFailed
 from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.process import Environments
-from rlhf_core.agents.programs import ProgramResult
+from rlhf_core.agents.programs import EpisodeFailed, ProgramResult
 from rlhf_core.config.agents import ProgramAgent
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.integrations.program import earned, open_agent
-from tests.rlhf_core.agents.scripted import ScriptedSampler, chat, chat_folder, prompt
+from tests.rlhf_core.agents.scripted import ScriptedSampler, chat, chat_folder, prompt, sampled_as_it_stands
 from tests.rlhf_core.agents.test_conversation import SpelledEngine
 
 OPENAI_AGENT = str(Path(__file__).with_name("openai_agent.py"))
@@ -52,15 +51,10 @@ def test_an_agent_written_for_openais_client_is_played_token_by_token() -> None:
     config = ProgramAgent(command=("python", OPENAI_AGENT), retries=0, step_timeout_s=240.0)
     with Environments(config, tokenizer=chat_folder()) as environments:
         done = play(sampler, template, episodes, environments, config, SamplingConfig(max_tokens=24))
-    for episode in done:
-        completion, whole = episode.completion, episode.prompt_ids + episode.completion.token_ids
+    for completion in (episode.completion for episode in done):
         assert completion.failure == "" and len(completion.spans) == 2
         assert completion.spans[-1].reward == pytest.approx(2 / 16) and completion.extras == {"letters": 16.0}
-        for span in completion.spans:
-            start, end = (len(episode.prompt_ids) + bound for bound in (span.start, span.end))
-            assert sampler.said[whole[:start]] == whole[start:end]
-            text = template.tokenizer.decode(list(whole[start : end - 1]))
-            assert tuple(template.tokenizer(text, add_special_tokens=False)["input_ids"]) != whole[start : end - 1]
+    assert sampled_as_it_stands(done, sampler)
 
 
 def test_the_last_line_says_what_was_earned() -> None:
@@ -86,23 +80,13 @@ def test_a_command_that_says_no_reward_has_failed_unless_none_is_needed(line: st
     assert played(f"echo '{line}'", needs_reward=False).rewards == ()
 
 
-def test_the_label_is_told_only_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_the_program_is_told_its_seed_its_variables_and_the_label_only_where_it_is_asked_for(tmp_path: Path) -> None:
     for give in (False, True):
         told = tmp_path / f"told-{give}"
-        played(f"cat > {told}", give_label=give, needs_reward=False)
+        script = f'cat > {told}; echo "$MY_OWN|$RLHF_SEED" >> {told}'
+        played(script, give_label=give, variables={"MY_OWN": "value"}, needs_reward=False)
         assert ("a-secret" in told.read_text()) == give and "What is 3?" in told.read_text()
-
-
-def test_the_program_is_told_its_seed_and_the_variables_of_the_configuration(tmp_path: Path) -> None:
-    seen = tmp_path / "seen"
-    played(f'echo "$MY_OWN|$RLHF_SEED" > {seen}', variables={"MY_OWN": "value"}, needs_reward=False)
-    assert seen.read_text().strip() == "value|7"
-
-
-def test_a_reward_that_is_no_number_is_a_failure() -> None:
-    with pytest.raises(Exception, match="finite number"):
-        earned('{"reward": NaN}')
-    assert earned('{"reward": null, "tries": 2}') == {"rewards": (), "extras": {"tries": 2.0}}
+        assert told.read_text().endswith("value|7\n")
 
 
 def test_the_scripts_of_a_command_belong_to_its_key() -> None:
@@ -126,6 +110,19 @@ def test_a_secret_is_no_part_of_a_profile() -> None:
         ProgramAgent(command=("true",), variables={"LEVEL": "3", "JUDGE_API_KEY": "x"})
 
 
-@pytest.mark.parametrize("line", ["[" * 5000, "1" * 5000])
-def test_a_last_line_that_cannot_be_read_holds_no_reward(line: str) -> None:
-    assert earned(f"done\n{line}\n") == {"rewards": (), "extras": {}}
+@pytest.mark.parametrize(
+    ("output", "rewards", "extras"),
+    [
+        ('done\n{"reward": 1}\n', (1.0,), {}),
+        ('{"reward": null, "tries": 2}', (), {"tries": 2.0}),
+        ("[" * 5000, (), {}),  # cannot be read
+        ("1" * 5000, (), {}),
+    ],
+)
+def test_the_last_line_may_hold_a_reward(output: str, rewards: tuple[float, ...], extras: dict[str, float]) -> None:
+    assert earned(output) == {"rewards": rewards, "extras": extras}
+
+
+def test_a_reward_that_is_no_number_is_a_failure() -> None:
+    with pytest.raises(EpisodeFailed, match="finite number"):
+        earned('{"reward": NaN}')

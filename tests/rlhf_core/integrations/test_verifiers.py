@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
+import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -8,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.agents.drivers import EpisodeFailed
-from rlhf_core.agents.programs import ProgramResult
+from rlhf_core.agents.programs import EpisodeFailed, ProgramResult
 from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.errors import ConfigError
 from rlhf_core.integrations import verifiers
 from rlhf_core.integrations.verifiers import Runner, RunnerEnded, open_agent, result_of
+from rlhf_core.integrations.verifiers_runner import KEY_VARIABLE, Overheard, serve
 from rlhf_core.processes.guard import kill_group
 from tests.rlhf_core.agents.scripted import chat, chat_folder
 from tests.rlhf_core.agents.test_conversation import SpelledEngine
@@ -48,6 +52,8 @@ class Environment:
 
 
 def load_environment(name, **arguments):
+    os.system("echo noise")
+    print("noise on standard output", name, arguments)
     if name == "missing":
         raise ImportError("there is no environment missing")
     return Environment()
@@ -157,19 +163,18 @@ def test_an_interpreter_is_killed_if_it_hangs_and_not_if_it_waits(
     assert changed == killed and "Connection refused" in ended
 
 
-def test_an_environment_that_cannot_be_loaded_is_refused_at_the_start(stand_in: str) -> None:
-    with pytest.raises(ConfigError, match="there is no environment missing"):
-        open_agent(config(stand_in, environment="missing"), tokenizer=chat_folder())
-
-
-def test_another_version_is_refused(stand_in: str) -> None:
-    with pytest.raises(ConfigError, match=r"has verifiers 0\.1\.14"):
-        open_agent(config(stand_in, version="0.1.1"), tokenizer=chat_folder())
-
-
-def test_an_interpreter_without_verifiers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="verifiers"):
-        open_agent(config(str(tmp_path)), tokenizer=chat_folder())
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"environment": "missing"}, "there is no environment missing"),
+        ({"version": "0.1.1"}, r"has verifiers 0\.1\.14"),
+        ({"folders": ()}, "PackageNotFoundError: "),
+        ({"python": "/no/such/python"}, "its interpreter exited immediately"),
+    ],
+)
+def test_an_environment_that_cannot_be_loaded_is_refused(stand_in: str, settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        open_agent(config(stand_in, **settings), tokenizer=chat_folder())
 
 
 def test_a_reward_that_is_no_number_is_a_failure() -> None:
@@ -198,3 +203,67 @@ def test_the_real_package_since_0_2() -> None:
     )
     (right,) = played(agent, "{}")
     assert right.rewards == (1 / 8,)
+
+
+# ---------------------------------------------------------------- the runner, in this process
+
+
+class Tasks:
+    """Plays what a task says; at `meet` an episode waits until `meeting` of them have come so far."""
+
+    def __init__(self, meeting: int) -> None:
+        self._barrier = asyncio.Barrier(meeting)
+
+    def serving(self) -> Any:
+        return contextlib.nullcontext()
+
+    async def play(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request["task"]:
+            case "meet":
+                async with asyncio.timeout(10.0):
+                    await self._barrier.wait()
+            case "log":
+                logging.getLogger("verifiers.rubric").error("a reward function raised")
+            case "raise":
+                raise ValueError("the task is broken")
+        return {"reward": 1.0, "metrics": {"key": os.environ[KEY_VARIABLE]}}
+
+
+def replies(*tasks: str) -> dict[int, dict[str, Any]]:
+    """Ask for all tasks at once; return what is said of each."""
+    answers = io.StringIO()
+
+    async def run() -> dict[int, dict[str, Any]]:
+        asked, ask = os.pipe()
+        with os.fdopen(asked) as requests, os.fdopen(ask, "w") as mine:
+            served = asyncio.create_task(serve(Tasks(len(tasks)), requests, answers))  # type: ignore[arg-type]
+            for number, task in enumerate(tasks):
+                mine.write(json.dumps({"id": number, "task": task, "api_key": "secret"}) + "\n")
+            mine.flush()
+            async with asyncio.timeout(20.0):
+                while answers.getvalue().count("\n") < len(tasks):
+                    await asyncio.sleep(0.01)
+            mine.close()
+            await served  # the end of the requests is its end
+        said = [json.loads(line) for line in answers.getvalue().splitlines()]
+        return {one.pop("id"): one for one in said}
+
+    return asyncio.run(run())
+
+
+def test_episodes_are_played_side_by_side_with_the_key_of_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "")
+    played = {"reward": 1.0, "metrics": {"key": "secret"}}
+    assert replies("meet", "meet", "meet") == {0: played, 1: played, 2: played}
+
+
+def test_what_raised_or_was_only_logged_is_an_error_of_that_episode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "")
+    logger, handler = logging.getLogger("verifiers"), Overheard(logging.ERROR)
+    logger.addHandler(handler)
+    try:
+        said = replies("log", "raise", "play")
+    finally:
+        logger.removeHandler(handler)
+    assert "a reward function raised" in said[0]["error"] and "the task is broken" in said[1]["error"]
+    assert said[2]["reward"] == 1.0

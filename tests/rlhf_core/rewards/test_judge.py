@@ -52,42 +52,38 @@ def test_the_template_is_filled_in_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "score"),
+    ("text", "verdict", "score"),
     [
-        ("Score: 8", 8.0),
-        ("score = 3.5\nno: Score: 4", 4.0),
-        ("SCORE:-1", -1.0),
-        ("**Score:** 8", 8.0),
-        ("__Score__: **7.5**", 7.5),
+        ("Score: 8", PatternVerdict(), 8.0),
+        ("score = 3.5\nno: Score: 4", PatternVerdict(), 4.0),  # the last one counts
+        ("SCORE:-1", PatternVerdict(), -1.0),
+        ("**Score:** 8", PatternVerdict(), 8.0),
+        ("__Score__: **7.5**", PatternVerdict(), 7.5),
+        ('{"score": 8}', JsonVerdict(), 8.0),
+        ('first {"score": 1} then ```{"why": {"x": 1}, "score": "2"}```', JsonVerdict(), 2.0),
     ],
 )
-def test_the_last_score_counts(text: str, score: float) -> None:
-    assert read_score(text, PatternVerdict(), low=-10, high=10) == score
+def test_the_last_score_counts(text: str, verdict: PatternVerdict | JsonVerdict, score: float) -> None:
+    assert read_score(text, verdict, low=-10, high=10) == score
 
 
 @pytest.mark.parametrize(
-    ("text", "score"),
-    [('{"score": 8}', 8.0), ('first {"score": 1} then ```{"why": {"x": 1}, "score": "2"}```', 2.0)],
+    ("text", "verdict", "message"),
+    [
+        ("very good", PatternVerdict(), "holds no score"),
+        ("Score: 11", PatternVerdict(), "not between 0 and 10"),
+        ('{"score": [1]}', PatternVerdict(), "holds no score"),
+        ('{"score": null}', JsonVerdict(), "holds no score"),
+        ('{"score": "good"}', JsonVerdict(), "'good' is not a number"),
+        ('{"score": NaN}', JsonVerdict(), "nan is not between"),
+        ('{"points": 3}', JsonVerdict(), "holds no score"),
+        ("{", JsonVerdict(), "holds no score"),
+        ('{"a":' * 2000, JsonVerdict(), "holds no score"),
+    ],
 )
-def test_a_score_may_be_a_field_of_json(text: str, score: float) -> None:
-    assert read_score(text, JsonVerdict(), low=0, high=10) == score
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("very good", "no score"), ("Score: 11", "not between 0 and 10"), ('{"score": [1]}', "no score")],
-)
-def test_an_answer_without_a_score_is_not_zero(text: str, message: str) -> None:
+def test_an_answer_without_a_score_is_not_zero(text: str, verdict: PatternVerdict | JsonVerdict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_score(text, PatternVerdict(), low=0, high=10)
-
-
-@pytest.mark.parametrize(
-    "text", ['{"score": null}', '{"score": "good"}', '{"score": NaN}', '{"points": 3}', "{", '{"a":' * 2000]
-)
-def test_json_without_a_number_is_not_zero(text: str) -> None:
-    with pytest.raises(ValueError, match="the judge's"):
-        read_score(text, JsonVerdict(), low=0, high=10)
+        read_score(text, verdict, low=0, high=10)
 
 
 def test_an_answer_that_cannot_be_judged_fails_alone_and_is_named(endpoint: ChatServer) -> None:
@@ -110,19 +106,19 @@ def test_a_fault_of_the_server_is_asked_about_again(endpoint: ChatServer) -> Non
     assert pauses == [0.5, 1.0]
 
 
-@pytest.mark.parametrize(("says", "reason", "asked"), [(503, "answered 503", 3), (401, "answered 401", 1)])
-def test_a_server_that_does_not_answer_is_named(endpoint: ChatServer, says: int, reason: str, asked: int) -> None:
+@pytest.mark.parametrize(
+    ("says", "reason", "asked"),
+    [
+        (503, "{url} answered 503", 3),
+        (401, "{url} answered 401", 1),
+        ("<html>hello", "the judge's server answered with no chat completion: '<html>hello'", 1),
+    ],
+)
+def test_a_server_that_does_not_answer_is_named(endpoint: ChatServer, says: Any, reason: str, asked: int) -> None:
     endpoint.says = lambda _: says
     with judge(endpoint) as one:
-        assert one.outcome([generation("a")]).failures == {0: f"{endpoint.url} {reason}"}
-    assert len(endpoint.requests) == asked
-
-
-def test_what_is_no_chat_completion_is_a_failure(endpoint: ChatServer) -> None:
-    endpoint.says = lambda asked: "<html>hello"
-    with judge(endpoint) as one:
-        (reason,) = one.outcome([generation("a")]).failures.values()
-    assert "no chat completion" in reason
+        (found,) = one.outcome([generation("a")]).failures.values()
+    assert found == reason.format(url=endpoint.url) and len(endpoint.requests) == asked
 
 
 def test_a_slow_server_and_none_at_all_are_failures_in_time(endpoint: ChatServer) -> None:

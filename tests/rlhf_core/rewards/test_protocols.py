@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.batches import RewardOutcome
-from rlhf_core.rewards.protocols import adapt, prompt_text
-from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt
+from rlhf_core.rewards.protocols import adapt
+from rlhf_core.types import ActionSpan, Generation, Message, Prompt
 from rlhf_core.user_code.modules import load_callable
+from tests.rlhf_core.rewards.answers import answer
 
 
-def generation(text: str, label: str = "4", *, asked: str = "2+2?", conversational: bool = False) -> Generation:
-    prompt = Prompt("p0", (Message("user", asked),), label, "sums", conversational)
-    return Generation(prompt, (1, 2), Completion((3, 9), (-0.5, -0.1), text, "stop", 0, 7))
+def generation(text: str, label: str = "4", *, conversational: bool = False) -> Generation:
+    return answer(text, asked="2+2?", label=label, tokens=(3, 9), conversational=conversational)
 
 
 def scored(
@@ -44,7 +45,7 @@ def test_our_protocol_gets_text_labels_and_columns() -> None:
     def reward(prompts: list[str], completions: list[str], labels: list[str], **columns: Any) -> list[float | None]:
         assert prompts == ["2+2?", "2+2?"]
         assert columns["level"] == [3, None]
-        assert columns["source"] == ["sums", "sums"]
+        assert columns["source"] == ["test", "test"]
         assert columns["completion_ids"] == [[3, 9], [3, 9]]
         assert columns["messages"] == [[{"role": "user", "content": "2+2?"}]] * 2
         assert columns["finish_reason"] == ["stop", "stop"]
@@ -52,13 +53,6 @@ def test_our_protocol_gets_text_labels_and_columns() -> None:
 
     given = generation("4", '{"level": 3}'), generation("4", "4")
     assert scored(reward, *given).values == (0.0, 1.0)
-
-
-def test_a_label_that_is_too_deep_for_json_is_text() -> None:
-    def reward(completions: list[str], labels: list[str], label: list[str]) -> list[float]:
-        return [float(len(one)) for one in label]
-
-    assert scored(reward, generation("4", "{" + '"a":{' * 2000)).values == (10001.0,)
 
 
 def test_an_environments_tokens_are_told_from_the_policys() -> None:
@@ -77,13 +71,6 @@ def test_a_column_that_no_label_has_is_named() -> None:
     assert scored(reward, generation("4", '{"level": 3}')).values == (3.0,)
     with pytest.raises(TypeError, match="'level'"):
         scored(reward, generation("4", "4"))
-
-
-def test_it_may_name_only_what_it_uses_and_say_that_it_does_not_apply() -> None:
-    def reward(completions: list[str], labels: list[str]) -> list[float | None]:
-        return [None if not label else float(len(text)) for text, label in zip(completions, labels, strict=True)]
-
-    assert scored(reward, generation("abc"), generation("abc", "")).values == (3.0, None)
 
 
 def test_arguments_go_in_by_name() -> None:
@@ -112,25 +99,15 @@ def test_a_table_gives_rewards_and_what_is_to_be_logged() -> None:
     assert outcome.scores == (1.0, 0.0, 1.0, 0.0)
 
 
-def test_text_among_what_is_logged_costs_no_reward() -> None:
-    def reward(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
-        return {"rewards": [1.0], "extra_logs": {"kind": ["sum"], "unit": "apples", "hits": [3.0]}}
-
-    def silent(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
-        return {"rewards": [1.0], "extra_logs": None}
-
-    assert scored(reward, generation("4")) == RewardOutcome((1.0,), logs={"hits": (3.0, 1)})
-    assert scored(silent, generation("4")) == RewardOutcome((1.0,))
-
-
-def test_the_names_of_what_is_logged_are_plain_text() -> None:
+def test_what_is_logged_has_plain_names_and_costs_no_reward() -> None:
     class Name(StrEnum):
         HITS = "hits"
 
-    def reward(completions: list[str], labels: list[str]) -> dict[str, Any]:
-        return {"rewards": [1.0], "extra_logs": {Name.HITS: 1.0}}
-
-    assert [type(name) for name in scored(reward, generation("4")).logs] == [str]
+    logs = {"kind": ["sum"], "unit": "apples", "table": {"a": 1}, Name.HITS: [3.0]}
+    outcome = scored(lambda completions, labels: {"rewards": [1.0], "extra_logs": logs}, generation("4"))
+    assert outcome == RewardOutcome((1.0,), logs={"hits": (3.0, 1)}) and [type(name) for name in outcome.logs] == [str]
+    silent = scored(lambda completions, labels: {"rewards": [1.0], "extra_logs": None}, generation("4"))
+    assert silent == RewardOutcome((1.0,))
 
 
 def test_an_async_function_is_awaited_also_behind_a_partial() -> None:
@@ -188,14 +165,6 @@ def reward_func(queries, prompts, labels, **kwargs):
     return {"rewards": right * 2 - 1, "scores": right, "extra_logs": {"has_box": has_box, "size": torch.tensor(5.0)}}
 '''
 
-OPENRLHF_SINGLE = """
-import torch
-
-def reward_func(queries, prompts, labels):
-    # written for one query at a time
-    return torch.tensor([[1.0]]) if labels[0] in queries[0] else torch.tensor(-1.0)
-"""
-
 
 def test_an_openrlhf_file_runs_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "reward_func.py"
@@ -207,12 +176,12 @@ def test_an_openrlhf_file_runs_unchanged(tmp_path: Path) -> None:
     assert outcome.scores == (1.0, 0.0, 0.0)
 
 
-def test_an_openrlhf_file_for_one_query_at_a_time_runs_with_batches_of_one(tmp_path: Path) -> None:
-    file = tmp_path / "single.py"
-    file.write_text(OPENRLHF_SINGLE)
-    function = load_callable("function", f"{file}:reward_func")
-    assert scored(function, generation("it is 4")).values == (1.0,)
-    assert scored(function, generation("it is 5", "7")).values == (-1.0,)
+def test_a_function_for_one_query_at_a_time_runs_with_batches_of_one() -> None:
+    def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> Any:
+        return torch.tensor([[1.0]]) if labels[0] in queries[0] else torch.tensor(-1.0)
+
+    assert scored(reward_func, generation("it is 4")).values == (1.0,)
+    assert scored(reward_func, generation("it is 5", "7")).values == (-1.0,)
 
 
 def test_a_query_begins_with_its_prompt_and_a_conversation_names_its_roles() -> None:
@@ -227,7 +196,6 @@ def test_a_query_begins_with_its_prompt_and_a_conversation_names_its_roles() -> 
     one = generation("4")
     scored(reward_func, one, Generation(Prompt("p", talk, "", ""), (1,), one.completion))
     assert seen == ["2+2?4", "system: Be brief.\n\nuser: 2+2?\n\n4"]
-    assert prompt_text(talk) == "system: Be brief.\n\nuser: 2+2?\n\n"
 
 
 # ---------------------------------------------------------------- TRL

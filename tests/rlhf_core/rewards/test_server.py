@@ -157,16 +157,6 @@ def test_a_client_that_stops_half_way_is_sent_away_and_the_next_is_served() -> N
             assert half.recv(64).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_web_page_gets_no_reward() -> None:
-    score = Counting()
-    with serving(create_app(score, name="n", token="")) as url:
-        headers = {"Origin": "https://foreign.example", "Content-Type": "text/plain"}  # no preflight is asked for these
-        answer = HTTP.post(url, content=b'{"query": ["x"]}', headers=headers)
-        assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
-        assert HTTP.options(url, headers=headers | {"Access-Control-Request-Method": "POST"}).status_code == 403
-    assert score.batches == []
-
-
 def test_metrics_count_what_happened() -> None:
     with serving(create_app(Counting(), name="n", token="")) as url:
         asked(url, "a", "b")
@@ -199,7 +189,7 @@ def wait_until_queued(url: str, count: int) -> None:
 
 
 def test_a_client_that_never_ends_its_headers_is_sent_away_and_so_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_serving, "HEADERS_S", 0.3)
+    monkeypatch.setattr(http_serving, "HEADERS_S", 2.0)  # all four must connect before it
     monkeypatch.setattr(http_serving, "MOST_CONNECTIONS", 3)
     begun = b"POST /get_reward HTTP/1.1\r\nHost: 127.0.0.1\r\nX-"
     with serving(create_app(Counting(), name="n", token="")) as url, contextlib.ExitStack() as stack:

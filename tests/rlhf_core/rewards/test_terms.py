@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from rlhf_core.config.rewards import FunctionReward, JudgeReward, RemoteReward
 from rlhf_core.errors import RewardError
@@ -79,68 +78,6 @@ def test_an_episode_has_the_sum_of_its_environments_rewards() -> None:
     assert episode_reward([plain, graded]) == RewardOutcome((None, 0.75), scores=(None, 1.0))
 
 
-class Served:
-    """A client of the kind that `rlhf_core.rewards.remote` has."""
-
-    made: dict[str, Any]
-
-    def __init__(self, name: str, urls: Sequence[str], **settings: Any) -> None:
-        Served.made = {"name": name, "urls": tuple(urls)} | settings
-        self.open = False
-
-    def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
-        assert self.open
-        assert len(generations) <= Served.made["batch_size"]
-        if any(one.completion.text == "bad" for one in generations):
-            raise RewardError("rewards.far: http://a answered status 500")
-        return RewardOutcome(tuple(float(len(one.completion.text)) for one in generations))
-
-    def __enter__(self) -> Served:
-        self.open = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.open = False
-
-
-def test_a_remote_reward_is_asked_in_batches_and_what_it_cannot_score_is_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rlhf_core.rewards.remote.RemoteRewardClient", Served)
-    given = {"type": "remote", "urls": ["http://a", "http://b"], "batch_size": 4, "on_failure": "invalid"}
-    spec = TypeAdapter(RemoteReward).validate_python(given | {"token_env": "T", "timeout_s": 7.0, "retries": 3})
-    with ExitStack() as leases:
-        reward = open_elsewhere("far", spec, tmp_path, leases)
-        outcome = reward(answers("a", "bb", "bad", "c", "dd", "e"))
-    assert outcome.values == (1.0, 2.0, None, 1.0, 2.0, 1.0)
-    assert outcome.failures == {2: "rewards.far: http://a answered status 500"}
-    assert Served.made == {
-        "name": "far",
-        "urls": ("http://a", "http://b"),
-        "timeout_s": 7.0,
-        "retries": 3,
-        "batch_size": 4,
-        "token_env": "T",
-        "compares": "nothing",
-    }
-
-
-def test_a_remote_reward_that_is_down_is_given_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    class Down(Served):
-        def __call__(self, generations: Sequence[Generation]) -> RewardOutcome:
-            asked.append(len(generations))
-            raise RewardError("no server answers")
-
-    monkeypatch.setattr("rlhf_core.rewards.remote.RemoteRewardClient", Down)
-    spec = RemoteReward(urls=("http://a",), on_failure="invalid")
-    with ExitStack() as leases:
-        outcome = open_elsewhere("far", spec, tmp_path, leases)(answers(*["a"] * 64))
-    assert len(outcome.failures) == 64
-    assert len(asked) <= terms.REMOTE_FAILED_CALLS + 2
-
-
 class Paid:
     """A client of the kind that `rlhf_core.rewards.judge` has; it has no verdict on "bad"."""
 
@@ -178,21 +115,33 @@ def test_a_verdict_is_kept_as_soon_as_it_is_paid_for(tmp_path: Path, monkeypatch
         (lambda queries: (200, json.dumps({"rewards": [math.nan] * len(queries)}).encode()), "is not a finite number"),
         (lambda queries: (200, b'{"rewards": []}'), "0 rewards"),
         (lambda queries: (500, b"out of memory"), "status 500: out of memory"),
-        (lambda queries: (200, b"<html>"), "invalid JSON"),
     ],
 )
 def test_what_a_server_cannot_score_is_named_and_costs_no_other_answer(
     tmp_path: Path, faulty: Callable[[list[str]], tuple[int, bytes]], reason: str
 ) -> None:
-    def answer(body: dict[str, Any]) -> tuple[int, bytes]:
+    def score(body: dict[str, Any]) -> tuple[int, bytes]:
         queries = body["query"]
+        assert len(queries) <= 4
         if any("bad" in query for query in queries):
             return faulty(queries)
         return 200, json.dumps({"rewards": [float(len(query)) for query in queries]}).encode()
 
-    with scripted(answer) as script, ExitStack() as leases:
-        spec = RemoteReward(urls=(script.url,), retries=0, timeout_s=20.0, on_failure="invalid")
-        outcome = open_elsewhere("far", spec, tmp_path, leases)(answers("a", "bad", "ccc", "d"))
-    assert outcome.values == (3.0, None, 5.0, 3.0)  # with the prompt "hi"
-    assert list(outcome.failures) == [1]
-    assert reason in outcome.failures[1]
+    outcome, _ = remotely(tmp_path, score, answers("a", "bad", "ccc", "d", "ee", "f"))
+    assert outcome.values == (3.0, None, 5.0, 3.0, 4.0, 3.0)  # with the prompt "hi"
+    assert list(outcome.failures) == [1] and reason in outcome.failures[1]
+
+
+def test_a_remote_reward_that_is_down_is_given_up_on(tmp_path: Path) -> None:
+    outcome, asked = remotely(tmp_path, lambda body: (500, b""), answers(*["a"] * 64), batch_size=64)
+    assert len(outcome.failures) == 64 and asked <= terms.REMOTE_FAILED_CALLS + 2
+
+
+def remotely(
+    folder: Path, score: Callable[[dict[str, Any]], tuple[int, bytes]], given: list[Generation], batch_size: int = 4
+) -> tuple[RewardOutcome, int]:
+    """Return the outcome of a remote reward, and how many requests its server got."""
+    with scripted(score) as script, ExitStack() as leases:
+        spec = RemoteReward(urls=(script.url,), retries=0, timeout_s=20.0, on_failure="invalid", batch_size=batch_size)
+        outcome = open_elsewhere("far", spec, folder, leases)(given)
+        return outcome, len(script.asked)

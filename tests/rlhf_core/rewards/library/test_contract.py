@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from rlhf_core.rewards.protocols import adapt
-from rlhf_core.types import Completion, Generation, Message, Prompt
 from rlhf_core.user_code.modules import load_callable
+from tests.rlhf_core.rewards.answers import answer
 
 ENTRY = '{"question": "?", "answer": "4", "metadata": {"source_dataset": "basic_arithmetic"}}'
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "label", "answer", "value"),
+    ("function", "arguments", "label", "text", "value"),
     [
         ("math:math_reward", {}, "4", "4.0", 1.0),
         ("text:exact_match", {"ignore_case": False}, "Four", "Four.", 1.0),
@@ -30,7 +30,7 @@ ENTRY = '{"question": "?", "answer": "4", "metadata": {"source_dataset": "basic_
     ],
 )
 def test_a_library_reward_works_by_its_import_path(
-    function: str, arguments: dict[str, Any], label: str, answer: str, value: float
+    function: str, arguments: dict[str, Any], label: str, text: str, value: float
 ) -> None:
     if function.startswith("math"):
         pytest.importorskip("math_verify")
@@ -39,8 +39,7 @@ def test_a_library_reward_works_by_its_import_path(
     adapted = adapt(
         load_callable("function", f"rlhf_core.rewards.library.{function}"), protocol="auto", arguments=arguments
     )
-    prompt = Prompt("p", (Message("user", "2+2?"),), label, "test")
-    generation = Generation(prompt, (1,), Completion((5, 2), (-1.0, -1.0), answer, "stop", 0, 0))
     with asyncio.Runner() as runner:
         assert adapted.protocol == "columns"
-        assert adapted.outcomes([[generation]], runner)[0].values == (value,)
+        given = [[answer(text, label=label, tokens=(5, 2))]]
+        assert adapted.outcomes(given, runner)[0].values == (value,)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import pytest
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.rewards.library.labels import against_labels, needed
+from rlhf_core.rewards.library.labels import against_labels
+from rlhf_core.rewards.library.math import math_reward
+from rlhf_core.rewards.library.reasoning_gym import reasoning_gym_reward
+from rlhf_core.rewards.library.structure import json_schema
 
 
 def test_only_answers_with_a_label_are_judged() -> None:
@@ -13,6 +19,17 @@ def test_only_answers_with_a_label_are_judged() -> None:
     assert values == [1.0, None, None]
 
 
-def test_a_package_that_is_not_installed_is_named() -> None:
-    with pytest.raises(ConfigError, match="pip install no-such-thing"):
-        needed("no_such_module_at_all", "no-such-thing")
+@pytest.mark.parametrize(
+    ("reward", "module", "package"),
+    [
+        (math_reward, "math_verify", "math-verify"),
+        (reasoning_gym_reward, "reasoning_gym", "reasoning-gym"),
+        (json_schema, "jsonschema", "jsonschema"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, reward: Callable[..., object], module: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=f"pip install {package}"):
+        reward(["?"], ["1"], ["1"])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.errors import DataError
 from rlhf_core.rewards.library.reasoning_gym import reasoning_gym_reward
 
 ENTRY = {
@@ -33,9 +33,3 @@ def test_a_label_that_is_no_entry_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         reasoning_gym_reward([""], ["1"], ["42"])
     with pytest.raises(DataError, match="is no entry of reasoning-gym"):
         reasoning_gym_reward([""], ["1"], ["[" * 100_000])
-
-
-def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match="pip install reasoning-gym"):
-        reasoning_gym_reward([""], ["1"], [json.dumps(ENTRY)])

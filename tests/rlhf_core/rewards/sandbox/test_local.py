@@ -70,28 +70,29 @@ def test_a_program_reads_its_input_and_writes_its_output() -> None:
     assert ran == Execution("finished", 0, "cba\n", "note")
 
 
-def test_an_exception_is_an_error_with_its_traceback() -> None:
-    ran = run("1 / 0")
-    assert (ran.outcome, ran.status) == ("error", 1) and "ZeroDivisionError" in ran.stderr
-
-
-def test_an_infinite_loop_ends_at_its_deadline() -> None:
+@pytest.mark.parametrize(
+    ("program", "limits", "outcome", "written"),
+    [
+        ("1 / 0", QUICK, "error", "ZeroDivisionError"),
+        ("while True: pass", QUICK, "timeout", ""),
+        ("import os, time\nos.close(1); os.close(2)\ntime.sleep(60)", QUICK, "timeout", ""),  # it closed its output
+        ("x = []\nwhile True: x.append(bytearray(10**7))", Limits(5, memory_mb=128), "memory", ""),
+        # 4 * 100 MB, each process within its limit
+        (
+            "import os, time\nfor _ in range(2): os.fork()\nx = bytearray(10**8)\ntime.sleep(30)",
+            Limits(10, 200),
+            "memory",
+            "",
+        ),
+        ("f = open('big', 'wb')\nfor _ in range(64): f.write(bytes(2**20))", Limits(5, file_mb=4), "error", "OSError"),
+        ("while True: print('x' * 1000)", Limits(5, output_kb=64), "output", ""),
+    ],
+)
+def test_a_program_ends_at_its_limits(program: str, limits: Limits, outcome: str, written: str) -> None:
     start = time.monotonic()
-    assert run("while True: pass").outcome == "timeout"
-    assert time.monotonic() - start < 1.5 + sandbox.GRACE_S
-
-
-def test_a_sleeper_that_closed_its_output_ends_at_its_deadline() -> None:
-    assert run("import os, time\nos.close(1); os.close(2)\ntime.sleep(60)").outcome == "timeout"
-
-
-def test_a_memory_bomb_is_named() -> None:
-    assert run("x = []\nwhile True: x.append(bytearray(10**7))", limits=Limits(5, memory_mb=128)).outcome == "memory"
-
-
-def test_memory_is_bounded_over_all_processes_together() -> None:
-    program = "import os, time\nfor _ in range(2): os.fork()\nx = bytearray(10**8)\ntime.sleep(30)"
-    assert run(program, limits=Limits(10, memory_mb=200)).outcome == "memory"  # 4 * 100 MB, each within its limit
+    ran = run(program, limits=limits)
+    assert ran.outcome == outcome and written in ran.stderr and len(ran.stdout) in (0, 64 * 1024)
+    assert time.monotonic() - start < limits.timeout_s + sandbox.GRACE_S
 
 
 def test_a_fork_bomb_is_stopped_and_leaves_nothing() -> None:
@@ -138,16 +139,6 @@ print(open("mine").read())
 """
     assert run(program).stdout == "x\n"
     assert not [path for path in targets if Path(path).exists()]
-
-
-def test_a_file_has_a_largest_size() -> None:
-    ran = run("f = open('big', 'wb')\nfor _ in range(64): f.write(bytes(2**20))", limits=Limits(5, file_mb=4))
-    assert ran.outcome == "error" and "OSError" in ran.stderr
-
-
-def test_an_output_flood_is_cut_off() -> None:
-    ran = run("while True: print('x' * 1000)", limits=Limits(5, output_kb=64))
-    assert ran.outcome == "output" and len(ran.stdout) == 64 * 1024
 
 
 def test_it_knows_nothing_of_our_environment_our_processes_or_our_rights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,20 +226,9 @@ def test_what_a_program_computes_fails_its_own_test_and_nothing_else(program: st
     assert time.monotonic() - start < 20
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "str = list = dict = type = 'mine'\ndef f(x): return x * x",
-        "import atexit\natexit.register(print, 'bye')\ndef f(x): return x * x",
-    ],
-)
-def test_a_right_program_with_names_and_last_words_of_its_own_passes(program: str) -> None:
+def test_a_right_program_with_names_and_last_words_of_its_own_passes() -> None:
+    program = "import atexit\natexit.register(print, 'bye')\nstr = list = dict = type = 'mine'\ndef f(x): return x * x"
     assert run_tests(program, [Assertions("assert f(2) == 4")], limits=QUICK).outcome == "passed"
-
-
-def test_a_program_that_exits_before_its_tests_has_not_passed() -> None:
-    assert run_tests("import sys\nsys.exit(0)", [Assertions("assert False")], limits=QUICK).outcome == "failed"
-    assert run_tests("import os\nos._exit(0)", [Assertions("assert False")], limits=QUICK).outcome == "failed"
 
 
 CHEATS = {
@@ -260,15 +240,17 @@ CHEATS = {
     "replaces exec": "import builtins\nexec = builtins.exec = lambda *_: None\ndef f(x): return 0",
     "replaces what compares": "import builtins\nbuiltins.abs = lambda _: 0.0\nbuiltins.round = lambda *_: 4\ndef f(x): return 0",
     "answers with the shape of an answer": 'print(\'[["int", "0x4"]]\')\nimport os\nos._exit(0)',
+    "exits before the test": "import sys\nsys.exit(0)",
+    "exits at once": "import os\nos._exit(0)",
     "computes something else": "def f(x): return x",
 }
 
 
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
-@pytest.mark.parametrize("test", ["assert f(2) == 4", "assert abs(f(2) - 4) < 1e-9", "assert round(f(2), 3) == 4"])
-def test_a_program_that_cheats_passes_no_test_against_a_literal(cheat: str, test: str) -> None:
-    assert run_tests("def f(x): return x * x", [Assertions(test)], limits=QUICK).outcome == "passed"
-    assert run_tests(cheat, [Assertions(test)], limits=QUICK).share == 0.0
+def test_a_program_that_cheats_passes_no_test_against_a_literal(cheat: str) -> None:
+    tests = [Assertions(f"assert {test}") for test in ("f(2) == 4", "abs(f(2) - 4) < 1e-9", "round(f(2), 3) == 4")]
+    assert run_tests("def f(x): return x * x", tests, limits=QUICK).outcome == "passed"
+    assert run_tests(cheat, tests, limits=QUICK).share == 0.0
 
 
 def test_memory_that_no_process_has_filled_itself_is_counted_and_what_hides_it_is_denied() -> None:
