@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +26,10 @@ from rlhf_core.store.typed_json import Stored, read_stored
 
 Action = Literal["HIT", "ATTACH", "RESUME", "RUN", "BLOCKED"]
 
-_SHOWN = 4
-_CODE = re.compile(r"@([0-9a-f]{8})[0-9a-f]{56}$")
+logger = logging.getLogger(__name__)
+
+_SHOWN = 4  # changes in a reason, which is one line of a table
+_CODE = re.compile(r"@([0-9a-f]{8})[0-9a-f]{56}$")  # a function's digest, of which a reason shows the beginning
 _MISSING = "nothing"
 
 
@@ -208,13 +211,19 @@ def _may_go_on(past: Sequence[attempts.Attempt]) -> bool:
 
 
 def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
-    """Save the stage's key, payload and code under its label, so that the next decision can name the changes."""
+    """Save the stage's key, payload and code under its label, so that the next decision can name the changes.
+
+    A disk that cannot be written is logged: only reasons depend on it.
+    """
     table = {"label": spec.label, "key": target.key, "payload": target.payload, "code": target.code}
-    for path in {store.layout.label(spec.label), store.layout.label(spec.label, spec.pipeline)}:
-        last = read_stored(path, _Note)
-        made = "" if last is None else last.key if store.layout.key(last.key).exists() else last.made
-        if read_json(path) != json.loads(json.dumps(table | {"made": made})):
-            write_json(path, table | {"made": made}, durable=False)
+    try:
+        for path in {store.layout.label(spec.label), store.layout.label(spec.label, spec.pipeline)}:
+            last = read_stored(path, _Note)
+            made = "" if last is None else last.key if store.layout.key(last.key).exists() else last.made
+            if read_json(path) != json.loads(json.dumps(table | {"made": made})):
+                write_json(path, table | {"made": made}, durable=False)
+    except OSError as error:
+        logger.warning("%s: could not record its current key and configuration: %s", spec.label, error)
 
 
 def last_record(store: ArtifactStore, spec: StageSpec) -> KeyRecord | None:

@@ -85,7 +85,7 @@ def execute(
             return found[0].handle, attached[0] if attached else reported(found[1])
         check_secrets(spec)
         decision = reported(decide_work(store, spec, target, force=force))
-        _remember(store, spec, target)
+        remember(store, spec, target)
         run = _begin(store, spec, target, lease, decision, force=force, tracking=tracking)
         return _finish(store, run, runtime, tracker, progress), decision
 
@@ -100,7 +100,7 @@ def _take(store: ArtifactStore, spec: StageSpec, target: Target) -> tuple[KeyRec
     if record is None or not store.used(target.key):
         return None
     store.tidy(target.key)  # its process may have been killed between writing the record and ending its attempt
-    _remember(store, spec, target)
+    remember(store, spec, target)
     return record, hit(target, record)
 
 
@@ -235,10 +235,3 @@ def _note_failure(folder: Path, run: RunningAttempt, error: BaseException) -> No
         raise
     except OSError as full:  # the error being recorded matters more than the failure to record it
         logger.error("%s: could not record the failure of attempt %d: %s", label, run.attempt.number, full)
-
-
-def _remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
-    try:
-        remember(store, spec, target)
-    except OSError as error:
-        logger.warning("%s: could not record its current key and configuration: %s", spec.label, error)

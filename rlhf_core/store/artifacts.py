@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=ArtifactRef)
 _STORE = "store://"
 _FILE = "file://"
+_SETTLED_NS = 2_000_000_000  # two seconds, the coarsest resolution of timestamps (FAT)
 
 
 class _DamageNote(Stored):
@@ -75,8 +77,8 @@ class _Memory(Stored):
 class ArtifactStore:
     """A store in the local folder `root`, shared by all processes that see that folder.
 
-    Opening it writes nothing, but sets the umask for one that a group shares (`rlhf_core.store.sharing`): the folder is created by `create`, or by the first lease or commit. Raises ArtifactError
-    if a newer version wrote the store.
+    Opening it writes nothing, but sets the umask for one that a group shares (`rlhf_core.store.sharing`): the folder is
+    created by `create`, or by the first lease or commit. Raises ArtifactError if a newer version wrote the store.
     """
 
     def __init__(self, root: Path) -> None:
@@ -311,7 +313,7 @@ class ArtifactStore:
         return record, object_damage(self.layout.object(object_digest(record.handle)), deep=False)
 
     def _store_object(self, out: Path, files: Mapping[str, FileEntry], digest: str) -> None:
-        write_json(out / MANIFEST, {"schema": 1, "files": {path: _entry(entry) for path, entry in files.items()}})
+        write_json(out / MANIFEST, {"schema": 1, "files": {path: asdict(entry) for path, entry in files.items()}})
         target = self.layout.object(digest)
         make_folder(target.parent)
         while True:
@@ -364,8 +366,12 @@ class ArtifactStore:
         }
         files = same | hash_files(folder, [path for path in paths if path not in same])
         # A file written just now may change again within the resolution of its timestamp: it is not remembered.
-        settled = {path: entry for path, entry in files.items() if now - _changed_ns(stats[path]) > 2_000_000_000}
-        table = {path: _entry(entry) | {"status": _identity(stats[path])} for path, entry in settled.items()}
+        settled = {
+            path: entry
+            for path, entry in files.items()
+            if now - max(stats[path].st_mtime_ns, stats[path].st_ctime_ns) > _SETTLED_NS
+        }
+        table = {path: asdict(entry) | {"status": _identity(stats[path])} for path, entry in settled.items()}
         remembered = {path: entry.model_dump() for path, entry in known.items()}
         if table != remembered and self.root.is_dir():  # reading a folder does not create a store
             write_json(memory, {"folder": str(folder), "files": table}, durable=False)
@@ -418,11 +424,3 @@ def _identity(status: os.stat_result) -> dict[str, int]:
         "modified_ns": status.st_mtime_ns,
         "changed_ns": status.st_ctime_ns,
     }
-
-
-def _changed_ns(status: os.stat_result) -> int:
-    return max(status.st_mtime_ns, status.st_ctime_ns)
-
-
-def _entry(entry: FileEntry) -> dict[str, Any]:
-    return {"size": entry.size, "sha256": entry.sha256}

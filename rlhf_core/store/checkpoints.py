@@ -1,9 +1,7 @@
 """Checkpoint folders of one stage. A new checkpoint is complete and on disk before an old one is removed.
 
-Training does not wait for this: it hands over copies of its state (`checkpoint_parts`), and a thread here waits for
-their writers, seals the folder and removes old checkpoints. At most one checkpoint is in progress at a time.
-
-Write parts of a checkpoint in background threads, and wait until all parts are whole.
+Training does not wait for this: it hands over copies of its state (`write_part`), and a thread here waits for their
+writers, seals the folder and removes old checkpoints. At most one checkpoint is in progress at a time.
 
 `write_part` creates the note `.writing-<part>` in the folder before it returns. The writer holds a lock on it, which
 the system drops if the process dies. The note is removed when the part is whole; if writing fails, it is renamed to
@@ -23,6 +21,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +47,10 @@ from rlhf_core.store.typed_json import Stored, read_stored
 
 logger = logging.getLogger(__name__)
 
-STALLED_SECONDS = 600.0
+STALLED_SECONDS = 600.0  # a network disk may stand still for minutes while it fails over
 _WRITING = ".writing-"
 _FAILED = ".failed-"
-_SLOWEST_POLL = 0.1
+_SLOWEST_POLL = 0.1  # s
 
 
 def write_part(folder: Path, part: str, write: Callable[[], None]) -> None:
@@ -144,7 +143,7 @@ def _bytes(folder: Path) -> int:
 
 _STATE = "state.json"
 _COMPLETE = "COMPLETE"
-_SMALL_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 20  # hashing so many takes a millisecond
 
 
 class _Marker(Stored):
@@ -296,26 +295,17 @@ class _Sealing:
     """The thread that seals a checkpoint, and the error that ended it."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._last: Future[None] | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as failure:
-                self._failure = failure
-
-        self._thread = threading.Thread(target=run, name="sealing a checkpoint")
-        self._thread.start()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="sealing a checkpoint")
+        self._last = pool.submit(work)
+        pool.shutdown(wait=False)  # its thread ends after this work
 
     def settle(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
 
 
 def _plain(step: int, state: Mapping[str, Any], metric: float | None) -> dict[str, Any]:

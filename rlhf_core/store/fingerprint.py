@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.machinery
 import importlib.util
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ OUR_PACKAGES = ("stages", "rlhf_core")
 PLUMBING = ("rlhf_core.errors", "rlhf_core.schema.secrets", "rlhf_core.secrets", "rlhf_core.stage", "rlhf_core.store")
 """Modules and packages that store artifacts but never compute their content: a change there changes no key."""
 
-_FEW_BYTES = 1 << 20
-"""Files with fewer bytes in total are hashed faster than threads can be started."""
+_FEW_BYTES = 1 << 20  # fewer bytes in total are hashed faster than threads can be started
 _HASH_THREADS = min(16, max(2, os.cpu_count() or 2))
 
 ALL_MODULES = ".__path__"
@@ -185,59 +185,33 @@ def _is_plumbing(module: str) -> bool:
 
 
 class _Modules:
-    """A finder of source files that imports neither modules nor packages and lists each folder once."""
+    """A finder of source files that imports neither modules nor packages."""
 
     def __init__(self) -> None:
-        self._names: dict[str, frozenset[str]] = {}
-        self._tops: dict[str, tuple[str, list[str]]] = {}
+        self._specs: dict[str, ModuleSpec | None] = {}
 
     def file(self, name: str) -> str | None:
         """Return the path of the module's source; None if `name` is not a module."""
-        top, *rest = name.split(".")
-        if top not in self._tops:
-            self._tops[top] = _top_level(top)
-        file, folders = self._tops[top]
-        for part in rest:
-            file, folders = self._inside(part, folders)
-        return file if file.endswith(".py") else None
+        spec = self._spec(name)
+        return spec.origin if spec is not None and spec.origin is not None and spec.origin.endswith(".py") else None
 
     def inside(self, target: str) -> list[str]:
         """Return the names of the modules of a package that is given as `package.__path__`."""
         package = target.removesuffix(ALL_MODULES)
-        names = self._listed(os.path.dirname(self.file(package) or ""))  # noqa: PTH120  # as above
-        return [
-            f"{package}.{name.removesuffix('.py')}" for name in names if name.endswith(".py") and name != "__init__.py"
-        ]
+        files = Path(self.file(package) or "").parent.glob("*.py")
+        return [f"{package}.{file.stem}" for file in files if file.stem != "__init__"]
 
-    def _inside(self, part: str, folders: list[str]) -> tuple[str, list[str]]:
-        """Return the file of the module `part` in one of the folders, and the folders that contain its submodules."""
-        spaces = []
-        for folder in folders:
-            names, path = self._listed(folder), os.path.join(folder, part)  # noqa: PTH118  # thousands of times
-            if part in names and "__init__.py" in self._listed(path):
-                return f"{path}/__init__.py", [path]
-            for suffix in (*importlib.machinery.EXTENSION_SUFFIXES, ".py"):
-                if part + suffix in names:
-                    return path + suffix, []
-            if part in names:
-                spaces.append(path)
-        return "", spaces
-
-    def _listed(self, folder: str) -> frozenset[str]:
-        if folder not in self._names:
-            try:
-                self._names[folder] = frozenset(os.listdir(folder))  # noqa: PTH208
-            except OSError:
-                self._names[folder] = frozenset()
-        return self._names[folder]
-
-
-def _top_level(name: str) -> tuple[str, list[str]]:
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    return ("", []) if spec is None else (spec.origin or "", list(spec.submodule_search_locations or ()))
+    def _spec(self, name: str) -> ModuleSpec | None:
+        if name not in self._specs:
+            package = name.rpartition(".")[0]
+            if package:
+                above = self._spec(package)
+                folders = None if above is None else above.submodule_search_locations
+                self._specs[name] = PathFinder.find_spec(name, list(folders)) if folders else None
+            else:
+                with suppress(ImportError, ValueError):
+                    self._specs[name] = importlib.util.find_spec(name)
+        return self._specs.setdefault(name, None)
 
 
 PARSED: dict[str, list[Any]] = {}

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.processes.identity import user_name
@@ -27,8 +27,6 @@ QUESTION = "question.json"
 ASKERS = "asked-*.json"
 ANSWERS = "answer-*.json"
 _ANSWER = re.compile(r"answer-(\d{1,9})(-.*)?\.json")
-
-S = TypeVar("S", bound=Stored)
 
 
 class GateAnswer(Stored):
@@ -120,7 +118,8 @@ class GateDecisions:
         """Return the question with this id, with its runs and answers; None if there is none."""
         folder = self.layout.gates / question
         asked = read_stored(folder / QUESTION, Question)
-        askers = sorted(self._read(folder, ASKERS, Asker), key=lambda one: one.asked)
+        read = (read_stored(path, Asker) for path in sorted(folder.glob(ASKERS)))
+        askers = sorted((one for one in read if one is not None), key=lambda one: one.asked)
         if asked is None or not askers:
             return None
         return GateRequest(asked, tuple(askers), tuple(self._answers(folder)))
@@ -158,12 +157,6 @@ class GateDecisions:
         # Two files of one number are of an earlier version.
         ordered = sorted((number, answer.at, name, answer) for number, name, answer in found if answer is not None)
         return [answer for *_, answer in ordered]
-
-    def _read(self, folder: Path, pattern: str, kind: type[S]) -> Iterator[S]:
-        for path in sorted(folder.glob(pattern)):
-            content = read_stored(path, kind)
-            if content is not None:
-                yield content
 
 
 def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -28,9 +28,9 @@ MANIFEST = "manifest.json"
 CHECKPOINTS = "ckpt"
 """Name of the checkpoint folder inside a work folder."""
 _TEMPORARY = re.compile(r"-(\d+)-[0-9a-f]{6}$")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # the quota of a user is a full disk, too
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
-_HARDLY_ANY_BYTES = 1 << 20
+_HARDLY_ANY_BYTES = 1 << 20  # less free space than this means that the disk was full when the write failed
 _DURABLE: set[Path] = set()
 """Folders that this process knows to be on the disk."""
 
@@ -354,7 +354,8 @@ def _allow_writing(folder: Path) -> None:
 def naming_disk_errors(root: Path) -> Iterator[None]:
     """Turn the error of a full or unwritable disk into an ArtifactError with the remedy.
 
-    Only a permission error at a path below `root` counts; a full disk is detected from any error.
+    Only a permission error at a path below `root` counts; a full disk is detected from any error. Without permission, or
+    on a disk that is mounted read-only, the remedy is another folder.
     """
     try:
         yield
@@ -364,15 +365,10 @@ def naming_disk_errors(root: Path) -> Iterator[None]:
         if disk_is_full(error, root):
             raise disk_full(root) from error
         if isinstance(error, OSError) and error.errno in FORBIDDEN and _is_below(error.filename, root):
-            raise not_writable(root, error) from error
+            rule = f"cannot be written to ({error.strerror}: {error.filename})"
+            remedy = "change the permissions, or choose another folder: set `store` in the profile, or RLHF_HOME"
+            raise ArtifactError(explain("store", str(root), rule, remedy)) from error
         raise
-
-
-def not_writable(root: Path, error: OSError) -> ArtifactError:
-    """Return the error for a store that this user cannot write to, or that is mounted read-only."""
-    rule = f"cannot be written to ({error.strerror}: {error.filename})"
-    remedy = "change the permissions, or choose another folder: set `store` in the profile, or RLHF_HOME"
-    return ArtifactError(explain("store", str(root), rule, remedy))
 
 
 def _is_below(name: object, root: Path) -> bool:

@@ -23,24 +23,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from rlhf_core.errors import ArtifactError, explain
 from rlhf_core.processes.identity import here, process_stat, process_state
 from rlhf_core.store.layout import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-TTL_SECONDS = 120.0
-HEARTBEAT_SECONDS = 20.0
-POLL_SECONDS = 0.25
+TTL_SECONDS = 120.0  # six heartbeats: a slow disk or a long call into a library may cost some of them
+HEARTBEAT_SECONDS = 20.0  # rare enough for a network disk with hundreds of runs
+POLL_SECONDS = 0.25  # how late a waiting process notices the result
 WATCH_SECONDS = 2.25 * HEARTBEAT_SECONDS
 """Time by the monotonic clock that a lease must be unchanged before it is taken from an owner that may be alive."""
 LOCK_SLOW_SECONDS = 10.0
 """Time of waiting for another process's change of a lease after which a warning is logged."""
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("host", "boot_id", "pid_namespace", "token"), str),
-    **dict.fromkeys(("pid", "pid_started"), int),
-    "expires": (int, float),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +56,9 @@ class Owner:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+_OWNER = TypeAdapter(Owner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,14 +302,11 @@ def lease_file(folder: Path, key: str) -> Path:
 
 
 def _read(folder: Path, key: str) -> Owner | None:
-    stored = read_json(lease_file(folder, key))
+    """Return the owner of a lease; None if there is none, or the file is not a lease: then the next process overwrites it."""
     try:
-        owner = None if stored is None else Owner(**stored)
-    except TypeError:
+        return _OWNER.validate_python(read_json(lease_file(folder, key)))
+    except ValidationError:
         return None
-    if owner is None or not all(isinstance(getattr(owner, name), kind) for name, kind in _KINDS.items()):
-        return None  # not a lease: the next process that wants the key overwrites it
-    return owner
 
 
 def _write(folder: Path, key: str, owner: Owner) -> None:

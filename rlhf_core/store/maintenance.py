@@ -328,40 +328,35 @@ def _unreached(
         )
         for record in records
         for path in [layout.key(record.key)]
-        if record.key not in live.keys and _modified(path) < horizon
+        if record.key not in live and _modified(path) < horizon
     ]
     labels = {object_of(record.handle.uri): record.label for record in records}
     for path in sorted(layout.objects.glob("*/*")):
-        if path.name not in live.objects and _modified(path) < young:
+        if path.name not in live and _modified(path) < young:
             label = labels.get(path.name, "")
             reason = "its records are removed" if label else "no record leads to it"
             items.append(GcItem("object", path, folder_bytes(path), label, reason))
     return items
 
 
-@dataclass(frozen=True, slots=True)
-class _Reached:
-    keys: frozenset[str]
-    objects: frozenset[str]
-
-
-def _reached(layout: StoreLayout, records: Sequence[KeyRecord], roots: Sequence[Root], horizon: float) -> _Reached:
+def _reached(layout: StoreLayout, records: Sequence[KeyRecord], roots: Sequence[Root], horizon: float) -> set[str]:
+    """Return the keys and the digests of the objects that roots and recently used records lead to."""
     named = {root.target for root in roots}
     makers: dict[str, list[KeyRecord]] = {}
     for record in records:
         makers.setdefault(object_of(record.handle.uri), []).append(record)
-    objects = set(named)
-    keys: set[str] = set()
+    live = set(named)
+    followed: set[str] = set()
     waiting = [record for record in records if named & _names(record) or _modified(layout.key(record.key)) >= horizon]
     while waiting:
         record = waiting.pop()
-        if record.key in keys:
+        if record.key in followed:
             continue
-        keys.add(record.key)
+        followed.add(record.key)
         for digest in (object_of(record.handle.uri), *map(object_of, record.inputs)):
-            objects.add(digest)
+            live.add(digest)
             waiting.extend(makers.get(digest, []))
-    return _Reached(frozenset(keys), frozenset(objects))
+    return live | followed
 
 
 def _names(record: KeyRecord) -> set[str]:

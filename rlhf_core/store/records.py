@@ -7,7 +7,8 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rlhf_core.types import ArtifactRef
 
 _URI = re.compile(r"store://[0-9a-f]{64}(/(?!\.\.?(/|$))[^/]+)*|file:///.*", re.DOTALL)
 """Pattern of a valid uri: an object of a store, a folder inside one, or a user's own folder."""
-_PACKAGES = (
+_COMPUTING = [
     "torch",
     "transformers",
     "tokenizers",
@@ -35,11 +36,10 @@ _PACKAGES = (
     "numpy",
     "pyarrow",
     "pydantic",
-    "prefect",
-    "mlflow",
-)
-_ONLY_SHOW = ("prefect", "mlflow")
-"""Packages whose version never changes a result."""
+]
+"""Packages whose version may change a result."""
+_ONLY_SHOWN = ("prefect", "mlflow")
+"""Packages whose version is recorded, but never changes a result."""
 
 
 class Provenance(BaseModel):
@@ -150,16 +150,13 @@ def _uris(handle: ArtifactRef) -> Iterator[str]:
 @lru_cache(maxsize=1)
 def environment() -> dict[str, str]:
     """Return the versions of Python and of the libraries, the platform and the git commit."""
-    shown = {package: version for package in _ONLY_SHOW if (version := _version(package))}
-    return versions() | shown | {"platform": platform.platform()} | _git()
+    return versions() | _installed(_ONLY_SHOWN) | {"platform": platform.platform()} | _git()
 
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that compute; only `--strict-env` puts them into the key."""
-    computing = (package for package in _PACKAGES if package not in _ONLY_SHOW)
-    found = {package: version for package in computing if (version := _version(package))}
-    return {"python": platform.python_version()} | found
+    return {"python": platform.python_version()} | _installed(_COMPUTING)
 
 
 def other_versions(then: Mapping[str, str], now: Mapping[str, str] | None = None) -> list[str]:
@@ -169,19 +166,17 @@ def other_versions(then: Mapping[str, str], now: Mapping[str, str] | None = None
     ['torch: 2.8 -> 2.9', 'peft: 0.17 -> not installed']
     """
     found = versions() if now is None else now
-    counted = (name for name in then if name == "python" or (name in _PACKAGES and name not in _ONLY_SHOW))
-    return [
-        f"{name}: {then[name]} -> {found.get(name, 'not installed')}"
-        for name in counted
-        if found.get(name) != then[name]
-    ]
+    changed = (name for name in then if name in ("python", *_COMPUTING) and found.get(name) != then[name])
+    return [f"{name}: {then[name]} -> {found.get(name, 'not installed')}" for name in changed]
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _installed(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _git() -> dict[str, str]:

@@ -1,13 +1,9 @@
-"""The modules of one load of user code: fresh, compiled from the bytes that were hashed, found by their own imports alone.
-
-A module keeps its name in `sys.modules`, where `pickle`, `dataclasses` and `typing` look it up, unless another load has
-taken it: then it is `name__2`. Which module a name means is decided by who imports: import statements and `__import__`
-in user code go through `Modules`, which stands in the builtins of its modules.
-
-Load the functions and classes that a configuration names: `package.module:name` or `path/to/file.py:name`.
+"""Load the functions and classes that a configuration names: `package.module:name` or `path/to/file.py:name`.
 
 Each load has fresh modules of the user's code, compiled from the bytes that were hashed: two files whose helpers have the
-same name, and a helper that is edited between two stages of one process, do not meet.
+same name, and a helper that is edited between two stages of one process, do not meet. A module keeps its name in
+`sys.modules`, where `pickle`, `dataclasses` and `typing` look it up, unless another load has taken it: then it is
+`name__2`. Import statements and `__import__` in user code go through `Modules`, in the builtins of its modules.
 """
 
 from __future__ import annotations

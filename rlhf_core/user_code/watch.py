@@ -3,9 +3,8 @@
 The interpreter itself calls an audit hook (PEP 578), so what libraries do for the user's code is seen too. Environment
 variables are not, nor files that libraries open without Python (Arrow, HDF5, safetensors).
 
-Name what a user's module reads or reaches beyond what its key sees, from its source alone, before it runs.
-
-Found by the names that the code uses, so a hint: what it does when it runs is seen by `rlhf_core.user_code.watch`.
+Before it runs, `unseen_uses` names from the source of a module what it may read or reach. It looks for names that
+the code uses: a hint.
 """
 
 from __future__ import annotations
@@ -199,72 +198,31 @@ MOST_CHARACTERS = 200
 """A file name has at most 255 bytes."""
 USES = {
     "imports modules by a computed name": (
-        *("__import__", "*.import_module", "*.spec_from_file_location", "*.SourceFileLoader", "*.load_module"),
-        *("*.exec_module", "*.run_path", "*.run_module", "pkgutil.*", "pydoc.locate", "*.entry_points"),
+        "__import__ *.import_module *.spec_from_file_location *.SourceFileLoader *.load_module *.exec_module "
+        "*.run_path *.run_module pkgutil.* pydoc.locate *.entry_points"
     ),
-    "changes where modules are found": (
-        "sys.path",
-        "sys.meta_path",
-        "sys.path_hooks",
-        "sys.modules",
-        "site.addsitedir",
-    ),
-    "runs code from text": ("exec", "eval"),
+    "changes where modules are found": "sys.path sys.meta_path sys.path_hooks sys.modules site.addsitedir",
+    "runs code from text": "exec eval",
     "starts programs": (
-        *(
-            "subprocess.*",
-            "os.system",
-            "os.popen",
-            "os.exec*",
-            "os.spawn*",
-            "os.posix_spawn*",
-            "pty.spawn",
-            "pexpect.*",
-        ),
-        *("*.create_subprocess_exec", "*.create_subprocess_shell"),
+        "subprocess.* os.system os.popen os.exec* os.spawn* os.posix_spawn* pty.spawn pexpect.* "
+        "*.create_subprocess_exec *.create_subprocess_shell"
     ),
-    "loads libraries": ("ctypes.*", "cffi.*", "*.load_library", "*.CDLL"),
+    "loads libraries": "ctypes.* cffi.* *.load_library *.CDLL",
     "reaches the network": (
-        *(
-            "socket.*",
-            "requests.*",
-            "httpx.*",
-            "urllib.request.*",
-            "urllib3.*",
-            "http.client.*",
-            "aiohttp.*",
-            "ftplib.*",
-        ),
-        *("openai.*", "anthropic.*", "litellm.*", "websockets.*", "grpc.*", "boto3.*", "huggingface_hub.*", "xmlrpc.*"),
-        *("*.open_connection", "*.create_connection"),
+        "socket.* requests.* httpx.* urllib.request.* urllib3.* http.client.* aiohttp.* ftplib.* openai.* "
+        "anthropic.* litellm.* websockets.* grpc.* boto3.* huggingface_hub.* xmlrpc.* *.open_connection "
+        "*.create_connection"
     ),
-    VARIABLES: ("*.environ", "*.environb", "*.getenv", "*.getenvb", "*.expandvars", "*.load_dotenv", "*.dotenv_values"),
+    VARIABLES: "*.environ *.environb *.getenv *.getenvb *.expandvars *.load_dotenv *.dotenv_values",
     FILES: (
-        *("open", "*.open", "*.open_code", "*.read", "*.read_*", "*.load", "*.load_*", "*.loadtxt", "*.imread"),
-        *(
-            "*.genfromtxt",
-            "*.fromfile",
-            "*.from_file",
-            "*.from_pretrained",
-            "*.memmap",
-            "*.mmap",
-            "*.safe_open",
-            "*.scan_*",
-        ),
-        *("*.iterdir", "*.glob", "*.rglob", "*.iglob", "os.listdir", "os.scandir", "os.walk", "os.fdopen", "*.connect"),
-        *(
-            "*.readlines",
-            "*.getline",
-            "*.getlines",
-            "fileinput.*",
-            "importlib.resources.*",
-            "*.unpack_archive",
-            "sys.stdin",
-        ),
-        *("zipfile.ZipFile", "h5py.File", "pyarrow.parquet.*", "*.FileIO", "*.get_data", "io.open", "os.open"),
+        "open *.open *.open_code *.read *.read_* *.load *.load_* *.loadtxt *.imread *.genfromtxt *.fromfile "
+        "*.from_file *.from_pretrained *.memmap *.mmap *.safe_open *.scan_* *.iterdir *.glob *.rglob *.iglob "
+        "os.listdir os.scandir os.walk os.fdopen *.connect *.readlines *.getline *.getlines fileinput.* "
+        "importlib.resources.* *.unpack_archive sys.stdin zipfile.ZipFile h5py.File pyarrow.parquet.* "
+        "*.FileIO *.get_data io.open os.open"
     ),
 }
-"""Action of code -> patterns of the names that perform it, with their modules."""
+"""Action of code -> patterns of the names that perform it, with their modules, separated by spaces."""
 
 
 def unseen_uses(module: UserModule, own: frozenset[str], search: Sequence[Path]) -> list[str]:
@@ -310,7 +268,7 @@ def _uses(tree: ast.Module, own: frozenset[str]) -> list[tuple[str, str, int]]:
 def _meanings(name: str) -> Iterator[tuple[str, str]]:
     """Yield the action of `name`, if it is one of `USES`, and the name to show."""
     for what, patterns in USES.items():
-        for pattern in patterns:
+        for pattern in patterns.split():
             if fnmatchcase(name, pattern) and not name.endswith(".load_state_dict"):
                 yield what, name.rpartition(".")[2] if pattern.startswith("*.") else name
                 return

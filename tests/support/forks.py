@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -33,3 +34,11 @@ def _leave_with(body: Callable[[], int | None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def soon(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
+    """Wait until `condition` holds; fail after `within_s`, which is long because the machine may be busy."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {within_s:g} s in vain"
+        time.sleep(0.01)

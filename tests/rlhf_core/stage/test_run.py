@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.store.leases import living_owner
 from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef
+from tests.support.forks import soon
 from tests.support.toy_stage import RecordingTracker, ToyConfig, run_toy, toy_spec
 
 FORK = multiprocessing.get_context("fork")
@@ -198,7 +198,7 @@ def test_a_waiting_process_takes_over_when_the_first_is_killed(store: ArtifactSt
     results = FORK.Queue()
     first = FORK.Process(target=_run_in_process, args=(store.root, config, results))
     first.start()
-    _wait_for_checkpoint(store)
+    soon(lambda: bool(list(_work(store, toy_spec()).glob("work-*/ckpt/step-*"))))
     second = FORK.Process(target=_run_in_process, args=(store.root, config, results))
     second.start()
     time.sleep(0.1)
@@ -208,13 +208,6 @@ def test_a_waiting_process_takes_over_when_the_first_is_killed(store: ArtifactSt
     second.join()
     assert action == "RESUME" and said in (["ATTACH", "RESUME"], ["RESUME"])
     assert [item.status for item in history(_work(store, toy_spec()))] == ["running", "committed"]
-
-
-def _wait_for_checkpoint(store: ArtifactStore) -> None:
-    deadline = time.monotonic() + 10
-    while not list(_work(store, toy_spec()).glob("work-*/ckpt/step-*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_kills_at_any_instant_cost_at_most_a_step_and_the_result_is_the_same(store: ArtifactStore) -> None:
@@ -257,10 +250,10 @@ def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(
     folder = _work(store, toy_spec(ToyConfig(steps=200)))
     try:
         old.start()
-        _soon(lambda: attempts.metrics(folder).exists() and attempts.metrics(folder).read_text().count("\n") > 3)
+        soon(lambda: attempts.metrics(folder).exists() and attempts.metrics(folder).read_text().count("\n") > 3)
         os.kill(old.pid or 0, signal.SIGSTOP)
         new.start()
-        _soon(lambda: len(history(folder)) == 2)
+        soon(lambda: len(history(folder)) == 2)
         os.kill(old.pid or 0, signal.SIGCONT)
         for process in (old, new):
             process.join(120)
@@ -278,13 +271,6 @@ def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(
     assert record is not None and record.handle == whole
     assert [(item.number, item.status) for item in history(folder)] == [(1, "running"), (2, "committed")]
     assert _names(folder) == ["attempt.json", "work-2"] and _names(folder / "work-2") == ["metrics.jsonl"]
-
-
-def _soon(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited 60 s in vain"
-        time.sleep(0.01)
 
 
 def test_a_process_that_was_taken_over_as_it_committed_leaves_its_successor_at_work(

@@ -18,7 +18,7 @@ from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.fingerprint import FileEntry, hash_files, hash_tree, sha256_text, tree_digest
 from rlhf_core.store.layout import read_json, write_json
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
-from tests.support.records import provenance
+from tests.support.records import provenance, write_files
 
 FORK = multiprocessing.get_context("fork")
 PROVENANCE = provenance()
@@ -26,11 +26,7 @@ KEY = sha256_text("key")
 
 
 def _out(store: ArtifactStore, files: dict[str, str], name: str = "out") -> Path:
-    folder = store.root / "attempts" / name
-    for path, content in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(content)
-    return folder
+    return write_files(store.layout.attempts / name, files)
 
 
 def _commit(store: ArtifactStore, files: dict[str, str], key: str = KEY) -> PolicyRef:
@@ -98,26 +94,25 @@ def _flip(path: Path, content: str) -> None:
     path.write_text(content)
 
 
-@pytest.mark.parametrize("harm", ["missing file", "short file", "missing object", "no manifest", "bad record"])
+HARMS: dict[str, Callable[[Path, Path], object]] = {
+    "weights is missing": lambda folder, record: (folder / "weights").unlink(),
+    "weights has 1 bytes, not 3": lambda folder, record: _flip(folder / "weights", "1"),
+    "is gone": lambda folder, record: folder.rename(folder.with_name("elsewhere")),
+    "has no readable manifest.json": lambda folder, record: (folder / "manifest.json").unlink(),
+    "its record has no valid label": lambda folder, record: record.write_text('{"key": "x"}'),
+}
+
+
+@pytest.mark.parametrize("text", HARMS)
 def test_damage_is_named_and_put_into_quarantine_so_that_the_key_is_free(
-    store: ArtifactStore, harm: str, caplog: pytest.LogCaptureFixture
+    store: ArtifactStore, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = store.path(_commit(store, {"weights": "123", "other": "4"}))
     folder.chmod(0o755)
-    if harm == "missing file":
-        (folder / "weights").unlink()
-    elif harm == "short file":
-        _flip(folder / "weights", "1")
-    elif harm == "missing object":
-        folder.rename(store.root / "elsewhere")
-    elif harm == "no manifest":
-        (folder / "manifest.json").unlink()
-    else:
-        store.layout.key(KEY).write_text('{"key": "x"}')
+    HARMS[text](folder, store.layout.key(KEY))
     with caplog.at_level(logging.WARNING):
         assert store.record(KEY) is None
-    expected = {"missing file": "weights is missing", "short file": "weights has 1 bytes, not 3"}
-    assert expected.get(harm, "damaged") in caplog.text
+    assert text in caplog.text
     assert not store.layout.key(KEY).exists()
     assert list(store.layout.quarantine.iterdir())
     ref = _commit(store, {"weights": "123", "other": "4"})

@@ -1,19 +1,32 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from rlhf_core.errors import ArtifactError
+from rlhf_core.stage.run import find
 from rlhf_core.store import attempts
+from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.layout import sweep_temporaries, write_json
+from rlhf_core.store.leases import lease_file
+from tests.support.toy_stage import run_toy, toy_spec
+
+
+def begin(folder: Path, resumed_from: int | None = None) -> attempts.Attempt:
+    return attempts.begin(folder, label="sft", resumed_from=resumed_from, code={"m": "1"})
 
 
 def test_attempts_are_counted_and_keep_how_they_ended(tmp_path: Path) -> None:
-    first = attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"})
+    first = begin(tmp_path)
     assert attempts.output(tmp_path, first) == tmp_path / "out-1" and (tmp_path / "out-1").is_dir()
     attempts.end(tmp_path, first, label="sft", status="failed", failure="ValueError: no", seconds=1.23456)
-    second = attempts.begin(tmp_path, label="sft", resumed_from=40, code={})
+    second = begin(tmp_path, resumed_from=40)
     past = attempts.history(tmp_path)
     assert [(item.number, item.status, item.failure, item.seconds, item.resumed_from) for item in past] == [
         (1, "failed", "ValueError: no", 1.235, None),
@@ -23,19 +36,19 @@ def test_attempts_are_counted_and_keep_how_they_ended(tmp_path: Path) -> None:
 
 
 def test_the_output_of_a_killed_attempt_is_removed_by_the_next(tmp_path: Path) -> None:
-    attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"})
+    begin(tmp_path)
     (tmp_path / "out-1" / "half").write_text("x")
-    attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"})
+    begin(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "out-2", "work-2"]
 
 
 def test_an_attempt_goes_on_in_a_folder_of_its_own_which_the_one_before_cannot_touch(tmp_path: Path) -> None:
-    first = attempts.begin(tmp_path, label="sft", resumed_from=None, code={})
+    first = begin(tmp_path)
     stale = Checkpoints(attempts.checkpoints(tmp_path))
     with stale.saving(1, {"n": 1}) as folder:
         (folder / "weights").write_text("1")
     stale.settle()
-    attempts.begin(tmp_path, label="sft", resumed_from=1, code={})
+    begin(tmp_path, resumed_from=1)
     mine = Checkpoints(attempts.checkpoints(tmp_path))
     found = mine.to_resume()
     assert found is not None and (found.step, (found.path / "weights").read_text()) == (1, "1")
@@ -50,26 +63,26 @@ def test_an_attempt_goes_on_in_a_folder_of_its_own_which_the_one_before_cannot_t
 
 
 def test_work_is_found_wherever_a_kill_stopped_its_move(tmp_path: Path) -> None:
-    attempts.begin(tmp_path, label="sft", resumed_from=None, code={})
+    begin(tmp_path)
     (tmp_path / "work-1" / "shard-1").write_text("x")
-    attempts.begin(tmp_path, label="sft", resumed_from=None, code={})
-    (tmp_path / "work-2").rename(tmp_path / "work-1")  # noted, and not moved yet
-    assert attempts.unfinished_work(tmp_path) == ["shard-1"]
-    assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={}).number == 3
+    begin(tmp_path)
+    for left in ("work-1", "work-3"):  # noted and not moved yet; moved and not noted yet
+        attempts.latest_work(tmp_path).rename(tmp_path / left)
+        assert attempts.unfinished_work(tmp_path) == ["shard-1"]
+    (tmp_path / "work-3").rename(tmp_path / "work-2")
+    assert begin(tmp_path).number == 3
     assert (tmp_path / "work-3" / "shard-1").exists() and not (tmp_path / "work-1").exists()
     (tmp_path / "work-1" / "ckpt").mkdir(parents=True)  # of one that was taken over
-    assert attempts.unfinished_work(tmp_path) == ["shard-1"] and attempts.begin(
-        tmp_path, label="sft", resumed_from=None, code={}
-    )
+    assert attempts.unfinished_work(tmp_path) == ["shard-1"] and begin(tmp_path)
     (tmp_path / "attempt.json").unlink()  # damaged: counted from the folders
-    assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={}).number == 5
+    assert begin(tmp_path).number == 5
     attempts.clear(tmp_path, keep_metrics=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "work-5"]
 
 
 def test_unfinished_work_is_what_the_stage_left_itself(tmp_path: Path) -> None:
     assert attempts.unfinished_work(tmp_path / "nowhere") == []
-    attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"})
+    begin(tmp_path)
     attempts.checkpoints(tmp_path).mkdir()
     left = attempts.latest_work(tmp_path)
     for name in ("metrics.jsonl", "worker.log", "shard-00001.parquet"):
@@ -83,15 +96,9 @@ def test_unfinished_work_is_what_the_stage_left_itself(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "work-1"]
 
 
-def test_an_unreadable_history_starts_again(tmp_path: Path) -> None:
-    (tmp_path / "attempt.json").write_text('{"attempts": [{"x": 1}]}')
-    assert attempts.history(tmp_path) == []
-    assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}).number == 1
-
-
 def test_an_attempt_whose_process_was_killed_is_noted_as_interrupted_once(tmp_path: Path) -> None:
     assert attempts.abandon(tmp_path, committed=False) is None
-    killed = attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"})
+    killed = begin(tmp_path)
     found = attempts.abandon(tmp_path, committed=False)
     assert found is not None and found[0] == "sft" and found[1].number == 1
     (noted,) = attempts.history(tmp_path)
@@ -106,27 +113,18 @@ def test_an_attempt_whose_process_was_killed_is_noted_as_interrupted_once(tmp_pa
     "changes", [{"number": "two"}, {"number": 10**400}, {"code": ["m"]}, {"status": "lost"}, {"failure": 5}]
 )
 def test_a_history_with_values_of_other_types_starts_again(changes: dict[str, object], tmp_path: Path) -> None:
-    attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"})
+    begin(tmp_path)
     table = json.loads((tmp_path / "attempt.json").read_text())
     for damaged in (table | {"attempts": [table["attempts"][0] | changes]}, table | {"label": None}):
         (tmp_path / "attempt.json").write_text(json.dumps(damaged))
         assert attempts.history(tmp_path) == []
         assert attempts.abandon(tmp_path, committed=False) is None
-    assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={"m": "1"}).number == 2
-
-
-def test_an_attempt_that_was_moved_and_not_yet_noted_is_gone_on_from(tmp_path: Path) -> None:
-    attempts.begin(tmp_path, label="sft", resumed_from=None, code={})
-    (tmp_path / "work-1" / "shard-1").write_text("x")
-    (tmp_path / "work-1").rename(tmp_path / "work-2")  # killed here
-    assert attempts.unfinished_work(tmp_path) == ["shard-1"]
-    assert attempts.begin(tmp_path, label="sft", resumed_from=None, code={}).number == 3
-    assert (tmp_path / "work-3" / "shard-1").exists()
+    assert begin(tmp_path).number == 2
 
 
 def test_what_a_taken_over_attempt_clears_is_nothing_of_its_successor(tmp_path: Path) -> None:
-    first = attempts.begin(tmp_path, label="sft", resumed_from=None, code={})
-    second = attempts.begin(tmp_path, label="sft", resumed_from=None, code={})
+    first = begin(tmp_path)
+    second = begin(tmp_path)
     (attempts.work(tmp_path, second) / "shard-1").write_text("x")
     attempts.clear(tmp_path, keep_metrics=True, until=first)
     attempts.give_way(tmp_path, second)  # nobody came after it
@@ -134,3 +132,98 @@ def test_what_a_taken_over_attempt_clears_is_nothing_of_its_successor(tmp_path: 
     (attempts.work(tmp_path, first) / "ckpt").mkdir(parents=True)  # it wrote on, where it had been
     attempts.give_way(tmp_path, first)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "out-2", "work-2"]
+
+
+# ---------------------------------------------------------------- after a kill
+
+
+def as_a_kill_leaves_it(store: ArtifactStore, key: str, **changes: object) -> Path:
+    """Put back what a process has around it between its record and the end of its attempt."""
+    folder = store.layout.attempt(key)
+    table = json.loads((folder / attempts.HISTORY).read_text())
+    table["attempts"][-1] |= {"status": "running"} | changes
+    write_json(folder / attempts.HISTORY, table)
+    (attempts.checkpoints(folder) / "step-1").mkdir(parents=True)
+    (attempts.latest_work(folder) / "shards").mkdir()
+    with store.lease(key) as lease:
+        held = lease_file(store.layout.leases, key).read_text()
+    dead = json.loads(held) | {"pid_started": 1}  # another process had this number once
+    assert lease.owner.pid == dead["pid"] == os.getpid()
+    lease_file(store.layout.leases, key).write_text(json.dumps(dead))
+    return folder
+
+
+def test_a_hit_tidies_up_after_a_process_that_was_killed_right_behind_its_record(store: ArtifactStore) -> None:
+    ref, decision = run_toy(store)
+    key = decision.key
+    folder = as_a_kill_leaves_it(store, key)
+    found = find(store, toy_spec())
+    assert found is not None and found[0].handle == ref
+    assert [item.status for item in attempts.history(folder)] == ["committed"]
+    assert not attempts.checkpoints(folder).exists() and attempts.unfinished_work(folder) == []
+    assert not lease_file(store.layout.leases, key).exists()
+    assert attempts.metrics(folder).exists()
+
+
+def test_a_forced_attempt_that_did_not_come_to_its_own_record_was_interrupted(store: ArtifactStore) -> None:
+    key = run_toy(store)[1].key
+    folder = as_a_kill_leaves_it(store, key, number=2, forced=True)
+    ended = store.tidy(key)
+    assert ended is not None and ended[1].status == "interrupted"
+    assert store.record(key) is not None and attempts.unfinished_work(folder) == []
+
+
+def test_what_an_attempt_without_a_record_can_go_on_from_stays(store: ArtifactStore) -> None:
+    key = run_toy(store)[1].key
+    folder = as_a_kill_leaves_it(store, key)
+    store.layout.key(key).unlink()
+    ended = store.tidy(key)
+    assert ended is not None and ended[1].status == "interrupted"
+    assert attempts.checkpoints(folder).exists() and attempts.unfinished_work(folder) == ["shards"]
+    assert store.tidy(key) is None
+
+
+def test_nothing_is_touched_while_somebody_computes_the_key(store: ArtifactStore) -> None:
+    key = run_toy(store)[1].key
+    folder = as_a_kill_leaves_it(store, key)
+    lease_file(store.layout.leases, key).unlink()
+    with store.lease(key):
+        assert store.tidy(key) is None
+    assert attempts.history(folder)[-1].status == "running"
+
+
+def test_files_that_a_killed_writer_left_are_swept_and_those_of_a_living_one_are_not(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from pathlib import Path
+from rlhf_core.store.layout import write_json
+os.replace = lambda *_: os._exit(9)
+write_json(Path(sys.argv[1]), {"a": 1})
+"""
+    target = tmp_path / "keys" / "ab" / "record.json"
+    target.parent.mkdir(parents=True)
+    assert subprocess.run([sys.executable, "-c", program, str(target)]).returncode == 9
+    (left,) = target.parent.iterdir()
+    mine = left.with_name(left.name.replace(left.name.split("-")[1], str(os.getpid())))
+    mine.write_text("{}")
+    write_json(target, {"a": 2})
+    assert sweep_temporaries(tmp_path) == [left]
+    assert sorted(path.name for path in target.parent.iterdir()) == sorted([mine.name, target.name])
+
+
+def test_who_loses_the_lease_while_it_tidies_up_touches_nothing(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = run_toy(store)[1].key
+    folder = as_a_kill_leaves_it(store, key)
+    look = ArtifactStore.record
+
+    def look_too_long(store: ArtifactStore, key: str) -> object:
+        lease = lease_file(store.layout.leases, key)
+        lease.write_text(json.dumps(json.loads(lease.read_text()) | {"token": "thief"}))
+        return look(store, key)
+
+    monkeypatch.setattr(ArtifactStore, "record", look_too_long)
+    with pytest.raises(ArtifactError, match="took the lease over"):
+        store.tidy(key)
+    assert attempts.history(folder)[-1].status == "running" and attempts.checkpoints(folder).exists()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import ArtifactError, ConfigError
-from rlhf_core.store.checkpoints import Checkpoints, write_part
+from rlhf_core.store.checkpoints import Checkpoints, wait_for_parts, write_part
 
 FORK = multiprocessing.get_context("fork")
 
@@ -54,27 +55,42 @@ def test_the_old_checkpoint_is_there_until_the_new_one_is_whole(tmp_path: Path) 
     assert _steps(checkpoints) == [2]
 
 
-def test_an_error_while_saving_leaves_the_old_checkpoint_and_no_litter(tmp_path: Path) -> None:
+def _raise(folder: Path) -> None:
+    raise ValueError("no")
+
+
+def _fill(file: Path) -> None:
+    Path("/dev/full").write_text("x")  # a device that is always full
+
+
+@pytest.mark.parametrize(
+    ("save", "error", "text"),
+    [
+        (_raise, ValueError, "no"),
+        (_fill, ArtifactError, r"the disk is full; free space, or .*run the same command again to resume"),
+    ],
+)
+def test_an_error_while_saving_leaves_the_old_checkpoint_and_no_other_file(
+    tmp_path: Path, save: Callable[[Path], None], error: type[Exception], text: str
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     _save(checkpoints, 1)
-    with pytest.raises(ValueError, match="no"), checkpoints.saving(2, {}):
-        raise ValueError("no")
+    with pytest.raises(error, match=text), checkpoints.saving(2, {}) as folder:
+        save(folder)
     assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == ["step"]
     assert _steps(checkpoints) == [1]
 
 
-def test_a_full_disk_while_saving_is_named_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    _save(checkpoints, 1)
-    full = pytest.raises(
-        ArtifactError, match=r"the disk is full; free space, or .*run the same command again to resume"
-    )
-    with full, checkpoints.saving(2, {}):
-        Path("/dev/full").write_text("x")
-    assert _steps(checkpoints) == [1]
+HARMS: dict[str, Callable[[Path], object]] = {
+    "no marker": lambda torn: (torn / "COMPLETE").unlink(),
+    "short file": lambda torn: (torn / "w").write_text(""),
+    "other bytes": lambda torn: (torn / "w").write_text("3"),
+    "missing file": lambda torn: (torn / "w").unlink(),
+    "bad state": lambda torn: (torn / "state.json").write_text("?" * (torn / "state.json").stat().st_size),
+}
 
 
-@pytest.mark.parametrize("harm", ["no marker", "short file", "other bytes", "missing file", "bad state"])
+@pytest.mark.parametrize("harm", HARMS)
 def test_a_torn_checkpoint_is_skipped_with_a_warning(
     tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,16 +98,7 @@ def test_a_torn_checkpoint_is_skipped_with_a_warning(
     _save(checkpoints, 1)
     _save(checkpoints, 2)
     torn = max(tmp_path.iterdir())
-    if harm == "no marker":
-        (torn / "COMPLETE").unlink()
-    elif harm == "short file":
-        (torn / "w").write_text("")
-    elif harm == "other bytes":
-        (torn / "w").write_text("3")
-    elif harm == "missing file":
-        (torn / "w").unlink()
-    else:
-        (torn / "state.json").write_text("?" * (torn / "state.json").stat().st_size)
+    HARMS[harm](torn)
     with caplog.at_level(logging.WARNING):
         latest = checkpoints.latest()
     assert latest is not None and latest.step == 1
@@ -112,19 +119,11 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
 
 def test_the_best_by_metric_stay_beside_the_last(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=2, keep_best=1)
-    for step, metric in [(1, 0.3), (2, 0.9), (3, float("nan")), (4, 0.5), (5, None), (6, 0.1)]:
+    for step, metric in [(1, 0.9), (2, 0.9), (3, float("nan")), (4, 0.5), (5, None), (6, 0.1)]:
         _save(checkpoints, step, metric=metric)
-    assert _steps(checkpoints) == [2, 5, 6]
+    assert _steps(checkpoints) == [2, 5, 6], "of equal metrics the newest is best"
     best = checkpoints.best()
     assert best is not None and (best.step, best.metric) == (2, 0.9)
-
-
-def test_of_equal_metrics_the_newest_is_best(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=3)
-    for step in (1, 2, 3):
-        _save(checkpoints, step, metric=0.0 if step == 3 else 1.0)
-    best = checkpoints.best()
-    assert best is not None and best.step == 2
 
 
 def test_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
@@ -188,10 +187,6 @@ def test_at_most_one_checkpoint_is_on_its_way(tmp_path: Path) -> None:
 
 def _fail(file: Path) -> None:
     raise RuntimeError("no such luck")
-
-
-def _fill(file: Path) -> None:
-    Path("/dev/full").write_text("x")
 
 
 @pytest.mark.parametrize(
@@ -337,11 +332,79 @@ def test_a_checkpoint_with_values_of_other_types_is_skipped(name: str, changes: 
     _save(checkpoints, 1, metric=0.5)
     _save(checkpoints, 2, metric=1.0)
     folder = max(tmp_path.iterdir())
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
     if name == "state.json":  # its digest is in the marker, which a version that writes other types would write too
-        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
         sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "COMPLETE"}
         (folder / "COMPLETE").write_text(json.dumps({"sizes": sizes}))
-    else:
-        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
     for found in (checkpoints.latest(), checkpoints.to_resume(), checkpoints.best()):
         assert found is not None and found.step == 1
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_waiting_ends_when_every_part_is_whole(tmp_path: Path) -> None:
+    go = threading.Event()
+
+    def write(name: str) -> None:
+        assert go.wait(30)
+        (tmp_path / name).write_text("x")
+
+    write_part(tmp_path / "policy", "rank_0", lambda: write("a"))
+    write_part(tmp_path, "rank_0", lambda: write("b"))
+    threading.Timer(0.05, go.set).start()
+    for folder in (tmp_path, tmp_path / "not there"):
+        wait_for_parts(folder)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "policy"], "no note is left"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("a strange tensor"), r"'policy/rank_3': could not be written \(ValueError: a strange tensor\)"),
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full; free space"),
+    ],
+)
+def test_a_part_that_failed_is_named_with_the_reason(tmp_path: Path, error: Exception, text: str) -> None:
+    def write() -> None:
+        raise error
+
+    write_part(tmp_path / "policy", "rank_3", write)
+    with pytest.raises(ArtifactError, match=text):
+        wait_for_parts(tmp_path)
+
+
+def _begin_and_hang(folder: Path) -> None:
+    write_part(folder, "rank_1", lambda: time.sleep(600))
+    (folder / "begun").touch()
+    time.sleep(600)
+
+
+def test_a_writer_that_was_killed_is_noticed_at_once(tmp_path: Path) -> None:
+    process = FORK.Process(target=_begin_and_hang, args=(tmp_path,))
+    process.start()
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.005)
+    with pytest.raises(ArtifactError, match=r"nothing was written for 0\.05 s"):
+        wait_for_parts(tmp_path, stalled_s=0.05)
+    os.kill(process.pid or 0, 9)
+    process.join()
+    with pytest.raises(ArtifactError, match=r"checkpoint\.part = 'rank_1': its writer died; run again"):
+        wait_for_parts(tmp_path)
+
+
+def test_a_folder_that_was_given_up_meanwhile_harms_nobody(tmp_path: Path) -> None:
+    gone = threading.Event()
+
+    def write() -> None:
+        assert gone.wait(30)
+        raise ValueError("there is no folder any more")
+
+    folder = tmp_path / "given up"
+    write_part(folder, "rank_0", write)
+    folder.rename(tmp_path / "elsewhere")
+    gone.set()
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint part rank_0":
+            thread.join()
+    assert not folder.exists()

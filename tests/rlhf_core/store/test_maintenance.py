@@ -7,22 +7,16 @@ import time
 import pytest
 
 from rlhf_core.errors import ArtifactError
+from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import checkpoints
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.store.maintenance import object_damage
+from rlhf_core.store.gate_decisions import GateDecisions, Question
+from rlhf_core.store.maintenance import forget_wait, note_wait, object_damage
 from rlhf_core.types import PolicyRef
-from tests.support.records import provenance
+from tests.support.records import commit_text, provenance, write_files
 
 DAY = 86400.0
-
-
-def _commit(store: ArtifactStore, content: str, *, inputs: tuple[str, ...] = (), label: str = "toy") -> PolicyRef:
-    out = store.root / "attempts" / "out"
-    out.mkdir(parents=True)
-    (out / "a.txt").write_text(content)
-    record = provenance(label=label, inputs=inputs, metrics={})
-    return store.commit(sha256_text(content), out, PolicyRef, children={}, record=record)
 
 
 def _make_old(store: ArtifactStore, *contents: str, days: float = 40.0) -> None:
@@ -41,8 +35,8 @@ def _left(store: ArtifactStore) -> list[str]:
 
 
 def test_a_flipped_byte_is_found_by_hashing_and_put_into_quarantine(store: ArtifactStore) -> None:
-    path = store.path(_commit(store, "12", label="sft")) / "a.txt"
-    _commit(store, "34")
+    path = store.path(commit_text(store, "12", label="sft")) / "a.txt"
+    commit_text(store, "34")
     before = path.stat()
     path.chmod(0o644)
     path.write_text("13")
@@ -52,15 +46,15 @@ def test_a_flipped_byte_is_found_by_hashing_and_put_into_quarantine(store: Artif
     assert [(damage.problem, damage.labels) for damage in damages] == [("a.txt has other content", ("sft",))]
     assert store.record(sha256_text("12")) is None and store.record(sha256_text("34")) is not None
     assert store.verify() == []
-    _commit(store, "12", label="sft")
+    commit_text(store, "12", label="sft")
     assert store.record(sha256_text("12")) is not None
 
 
 def test_a_stray_file_in_an_object_and_a_lost_object_are_damage(store: ArtifactStore) -> None:
-    folder = store.path(_commit(store, "1"))
+    folder = store.path(commit_text(store, "1"))
     folder.chmod(0o755)
     (folder / "stray").write_text("x")
-    lost = store.path(_commit(store, "2"))
+    lost = store.path(commit_text(store, "2"))
     lost.chmod(0o755)
     lost.rename(store.root / "elsewhere")
     problems = sorted(damage.problem for damage in store.verify())
@@ -69,7 +63,7 @@ def test_a_stray_file_in_an_object_and_a_lost_object_are_damage(store: ArtifactS
 
 def test_gc_removes_what_was_not_used_for_long_and_a_dry_run_only_lists_it(store: ArtifactStore) -> None:
     for content in ("old", "new"):
-        _commit(store, content)
+        commit_text(store, content)
     _make_old(store, "old")
     report = store.gc(dry_run=True)
     assert sorted(item.kind for item in report.items) == ["object", "record"]
@@ -82,17 +76,17 @@ def test_gc_removes_what_was_not_used_for_long_and_a_dry_run_only_lists_it(store
 
 
 def test_gc_keeps_what_a_recent_result_was_made_from(store: ArtifactStore) -> None:
-    grandparent = _commit(store, "grandparent")
-    parent = _commit(store, "parent", inputs=(f"{grandparent.uri}/folder",))
-    _commit(store, "child", inputs=(parent.uri,))
-    _commit(store, "stranger")
+    grandparent = commit_text(store, "grandparent")
+    parent = commit_text(store, "parent", inputs=(f"{grandparent.uri}/folder",))
+    commit_text(store, "child", inputs=(parent.uri,))
+    commit_text(store, "stranger")
     _make_old(store, "grandparent", "parent", "stranger")
     store.gc(dry_run=False)
     assert _left(store) == ["child", "grandparent", "parent"]
 
 
 def test_gc_keeps_what_was_used_recently_and_what_is_pinned(store: ArtifactStore) -> None:
-    refs = {content: _commit(store, content) for content in ("used", "by digest", "by uri", "by key", "gone")}
+    refs = {content: commit_text(store, content) for content in ("used", "by digest", "by uri", "by key", "gone")}
     _make_old(store, *refs)
     store.used(sha256_text("used"))
     store.pin(refs["by digest"].digest, note="champion")
@@ -115,7 +109,7 @@ def test_only_what_is_there_can_be_pinned_or_unpinned(store: ArtifactStore) -> N
 
 
 def test_gc_leaves_an_object_alone_whose_record_may_be_on_its_way(store: ArtifactStore) -> None:
-    ref = _commit(store, "young")
+    ref = commit_text(store, "young")
     store.layout.key(sha256_text("young")).unlink()
     assert store.gc(dry_run=False).items == ()
     then = time.time() - 7200
@@ -138,7 +132,7 @@ def test_gc_removes_dead_attempts_but_not_those_of_a_living_owner(store: Artifac
 
 
 def test_gc_removes_checkpoints_of_a_key_that_has_its_result(store: ArtifactStore) -> None:
-    _commit(store, "done")
+    commit_text(store, "done")
     for key in (sha256_text("done"), sha256_text("not done")):
         (store.layout.attempt(key) / "work-1" / "ckpt" / "step-1").mkdir(parents=True)
     items = store.gc(dry_run=False).items
@@ -148,7 +142,7 @@ def test_gc_removes_checkpoints_of_a_key_that_has_its_result(store: ArtifactStor
 
 
 def test_while_a_stage_runs_gc_keeps_the_last_week(store: ArtifactStore) -> None:
-    _commit(store, "input")
+    commit_text(store, "input")
     _make_old(store, "input", days=2)
     with store.lease("running"):
         assert store.gc(dry_run=False, keep_days=0.0).items == ()
@@ -156,7 +150,7 @@ def test_while_a_stage_runs_gc_keeps_the_last_week(store: ArtifactStore) -> None
 
 
 def test_an_unreadable_record_is_damage_that_verify_names_and_puts_into_quarantine(store: ArtifactStore) -> None:
-    _commit(store, "1", label="sft")
+    commit_text(store, "1", label="sft")
     path = store.layout.key(sha256_text("1"))
     path.write_text("{")
     assert [str(damage) for damage in store.verify()] == [f"record: {path} is not a JSON object"]
@@ -164,36 +158,10 @@ def test_an_unreadable_record_is_damage_that_verify_names_and_puts_into_quaranti
     assert store.verify() == []
 
 
-@pytest.mark.parametrize("what", ["record", "pin"])
-def test_gc_removes_no_object_while_nobody_knows_what_an_unreadable_file_reaches(
-    store: ArtifactStore, what: str
-) -> None:
-    for content in ("kept by it", "old"):
-        _commit(store, content)
-    _make_old(store, "kept by it", "old")
-    if what == "record":
-        path = store.layout.key(sha256_text("kept by it"))
-    else:
-        store.pin(sha256_text("kept by it"))
-        (path,) = store.layout.pins.iterdir()
-    path.write_text("{")
-    attempt = store.layout.attempt(sha256_text("old"))
-    (attempt / "work-1" / "ckpt").mkdir(parents=True)
-    report = store.gc(dry_run=False)
-    assert [found.path for found in report.held_back] == [path]
-    assert [item.kind for item in report.items] == ["attempt"], "what needs no records still goes"
-    assert _left(store) == ["kept by it", "old"]
-    if what == "record":
-        store.verify()
-    else:
-        path.unlink()
-    assert store.gc(dry_run=False).held_back == () and _left(store) == []
-
-
 def test_gc_of_a_store_with_missing_and_short_objects_leaves_what_is_in_use(store: ArtifactStore) -> None:
-    parent = _commit(store, "parent")
-    _commit(store, "child", inputs=(parent.uri, "store://" + "0" * 64))
-    lost = store.path(_commit(store, "lost"))
+    parent = commit_text(store, "parent")
+    commit_text(store, "child", inputs=(parent.uri, "store://" + "0" * 64))
+    lost = store.path(commit_text(store, "lost"))
     lost.chmod(0o755)
     lost.rename(store.root / "elsewhere")
     (store.path(parent) / "manifest.json").chmod(0o644)
@@ -204,8 +172,133 @@ def test_gc_of_a_store_with_missing_and_short_objects_leaves_what_is_in_use(stor
 
 @pytest.mark.parametrize("name", ["a\0b", "../a.txt", "/etc/passwd", "x" * 300, "", "a//b"])
 def test_a_manifest_with_a_name_that_no_file_of_an_object_has_is_not_readable(store: ArtifactStore, name: str) -> None:
-    folder = store.path(_commit(store, "one"))
+    folder = store.path(commit_text(store, "one"))
     folder.chmod(0o755)
     (folder / "manifest.json").chmod(0o644)
     (folder / "manifest.json").write_text(json.dumps({"files": {name: {"size": 3, "sha256": "0"}}}))
     assert object_damage(folder, deep=True) == f"{folder} has no readable manifest.json"
+
+
+# ---------------------------------------------------------------- roots
+
+
+THEN = time.time() - 400 * 86400
+KEY = sha256_text("old")
+
+
+@pytest.fixture
+def old(store: ArtifactStore) -> PolicyRef:
+    """An artifact that was not used for more than a year."""
+    return commit_text(store, "old")
+
+
+def let_it_be_old(store: ArtifactStore) -> None:
+    for path in [*store.root.rglob("*"), store.root]:
+        if path.name != "manifest.json":
+            os.utime(path, (THEN, THEN))
+
+
+def ask(store: ArtifactStore, digest: str) -> None:
+    question = Question(gate="quality", condition={"after": "toy"}, digest=digest, run="night")
+    GateDecisions(store.layout).ask(question, run="night", links={})
+
+
+def halt(store: ArtifactStore, key: str, *inputs: str) -> None:
+    folder = store.layout.attempt(key)
+    begun = attempts.begin(folder, label="c", resumed_from=None, code={}, inputs=inputs)
+    attempts.end(folder, begun, label="c", status="interrupted", failure="", seconds=1.0, halted=True)
+
+
+def answer(store: ArtifactStore) -> None:
+    decisions = GateDecisions(store.layout)
+    decisions.decide(decisions.requests()[0], "approve", reason="fine")
+
+
+def begin_again(store: ArtifactStore) -> None:
+    folder = store.layout.attempt("waits")
+    attempts.begin(folder, label="c", resumed_from=None, code={})
+
+
+WAITS = {
+    "a question about the artifact": (lambda store, ref: ask(store, ref.digest), answer, "gate quality of night waits"),
+    "a stage that waits for people": (lambda store, ref: halt(store, "waits", ref.uri), begin_again, "has halted"),
+    "a run that waits": (
+        lambda store, ref: note_wait(store.layout, "night", [KEY]),
+        lambda store: forget_wait(store.layout, "night"),
+        "the run night waits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_gc_keeps_what_a_waiting_run_needs_and_names_why_until_it_goes_on(
+    store: ArtifactStore, old: PolicyRef, name: str
+) -> None:
+    wait, go_on, why = WAITS[name]
+    wait(store, old)
+    let_it_be_old(store)
+    (kept,) = store.gc(dry_run=True).kept
+    assert kept[0] == f"toy {KEY[:12]}" and why in kept[1]
+    assert [item.kind for item in store.gc(dry_run=False).items] == []
+    assert store.record(KEY) is not None
+    go_on(store)
+    let_it_be_old(store)
+    removed = {item.kind: str(item) for item in store.gc(dry_run=True).items}
+    assert "(toy): not used for 400 days" in removed["record"] and "its records are removed" in removed["object"]
+    store.gc(dry_run=False)
+    assert store.record(KEY) is None and not store.layout.object(old.digest).exists()
+
+
+@pytest.mark.parametrize("wait", [ask, halt])
+def test_gc_keeps_the_work_of_a_stage_that_waits(store: ArtifactStore, old: PolicyRef, wait: object) -> None:
+    """Also of one that pauses: then the question names its key."""
+    for key in ("waits", "dead"):
+        work = store.layout.attempt(key) / "work-1"
+        work.mkdir(parents=True)
+        (work / "shard").write_text("x")
+    (halt if wait is halt else ask)(store, "waits")
+    let_it_be_old(store)
+    removed = [item.path.name for item in store.gc(dry_run=False).items if item.kind == "attempt"]
+    assert removed == ["dead"] and len(list(store.layout.attempt("waits").glob("work-*/shard"))) == 1
+
+
+def test_an_artifact_can_be_pinned_before_its_record_exists(store: ArtifactStore) -> None:
+    out = write_files(store.root / "out", {"a.txt": "judgments"})
+    ref = store.commit(KEY, out, PolicyRef, children={}, record=provenance(), pin="judgments of people")
+    assert store.pins() == {ref.digest: "judgments of people"}
+    let_it_be_old(store)
+    assert store.gc(dry_run=False).items == ()
+
+
+@pytest.mark.parametrize(
+    "file", ["keys/00/x", "pins/x", "waits/x", "gates/answer-x", "gates/answer-1", "gates/question", "gates/asked-x"]
+)
+def test_gc_removes_no_object_while_a_record_or_root_cannot_be_read(
+    store: ArtifactStore, old: PolicyRef, file: str
+) -> None:
+    place, _, name = file.rpartition("/")
+    folder = store.root / place if place.startswith("keys") else getattr(store.layout, place)
+    if place == "gates":
+        ask(store, old.digest)
+        (folder,) = folder.iterdir()
+    path = write_files(folder, {f"{name}.json": "{"}) / f"{name}.json"
+    (store.layout.attempt(KEY) / "work-1" / "ckpt").mkdir(parents=True)
+    let_it_be_old(store)
+    report = store.gc(dry_run=False)
+    assert len(report.held_back) == 1
+    assert {item.kind for item in report.items} == {"attempt"}, "work is removed without records"
+    assert _left(store) == ["old"]
+    path.unlink()
+    assert store.gc(dry_run=False).held_back == ()
+
+
+@pytest.mark.parametrize("stray", ["answer-x.json", "answer-.json", "answer-000001.json"])
+def test_a_stray_or_cut_answer_is_one_error_wherever_answers_are_read(store: ArtifactStore, stray: str) -> None:
+    ask(store, "d")
+    decisions = GateDecisions(store.layout)
+    (request,) = decisions.requests()
+    (store.layout.gates / request.id / stray).write_text("{")
+    for call in (decisions.requests, lambda: decisions.find(request.id), lambda: decisions.ask(
+            request.question, run="night", links={})):  # fmt: skip
+        with pytest.raises(ArtifactError, match=rf"^answer = .*{stray}': is not .*; (move|remove) it"):
+            call()

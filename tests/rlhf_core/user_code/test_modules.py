@@ -224,3 +224,26 @@ def test_what_the_program_has_imported_is_not_loaded_again(tmp_path: Path) -> No
     from tests.support import training
 
     assert load_callable("function", spec)() == (torch, training)
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("rlhf_core.rewards.verifiable:exact_macth", "has no exact_macth; did you mean exact_match"),
+        ("rlhf_core.rewards.verifable:exact_match", "no module rlhf_core.rewards.verifable; did you mean verifiable"),
+        ("no_such_package.rewards:f", "there is no module no_such_package"),
+        ("rlhf_core.rewards.verifiable", "must read module:name"),
+        ("{folder}/reward.py:f", r"no file .*reward\.py .*did you mean rewards\.py"),
+        ("{folder}/rewards.py:World", "World is a int; name a function or a class"),
+        ("{folder}/rewards.py:Wolrd", "did you mean World"),
+        ("{folder}/broken.py:World", "importing it fails: .*no_such_package_at_all"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_the_nearest_right_one(tmp_path: Path, spec: str, message: str) -> None:
+    (tmp_path / "rewards.py").write_text("World = 3\n")
+    (tmp_path / "broken.py").write_text("import no_such_package_at_all\n")
+    with pytest.raises(ConfigError, match=rf"^function = .*{message}"):
+        load_callable("function", spec.format(folder=tmp_path))
