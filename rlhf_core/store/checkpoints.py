@@ -21,7 +21,6 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,17 +294,26 @@ class _Sealing:
     """The thread that seals a checkpoint, and the error that ended it."""
 
     def __init__(self) -> None:
-        self._last: Future[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
-        pool = ThreadPoolExecutor(1, thread_name_prefix="sealing a checkpoint")
-        self._last = pool.submit(work)
-        pool.shutdown(wait=False)  # its thread ends after this work
+        def run() -> None:
+            try:
+                work()
+            except BaseException as failure:
+                self._failure = failure
+
+        self._thread = threading.Thread(target=run, name="sealing a checkpoint")
+        self._thread.start()
 
     def settle(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
 
 def _plain(step: int, state: Mapping[str, Any], metric: float | None) -> dict[str, Any]:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,6 @@ from rlhf_core.store.layout import read_json, write_json
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
 from tests.support.records import provenance, write_files
 
-FORK = multiprocessing.get_context("fork")
 PROVENANCE = provenance()
 KEY = sha256_text("key")
 
@@ -364,53 +362,6 @@ def test_a_record_that_cannot_be_read_is_named_and_the_others_are_listed(store: 
     assert "NewRef" in said[sha256_text("unknown handle")]
     assert store.record(sha256_text("no table")) is None
     assert store.damage(sha256_text("no table")) == "its record is not a JSON object"
-
-
-# ---------------------------------------------------------------- kills
-
-
-def _commit_for_ever(root: Path, first: int) -> None:
-    store = ArtifactStore(root)
-    for number in range(first, first + 10_000):
-        key = sha256_text(str(number))
-        files = {f"{name}.bin": str(number) * 500 for name in range(4)}
-        with store.lease(key) as lease:
-            if store.record(key) is None:
-                out = _out(store, files, f"out-{number}-{os.getpid()}")
-                store.commit(key, out, PolicyRef, children={}, record=PROVENANCE, lease=lease)
-
-
-def test_kills_at_any_instant_leave_only_whole_records_and_work_goes_on(store: ArtifactStore) -> None:
-    done, kill, deadline = 0, 0, time.monotonic() + 120
-    while kill < 10 or done <= 10:  # a busy machine commits less between two kills
-        assert time.monotonic() < deadline, f"only {done} commits"
-        kill += 1
-        # Two contenders for the same keys: one finds the other's work, or takes over its lease.
-        processes = [FORK.Process(target=_commit_for_ever, args=(store.root, done)) for _ in range(2)]
-        for process in processes:
-            process.start()
-        time.sleep(0.1 + 0.037 * (kill % 5))
-        for process in processes:
-            process.kill()
-            process.join()
-        records = store.records()
-        assert len(records) >= done
-        done = len(records)
-        numbers = {sha256_text(str(number)): str(number) for number in range(done)}
-        for record in records:
-            folder = store.path(record.handle)
-            content = {(folder / f"{name}.bin").read_text() for name in range(4)}
-            assert content == {numbers[record.key] * 500}
-    assert store.verify() == [], "no object may be torn"
-    for number in range(done + 1):
-        key = sha256_text(str(number))
-        with store.lease(key) as lease:
-            if store.record(key) is None:
-                out = _out(store, {f"{name}.bin": str(number) * 500 for name in range(4)}, f"again-{number}")
-                store.commit(key, out, PolicyRef, children={}, record=PROVENANCE, lease=lease)
-        found = store.record(key)
-        assert found is not None
-        assert (store.path(found.handle) / "0.bin").read_text() == str(number) * 500
 
 
 @pytest.mark.parametrize("uri", ["store://", "store://../..", "store://abc", "file:", "store://{digest}/../.."])

@@ -129,6 +129,7 @@ def test_a_stage_whose_input_is_damaged_while_it_runs_does_not_commit(
     with pytest.raises(ArtifactError, match=text):
         _make(store, spec, progress=progress)
     assert store.record(stage_key(spec)) is None
+    assert decide(store, spec).action == "RUN", "its checkpoints are not resumed"
 
 
 def test_damage_that_is_found_between_the_last_check_and_the_record_is_noticed_in_the_lock(

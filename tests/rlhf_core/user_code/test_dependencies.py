@@ -131,28 +131,18 @@ def test_what_a_module_declares_counts(folder: Path, monkeypatch: pytest.MonkeyP
     )
     spec = f"{folder}/reward.py:reward"
     monkeypatch.delenv("JUDGE_MODEL", raising=False)
-    digests = [user_code_digest(spec)]
-    (folder / "answers.json").write_text("[2]")
-    digests.append(user_code_digest(spec))
-    (folder / "tables" / "a.csv").write_text("2")
-    digests.append(user_code_digest(spec))
-    monkeypatch.setenv("JUDGE_MODEL", "")
-    digests.append(user_code_digest(spec))
-    monkeypatch.setenv("JUDGE_MODEL", "large")
-    digests.append(user_code_digest(spec))
-    assert len(set(digests)) == 5
+    digests = {user_code_digest(spec)}
+    for change in (
+        lambda: (folder / "answers.json").write_text("[2]"),
+        lambda: (folder / "tables" / "a.csv").write_text("2"),
+        lambda: monkeypatch.setenv("JUDGE_MODEL", ""),
+        lambda: monkeypatch.setenv("JUDGE_MODEL", "large"),
+    ):
+        change()
+        digests.add(user_code_digest(spec))
+    assert len(digests) == 5
     assert "large" not in str(user_code(spec))  # a variable may hold a secret
     assert unseen_reads(spec) == []
-
-
-def test_what_cannot_be_seen_is_named(folder: Path) -> None:
-    (folder / "reward.py").write_text(
-        "import os\nfrom pathlib import Path\nKEY = os.environ['A']\ndef reward(x):\n    return Path('f').read_text()\n"
-    )
-    assert unseen_reads(f"{folder}/reward.py:reward") == [
-        "reward.py reads environment variables (environ, line 3)",
-        "reward.py reads files (read_text, line 5)",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -238,12 +238,12 @@ def test_what_the_program_has_imported_is_not_loaded_again(tmp_path: Path) -> No
         ("rlhf_core.rewards.verifiable", "must read module:name"),
         ("{folder}/reward.py:f", r"no file .*reward\.py .*did you mean rewards\.py"),
         ("{folder}/rewards.py:World", "World is a int; name a function or a class"),
-        ("{folder}/rewards.py:Wolrd", "did you mean World"),
+        ("{folder}/rewards.py:Wrod", "did you mean Word"),
         ("{folder}/broken.py:World", "importing it fails: .*no_such_package_at_all"),
     ],
 )
 def test_a_wrong_name_is_refused_with_the_nearest_right_one(tmp_path: Path, spec: str, message: str) -> None:
-    (tmp_path / "rewards.py").write_text("World = 3\n")
+    (tmp_path / "rewards.py").write_text("World = 3\nclass Word: ...\n")
     (tmp_path / "broken.py").write_text("import no_such_package_at_all\n")
     with pytest.raises(ConfigError, match=rf"^function = .*{message}"):
         load_callable("function", spec.format(folder=tmp_path))
