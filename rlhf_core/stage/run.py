@@ -195,12 +195,10 @@ def _finish(
 
 
 def _note_end(folder: Path, run: RunningAttempt) -> None:
-    label = run.spec.label
     try:
-        with run.lease.undisturbed():
-            attempts.end(folder, run.attempt, label=label, status="committed", failure="", seconds=run.seconds())
+        _end(folder, run, status="committed", failure="")
     except ArtifactError as error:  # after the commit: the result exists, also for the process that took over
-        logger.warning("%s: %s", label, error)
+        logger.warning("%s: %s", run.spec.label, error)
 
 
 def _check_committed(store: ArtifactStore, run: RunningAttempt, handle: object) -> None:
@@ -218,20 +216,16 @@ def _note_failure(folder: Path, run: RunningAttempt, error: BaseException) -> No
     """Record how the attempt failed. Raises ArtifactError if another process has taken over and owns the history."""
     status: Status = "failed" if isinstance(error, Exception) else "interrupted"
     failure = f"{type(error).__name__}: {error}"[:500]
-    label = run.spec.label
     try:
-        with run.lease.undisturbed():
-            attempts.end(
-                folder,
-                run.attempt,
-                label=label,
-                status=status,
-                failure=failure,
-                seconds=run.seconds(),
-                halted=stopping.goes_on(error),
-            )
+        _end(folder, run, status=status, failure=failure, halted=stopping.goes_on(error))
     except ArtifactError:
         attempts.give_way(folder, run.attempt)
         raise
     except OSError as full:  # the error being recorded matters more than the failure to record it
-        logger.error("%s: could not record the failure of attempt %d: %s", label, run.attempt.number, full)
+        logger.error("%s: could not record how attempt %d failed: %s", run.spec.label, run.attempt.number, full)
+
+
+def _end(folder: Path, run: RunningAttempt, *, status: Status, failure: str, halted: bool = False) -> None:
+    label, seconds = run.spec.label, run.seconds()
+    with run.lease.undisturbed():
+        attempts.end(folder, run.attempt, label=label, status=status, failure=failure, seconds=seconds, halted=halted)

@@ -61,8 +61,9 @@ def test_an_address_is_printed_without_what_must_stay_secret(url: str, printed: 
 
 
 @pytest.mark.parametrize(
-    "name", ["password", "X-Api-Key", "apiKey", "OPENAI_API_KEY", "WANDB_KEY", "HFToken", "api_key_2", "db.secret", "Cookie"]
-)  # fmt: skip
+    "name",
+    ["password", "X-Api-Key", "apiKey", "OPENAI_API_KEY", "WANDB_KEY", "HFToken", "api_key_2", "db.secret", "Cookie"],
+)
 def test_a_secret_is_known_by_the_last_words_of_its_name(name: str) -> None:
     assert is_secret_name(name)
 

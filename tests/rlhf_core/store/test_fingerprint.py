@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -115,16 +113,6 @@ def test_links_that_lead_to_each_other_are_refused(tmp_path: Path) -> None:
         (tmp_path / name / "to").symlink_to(tmp_path / other)
     with pytest.raises(ArtifactError, match="is a link to a folder that contains it"):
         list_files(tmp_path / "a")
-
-
-def test_a_model_of_270_mb_is_hashed_in_two_seconds(tmp_path: Path) -> None:
-    block = os.urandom(1 << 20)
-    with (tmp_path / "model.safetensors").open("wb") as stream:
-        for _ in range(270):
-            stream.write(block)
-    started = time.process_time()
-    hash_tree(tmp_path)
-    assert time.process_time() - started < 2.0  # processor time: the machine may be busy with other tests
 
 
 # ---------------------------------------------------------------- code
