@@ -100,7 +100,7 @@ class Door:
     """An application that answers 403 to foreign origins and host names, and 401 or 403 without authorization.
 
     `authorization` is the value that the header must have; "" restricts the server to the user who started it.
-    `pages` lets the server's own pages in; `open_to` says which requests need no authorization; `key` proves the server.
+    `pages` lets the server's own pages in; `open_to` returns whether a request needs no authorization; `key` proves the server.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class LimitedProtocol(H11Protocol):
 def limited(app: Any, **settings: Any) -> uvicorn.Config:
     """Return uvicorn's configuration of a server with these limits.
 
-    Proxy headers that name the client are ignored, because without a proxy anybody could send them.
+    Proxy headers that name the client are ignored, because without a proxy any client could send them.
     """
     return uvicorn.Config(
         app,

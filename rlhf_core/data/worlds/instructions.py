@@ -2,9 +2,9 @@
 
     Tell me about cats. Use at most 12 words. Avoid commas.
 
-Held-out prompts are of three kinds, told apart by their source: topics that no training prompt asks about, pairs and
+Held-out prompts are of three kinds, named in their source: topics that no training prompt asks about, pairs and
 triples of instructions that no training prompt combines, and kinds of instructions that no training prompt has. All of
-them are about held-out topics. A prompt's label says what its answer must follow and be about
+them are about held-out topics. A prompt's label holds the instructions and the topic of its answer
 (`rlhf_core.rewards.library.instructions`).
 """
 

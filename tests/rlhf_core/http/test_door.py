@@ -86,6 +86,24 @@ def test_the_token_enters_once_and_its_scheme_in_any_case(given: list[str], stat
     assert client.get("/", headers=[("Authorization", value) for value in given]).status_code == status
 
 
+@pytest.mark.parametrize(
+    ("site", "mode", "dest", "status"),
+    [
+        ("cross-site", "no-cors", "image", 403),
+        ("same-site", "no-cors", "script", 403),  # another port of this machine
+        ("cross-site", "navigate", "iframe", 403),
+        ("cross-site", "navigate", "document", 200),  # a link
+        ("same-origin", "no-cors", "image", 200),
+        ("none", "navigate", "document", 200),  # typed by a person
+    ],
+)
+def test_a_foreign_page_may_link_to_ours_and_not_load_or_embed_them(
+    site: str, mode: str, dest: str, status: int
+) -> None:
+    headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
+    assert Server().client.get("/run", headers=headers).status_code == status
+
+
 def test_a_websocket_of_a_foreign_page_is_closed() -> None:
     server = Server()
     for headers in ({"Origin": "https://foreign.example"}, {"Host": "foreign.example:4200"}):
