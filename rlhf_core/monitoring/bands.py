@@ -109,8 +109,8 @@ class MonitorConfig(Config):
     """Name of the monitor in messages and metrics; its type if empty."""
     action: Action = "warn"
     """Action: `warn` only logs, `pause` waits until a person decides whether the stage goes on, `stop` ends it with
-    its best honest checkpoint, `rollback` returns to that checkpoint and goes on more carefully. All but `warn` need
-    `[ppo.evaluate]`, which finds it."""
+    its best checkpoint without alarms, `rollback` returns to that checkpoint and goes on more carefully. All but `warn`
+    need `[ppo.evaluate]`, which finds it."""
     for_steps: int = Field(3, ge=1, le=LAST)
     """Number of steps in a row (for `over_optimization`: of evaluations) for which the condition must hold."""
     after: int = Field(0, ge=0)

@@ -1,4 +1,4 @@
-"""Create folders that this user alone may enter, also in a temporary directory, where anybody may have been first."""
+"""Create folders that only this user may enter, also in a temporary directory, where others may make the name first."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def check_address(address: str) -> None:
 def worker_environment(*, threads: int) -> dict[str, str]:
     """Return the environment variables of a worker process.
 
-    Workers of a Ray that somebody else started inherit the environment of its nodes. The variables that choose the math
+    Workers of a Ray at `RAY_ADDRESS` inherit the environment of its nodes. The variables that choose the math
     kernels, and therefore how results are rounded, are passed on from this process.
     """
     spec = importlib.util.find_spec("rlhf_core")

@@ -100,7 +100,7 @@ def asks_for_token(address: str) -> bool:
 
 
 def keep_token_private() -> None:
-    """Make Ray's token readable by this user only: whoever has it can run commands as this user, on any port of Ray.
+    """Make Ray's token readable by this user only: a process that has it can run commands as this user, on any port of Ray.
 
     Ray creates the file readable by everybody, which matters if others may enter the home folder. Raises ConfigError if
     the file cannot be made private.

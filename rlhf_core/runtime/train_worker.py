@@ -97,10 +97,6 @@ class TrainWorker:
         """Return the GPUs that Ray gave this process, as `node:index`."""
         return own_gpus()
 
-    def versions(self) -> dict[str, str]:
-        """Return name -> version of the engines that train here."""
-        return trainer_versions(self._config)
-
     def _host(self) -> str:
         host: str = ray.util.get_node_ip_address() if self._world > 1 or self.gpus() else "127.0.0.1"
         return host
@@ -127,7 +123,7 @@ class TrainWorker:
         if self._gpus_per_worker > 0:
             check_gpus("runtime.gpus_per_train_worker", self._gpus_per_worker, self.gpus())
         self._models.open(lease, model, optimizer)
-        return self.versions()
+        return trainer_versions(self._config)
 
     def _check_meeting_point(self) -> None:
         """Raise ConfigError if rank 0 is on another machine but has a loopback address, which is unreachable from here.

@@ -31,8 +31,8 @@ TAG = "champion."
 def move_tag(how: str, why: str) -> dict[str, str]:
     """Return the tag of a version that becomes champion now, by the user of this process; `how` names the command."""
     time = datetime.now(UTC)
-    said = {"at": time.isoformat(timespec="seconds"), "how": how, "by": user_name(), "why": why}
-    return {f"{TAG}{time.strftime('%Y%m%dT%H%M%S.%fZ')}": json.dumps(said)}
+    move = {"at": time.isoformat(timespec="seconds"), "how": how, "by": user_name(), "why": why}
+    return {f"{TAG}{time.strftime('%Y%m%dT%H%M%S.%fZ')}": json.dumps(move)}
 
 
 # ---------------------------------------------------------------- champions

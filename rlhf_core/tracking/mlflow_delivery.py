@@ -48,7 +48,7 @@ class Unreachable(Exception):
 
 
 class Refused(Unreachable):
-    """The server cannot be used with these settings (credentials, a driver that is missing) until somebody changes them."""
+    """The server cannot be used with these settings (credentials, a driver that is missing) until they are changed."""
 
 
 class Outbox:

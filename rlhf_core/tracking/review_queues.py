@@ -2,7 +2,7 @@
 
 Everything is found again by its name or tags before it is made, so a process that was killed half-way leaves nothing
 twice. A question is never changed under people who answer it: one with another instruction is another label schema, with
-queues of its own, and answers to the first are found again by whoever asks it. MLflow's queues are experimental since 3.14; tried with 3.17.
+queues of its own, and answers to the first are found again with its instruction. MLflow's queues are experimental since 3.14; tried with 3.17.
 """
 
 from __future__ import annotations

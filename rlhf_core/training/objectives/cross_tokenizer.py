@@ -61,12 +61,12 @@ class CrossTokenizerObjective:
         divergence, sums = zero, {"aligned": zero, "logprob_gap": zero}
         metrics: dict[str, Tensor] = {}
         for number, (name, weight) in enumerate(self.weights):
-            told = [sample.teachers[number] for sample in samples]
-            spans = _spans(samples, told)
+            outcomes = [sample.teachers[number] for sample in samples]
+            spans = _spans(samples, outcomes)
             output = uld_loss(
                 *group_outcomes(parts_TN[:, 1], parts_TN[:, 2:], spans, k=self.k),
-                torch.from_numpy(np.concatenate([one.text_logprobs for one in told])).to(model.device),
-                torch.from_numpy(_stacked([one.others for one in told])).to(model.device),
+                torch.from_numpy(np.concatenate([one.text_logprobs for one in outcomes])).to(model.device),
+                torch.from_numpy(_stacked([one.others for one in outcomes])).to(model.device),
                 kind=self.kind,
                 k=self.k,
                 groups=denominators[f"groups/{name}"],
@@ -114,10 +114,12 @@ def _chunk(logits_CV: Tensor, targets_C: Tensor, *, k: int, temperature: float) 
     return torch.cat([nll_C.unsqueeze(1), own_C1, other_tokens(logprobs_CV, targets_C, k=k)], dim=1)
 
 
-def _spans(samples: Sequence[CrossTokenizerSample], told: Sequence[TeacherOutcomes]) -> list[tuple[int, int]]:
+def _spans(samples: Sequence[CrossTokenizerSample], outcomes: Sequence[TeacherOutcomes]) -> list[tuple[int, int]]:
     """Return the groups of all samples, counted in the masked tokens of the batch."""
     before = accumulate((sum(sample.loss_mask) for sample in samples), initial=0)
-    return [(first + start, first + end) for first, one in zip(before, told, strict=False) for start, end in one.spans]
+    return [
+        (first + start, first + end) for first, one in zip(before, outcomes, strict=False) for start, end in one.spans
+    ]
 
 
 def _stacked(others: Sequence[np.ndarray]) -> np.ndarray:

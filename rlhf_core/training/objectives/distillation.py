@@ -141,7 +141,7 @@ class SameVocabulary:
         """Return each sample with the distributions of the teachers at its masked tokens."""
         tops = [one.top_logprobs(samples, k=self.k, temperature=self.temperature) for one in self.trainers]
         rows = zip(samples, *tops, strict=True)
-        return [DistillationSample(one.token_ids, one.loss_mask, tuple(told)) for one, *told in rows]
+        return [DistillationSample(one.token_ids, one.loss_mask, tuple(teachers)) for one, *teachers in rows]
 
     def elements(self, sample: TokenSample) -> int:
         """Return the number of log-probs of all teachers at the sample's masked tokens."""
@@ -159,16 +159,16 @@ class OtherVocabularies:
 
     def taught(self, samples: Sequence[AlignedSample]) -> list[CrossTokenizerSample]:
         """Return each sample with the outcomes of the teachers at its groups."""
-        told = []
+        outcomes = []
         for number, trainer in enumerate(self.trainers):
             theirs = [sample.teachers[number] for sample in samples]
             # One more than k, because the text's own token may be among them.
             tops = trainer.top_logprobs(
                 [one.sample for one in theirs], k=self.k + 1 if self.k else 0, temperature=self.temperature
             )
-            told.append([teacher_outcomes(one, top, k=self.k) for one, top in zip(theirs, tops, strict=True)])
-        rows = zip(samples, *told, strict=True)
-        return [CrossTokenizerSample(one.token_ids, one.loss_mask, tuple(outcomes)) for one, *outcomes in rows]
+            outcomes.append([teacher_outcomes(one, top, k=self.k) for one, top in zip(theirs, tops, strict=True)])
+        rows = zip(samples, *outcomes, strict=True)
+        return [CrossTokenizerSample(one.token_ids, one.loss_mask, tuple(own)) for one, *own in rows]
 
     def elements(self, sample: AlignedSample) -> int:
         """Return the number of log-probs of all teachers at the masked tokens of their own samples.
