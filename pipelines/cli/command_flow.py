@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from pathlib import Path
 from uuid import UUID
 
 from httpx import TransportError
@@ -18,7 +17,7 @@ from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig
 from pipelines.prefect_flows.tasks import run_in_flow, settle
-from pipelines.prefect_flows.waiting import halted
+from pipelines.prefect_flows.waiting import close_finished, halted
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.running import ServiceError
 from pipelines.services.servers import PrivateServer
@@ -38,7 +37,13 @@ def run_flow(
     `rlhf resume` finds it.
     """
 
-    @flow(name=FLOW_NAME, flow_run_name=config.name, validate_parameters=False, persist_result=False)
+    @flow(
+        name=FLOW_NAME,
+        flow_run_name=config.name,
+        validate_parameters=False,
+        persist_result=False,
+        on_completion=[close_finished],
+    )
     def full(
         profile: str, overrides: list[str], until: str, force: list[str], strict_code: bool, strict_env: bool
     ) -> State[None] | None:
@@ -59,7 +64,7 @@ def run_flow(
     halts: list[RunHalted] = []
     try:
         strict = (options.strict_code, options.strict_env)
-        parameters = (whereabouts(options.profile), options.overrides, options.until, options.force, *strict)
+        parameters = (pipeline_run.context.options.profile, options.overrides, options.until, options.force, *strict)
         with tags(f"user:{user_name()}"):
             full(*parameters)
     except CancelledRun:
@@ -80,9 +85,3 @@ def run_flow(
             settle(flow_run, pipeline_run.started)
     if halts:
         raise halts[0]
-
-
-def whereabouts(profile: str) -> str:
-    """Return the name of a shipped profile, or the absolute path of a file: `rlhf resume` may run in another folder."""
-    path = Path(profile)
-    return str(path.resolve()) if path.is_file() else profile

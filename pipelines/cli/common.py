@@ -35,6 +35,16 @@ def print_line(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def short(text: str, longest: int) -> str:
+    """Return a text in one line, cut at `longest` characters.
+
+    >>> short("one two  three", 10)
+    'one two...'
+    """
+    flat = " ".join(text.split())
+    return flat if len(flat) <= longest else f"{flat[: longest - 3]}..."
+
+
 def print_json(value: Mapping[str, Any]) -> None:
     """Print what `--json` prints, which is all that a command writes to standard output (docs/command_line.md)."""
     sys.stdout.write(f"{json.dumps(value, indent=1, default=str)}\n")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.cli.common import console, store_folder
+from pipelines.cli.common import console, print_json, short, store_folder
 from pipelines.cli.display import PlainDisplay
 from pipelines.execution.diff import (
     DIGITS,
@@ -52,7 +54,29 @@ def diff(options: argparse.Namespace) -> None:
     store, uri = ArtifactStore(store_folder(options)), tracking_uri(home)
     ours = side_of(options.a, [], store, home, uri)
     theirs = side_of(options.b, options.overrides, store, home, uri)
-    _print(ours, theirs, options.samples)
+    if options.json:
+        print_json(_as_json(ours, theirs, options.samples))
+    else:
+        _print(ours, theirs, options.samples)
+
+
+def _as_json(ours: Side, theirs: Side, samples: int) -> dict[str, Any]:
+    """Return all differences as JSON values (docs/command_line.md)."""
+    found = stage_differences(ours, theirs)
+    first = first_difference(found)
+    return {
+        "a": {"name": ours.name, "digest": ours.digest, "stages": list(ours.stages)},
+        "b": {"name": theirs.name, "digest": theirs.digest, "stages": list(theirs.stages)},
+        "config": [dict(zip(("key", "a", "b"), row, strict=True)) for row in config_differences(ours, theirs)],
+        "stages": [{"stage": one.label, "own": one.own, "inputs": one.inputs} for one in found],
+        "first": first.label if first else "",
+        "not_compared": not_compared(ours, theirs),
+        "metrics": [
+            {"metric": name, "a": None if a is None else asdict(a), "b": None if b is None else asdict(b)}
+            for name, a, b in metric_differences(ours, theirs)
+        ],
+        "answers": [{"prompt": one.prompt, "a": one.ours, "b": one.theirs} for one in answers(ours, theirs, samples)],
+    }
 
 
 def reproduce(options: argparse.Namespace) -> int:
@@ -125,9 +149,9 @@ def _print(ours: Side, theirs: Side, samples: int) -> None:
     _print_stages(found, ours, theirs)
     _print_metrics(ours, theirs)
     for one in answers(ours, theirs, samples):
-        _heading(f"prompt: {_short(one.prompt)}")
-        _say(f"A: {_short(one.ours)}")
-        _say(f"B: {_short(one.theirs)}")
+        _heading(f"prompt: {short(one.prompt, LONGEST_ANSWER)}")
+        _say(f"A: {short(one.ours, LONGEST_ANSWER)}")
+        _say(f"B: {short(one.theirs, LONGEST_ANSWER)}")
 
 
 def _print_artifacts(ours: Side, theirs: Side) -> None:
@@ -191,8 +215,3 @@ def _heading(text: str) -> None:
 
 def _say(text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _short(text: str) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= LONGEST_ANSWER else f"{flat[: LONGEST_ANSWER - 3]}..."

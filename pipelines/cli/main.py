@@ -142,7 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("stage", help="label of the stage, as in `rlhf plan`")
     explain.add_argument("--all", action="store_true", help="print the whole key and the record, too")
     _profile_options(explain, positional=False)
-    _diff_verb(command("diff", "Compare two runs, artifacts or profiles."))
+    diff = command("diff", "Compare two runs, artifacts or profiles.")
+    _diff_verb(diff)
     _reproduce_verb(command("reproduce", "Rebuild an artifact in an empty store and compare it byte for byte."))
 
     _gate_verb(command("approve", "Approve an artifact at a gate; the stages that depend on it may run."))
@@ -156,8 +157,11 @@ def _parser() -> argparse.ArgumentParser:
     text = "Mark runs whose process was killed as interrupted in Prefect, MLflow and the store."
     _store_options(command("reconcile", text))
     resume = command("resume", "Run an unfinished run again; finished stages are reused.")
-    resume.add_argument("run", nargs="?", default="", help="name or id of the flow run; default: newest unfinished run")
-    _store_options(command("runs", "List the stages in the store, newest first."))
+    resume.add_argument(
+        "run", nargs="?", default="", help="name of the run, or beginning of its id; default: newest unfinished run"
+    )
+    runs = command("runs", "List the runs of this project, newest first, with the command that goes on with each.")
+    _store_options(runs)
 
     chat = command("chat", "Chat with a policy.")
     chat.add_argument("policy", help="stage label (sft, ppo), digest, folder, `champion`, or URL of a server")
@@ -176,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     translator.add_argument("--lenient", action="store_true", help="list unknown flags instead of failing on them")
 
     _store_verbs(command("store", "List, verify, pin, clean up or share the artifact store."))
-    for verb in (plan, explain, status):
+    for verb in (plan, explain, diff, runs, status):
         _json_option(verb)
     return parser
 
@@ -282,7 +286,7 @@ def _store_verbs(parser: argparse.ArgumentParser) -> None:
     def command(name: str, text: str) -> argparse.ArgumentParser:
         return verbs.add_parser(name, help=text, description=text)
 
-    command("ls", "List every artifact with its size and damage.")
+    _json_option(command("ls", "List every artifact, newest first, with its stage, size and damage."))
     command("verify", "Hash every file; damaged artifacts are moved to quarantine.")
     pin = command("pin", "Protect an artifact from gc.")
     pin.add_argument("--note", default="", help="reason, kept with the pin")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from pipelines.execution.local import LazyRuntime
 from pipelines.execution.opening import (
     import_tracker,
     is_watched,
+    note_of,
     open_run,
     open_tracker,
     plan_run,
@@ -28,9 +30,11 @@ from pipelines.execution.opening import (
     store_of,
 )
 from pipelines.execution.plan import PlannedStage, outlook
+from pipelines.execution.summary import run_name
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
+from pipelines.services.run_notes import COMPLETED
 from pipelines.services.running import ServiceError, proven, running, wait_for
 from pipelines.services.servers import SERVER_TIMEOUT_S, PrivateServer, private_server
 from pipelines.services.user_servers import connect_user_prefect, tracking_uri, user_prefect
@@ -86,8 +90,12 @@ def run_profile(options: argparse.Namespace, console: Console) -> None:
     with open_display(console) as display, kept_log(home, display):
         planned = plan_run(config, lifecycle, wanted, store=store)
         display.expect(planned, outlook(planned, store))
-        watched = is_watched(home)
+        note = note_of(config, wanted, home)
+        # A run that this one finishes is closed on Prefect's and MLflow's pages, too.
+        watched = is_watched(home) or note.finishes_another()
         results = None if watched else results_if_all_cached(planned, store, display, strict=wanted.strict)
+        if results is not None:
+            note.change(name=run_name(config.name, wanted.overrides, ""), state=COMPLETED)
         if results is None:
             # If all stages were cached a moment ago, a result is gone now: the run plans again, with the checks of a plan.
             stale = not watched and all(stage.decision.action == "HIT" for stage in planned)
@@ -103,8 +111,18 @@ def run_options(options: argparse.Namespace) -> RunOptions:
     """Return the options of a run from those of the command line."""
     strict = Strictness(code=options.strict_code, env=options.strict_env)
     return RunOptions(
-        until=options.until, force=tuple(options.force), strict=strict, overrides=tuple(options.overrides)
+        until=options.until,
+        force=tuple(options.force),
+        strict=strict,
+        overrides=tuple(options.overrides),
+        profile=whereabouts(options.profile),
     )
+
+
+def whereabouts(profile: str) -> str:
+    """Return the name of a shipped profile, or the absolute path of a file: `rlhf resume` may run in another folder."""
+    path = Path(profile)
+    return str(path.resolve()) if path.is_file() else profile
 
 
 def run_recorded(

@@ -28,6 +28,7 @@ from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import Answer, GateRequest
+from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
 from rlhf_core.types import CHAMPION, PolicyRef
 
 # ---------------------------------------------------------------- services verbs
@@ -230,8 +231,6 @@ def _say(text: str) -> None:
 
 # ---------------------------------------------------------------- answer a gate's question (`rlhf approve`, `rlhf reject`)
 
-FLOW_RUN = "prefect.flow_run_id"
-
 
 def approve(options: argparse.Namespace) -> None:
     """Approve the artifact: the stages after it run with the next run of the same command."""
@@ -256,4 +255,4 @@ def next_step(request: GateRequest) -> str:
     """Return the command that continues the waiting run."""
     again = "the run goes on, or ends as blocked, with the same command as before"
     links = request.askers[-1].links
-    return f"{again}, or with `rlhf resume {links[FLOW_RUN]}`" if FLOW_RUN in links else again
+    return f"{again}, or with `rlhf resume {links[FLOW_RUN_TAG]}`" if FLOW_RUN_TAG in links else again

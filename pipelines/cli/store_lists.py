@@ -1,46 +1,82 @@
-"""List the content of the store (`rlhf runs`, `rlhf store ls`). Damage is reported, and the rest is still listed.
+"""List runs (`rlhf runs`) and artifacts (`rlhf store ls`). Damage is reported, and the rest is still listed.
 
-Lists are read from the store's index and printed as plain lines: rich tables take seconds for ten thousand rows. What
-checks a store's content is imported with `pipelines.cli.store_verbs` and not here, which makes lists fast.
+Lists are read from small files and the store's index, and printed as plain lines: rich tables take seconds for ten
+thousand rows. What checks a store's content is imported with `pipelines.cli.store_verbs` and not here, which makes lists
+fast.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 
-from pipelines.cli.common import console, key_metric, print_line, store_folder
+from pipelines.cli.common import console, key_metric, print_json, print_line, short, store_folder
+from pipelines.services.home import Home
+from pipelines.services.run_notes import run_records
 from rlhf_core.store import index
 from rlhf_core.store.layout import StoreLayout, check_schema
 
+LONGEST_NAME, LONGEST_RESULT = 40, 60
+
 
 def runs(options: argparse.Namespace) -> None:
-    """Print the stages in the store, newest first."""
-    print_runs(_layout(options), console)
+    """Print the runs of this state folder, newest first, with the command that goes on with each."""
+    home = Home.here()
+    found = run_records(home)
+    if options.store or options.profile:
+        root = str(_layout(options).root.resolve())
+        found = [one for one in found if one.store == root]
+    else:
+        check_schema(home.store)
+    if options.json:
+        rows = [asdict(one) | {"seconds": one.seconds, "next": one.following} for one in found]
+        print_json({"runs": [{name: row[name] for name in row if name != "owner"} for row in rows]})
+        return
+    if not found:
+        print_line(console, f"no run is recorded in {home.root}: start one with `rlhf run tiny/full`")
+        return
+    now = time.time()
+    cells = [
+        (
+            one.state,
+            short(one.name, LONGEST_NAME),
+            _age(now - one.began),
+            f"{one.seconds:.1f}",
+            short(one.headline or one.message, LONGEST_RESULT),
+            one.following,
+        )
+        for one in found
+    ]
+    _print_columns(("state", "run", "age", "seconds", "result", "next"), cells, console)
 
 
 def store_ls(options: argparse.Namespace) -> None:
-    """Print every artifact with its size and damage."""
-    print_store(_layout(options), console)
-
-
-def print_store(layout: StoreLayout, console: Console) -> None:
-    """Print every artifact with its kind, size and problems."""
-    if is_empty(layout, console):
-        return
+    """Print every artifact, newest first, with the stage that made it, its size and damage."""
+    layout = _layout(options)
     rows, unreadable = index.rows(layout)
     states = index.states(layout, {row.object for row in rows})
+    if options.json:
+        artifacts = [asdict(row) | asdict(states[row.object]) for row in reversed(rows)]
+        print_json({"store": str(layout.root), "artifacts": artifacts, "unreadable": list(map(str, unreadable))})
+        return
+    if is_empty(layout, console):
+        return
     cells = []
-    for row in rows:
+    for row in reversed(rows):
         state = states[row.object]
         size = "-" if state.bytes is None else f"{state.bytes / 2**20:.1f}"
-        said = ""
+        said = key_metric(row.metrics)
         if state.damage:
             said = f"damaged: {state.damage.replace(str(layout.object(row.object)), 'its object')}"
-        cells.append((row.digest[:12], row.kind, row.label, size, said))
-    _print_columns(("digest", "kind", "stage", "MiB", ""), cells, console)
+        made, seconds = row.started[:16].replace("T", " "), f"{row.seconds:.1f}"
+        cells.append((row.digest[:12], row.kind, row.label, made, seconds, str(row.attempts), size, said))
+    heading = ("digest", "kind", "stage", "made (UTC)", "seconds", "attempts", "MiB", "")
+    _print_columns(heading, cells, console)
     for found in unreadable:
         print_line(console, f"not readable: {found}")
     damaged = len(unreadable) + sum(bool(states[row.object].damage) for row in rows)
@@ -51,25 +87,16 @@ def print_store(layout: StoreLayout, console: Console) -> None:
         )
 
 
-def print_runs(layout: StoreLayout, console: Console) -> None:
-    """Print the stages that were made, newest first."""
-    if is_empty(layout, console):
-        return
-    rows, unreadable = index.rows(layout)
-    cells = [
-        (
-            row.started[:16].replace("T", " "),
-            row.label,
-            f"{row.seconds:.1f}",
-            row.digest[:12],
-            str(row.attempts),
-            key_metric(row.metrics),
-        )
-        for row in reversed(rows)
-    ]
-    _print_columns(("made (UTC)", "stage", "seconds", "digest", "attempts", ""), cells, console)
-    for found in unreadable:
-        print_line(console, f"not readable: {found}")
+def _age(seconds: float) -> str:
+    """Return the age of a run.
+
+    >>> [_age(seconds) for seconds in (40, 4000, 100000, 900000)]
+    ['0 min', '66 min', '27 h', '10 days']
+    """
+    for unit, size in (("days", 172800.0), ("h", 7200.0)):
+        if seconds >= size:
+            return f"{seconds // (86400 if unit == 'days' else 3600):.0f} {unit}"
+    return f"{seconds // 60:.0f} min"
 
 
 def _print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
@@ -89,6 +116,6 @@ def is_empty(layout: StoreLayout, console: Console) -> bool:
 
 def _layout(options: argparse.Namespace) -> StoreLayout:
     """Return the layout of the store that the options name."""
-    root = store_folder(options).absolute()
+    root = Path(store_folder(options)).absolute()
     check_schema(root)
     return StoreLayout(root)

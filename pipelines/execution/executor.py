@@ -238,6 +238,8 @@ class RunOptions:
     strict: Strictness = Strictness()
     overrides: tuple[str, ...] = ()
     """`dotted.key=value` changes of the profile, which the tracker shows in the name of the run."""
+    profile: str = ""
+    """Name or path of the profile of a command; "" for a deployment, which is given the configuration itself."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """Further tags of the tracking run, such as those of a sweep."""
 

@@ -13,8 +13,10 @@ from pipelines.execution.local import LazyRuntime, LocalExecutor
 from pipelines.execution.plan import Pipeline, PlannedStage, plan
 from pipelines.execution.ray_job import RayJobExecutor
 from pipelines.execution.run import PipelineRun, still_forced
-from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.execution.summary import shown_overrides
+from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
 from pipelines.services.home import Home
+from pipelines.services.run_notes import RunNote, new_note
 from pipelines.services.running import running
 from pipelines.services.user_servers import tracking_place, tracking_uri, user_prefect
 from rlhf_core.stage.key import Strictness
@@ -72,9 +74,22 @@ def open_run(
     executor = open_executor(RunContext(config, options, store, tracker, listener), runtime)
     try:
         executor.prepare(planned)
-        yield PipelineRun(executor.context, executor, planned)
+        yield PipelineRun(executor.context, executor, planned, note=note_of(config, options, home))
     finally:
         executor.close()
+
+
+def note_of(config: PipelineConfig, options: RunOptions, home: Home) -> RunNote:
+    """Return the note of a run, which `rlhf runs` lists."""
+    return new_note(
+        home,
+        config.name,
+        profile=options.profile,
+        digest=profile_digest(config),
+        overrides=shown_overrides(options.overrides),
+        until=options.until,
+        store=store_of(config, home).root,
+    )
 
 
 def open_executor(context: RunContext, runtime: LazyRuntime | None = None) -> LocalExecutor | RayJobExecutor:

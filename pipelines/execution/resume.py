@@ -10,18 +10,11 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
-from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Scheduled
 
-from pipelines.services.flow_runs import FLOW_NAME, ours, reconcile
+from pipelines.services.flow_runs import FLOW_NAME, is_unfinished, ours, read_newest, reconcile
+from pipelines.services.run_notes import CLOSED
 from rlhf_core.errors import RlhfError, nearest
-
-LOOKED_AT = 50
-"""Number of the newest runs that are read, to find an unfinished one and to suggest names."""
-
-
-RUN_PARAMETERS = {"profile", "config"}
-"""A run of stages has one of these; the form that answers a gate has none, and `rlhf resume` ignores it."""
 
 
 class ResumeError(RlhfError, ValueError):
@@ -57,6 +50,8 @@ def resume(wanted: str, *, served: bool) -> Resumption:
             return Resumption("nothing", f"{named} is {'unknown' if state is None else state.name}: {_wait(flow_run)}")
         if state.is_completed():
             return Resumption("nothing", f"{named} has completed: nothing to resume")
+        if state.name == CLOSED:
+            return Resumption("nothing", f"{named}: {state.message}")
         why = f"{named} was {state.name}" + (f" ({state.message})" if state.message else "")
         if flow_run.deployment_id is None:
             return Resumption("foreground", why, _options(flow_run))
@@ -69,22 +64,18 @@ def resume(wanted: str, *, served: bool) -> Resumption:
 
 
 def _find(client: SyncPrefectClient, wanted: str) -> FlowRun | None:
-    """Return the run of our flow with this name or id; a shared server has runs of other flows and folders too."""
-    flow = FlowFilter(name={"any_": [FLOW_NAME]})
-    found = client.read_flow_runs(flow_filter=flow, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LOOKED_AT)
-    newest = ours(found)
+    """Return the run of our flow with this name, or whose id begins so; a shared server has runs of other flows and folders too."""
+    newest = read_newest(client)
     if not wanted:
-        of_stages = [run for run in newest if not run.parameters.keys().isdisjoint(RUN_PARAMETERS)]
-        unfinished = (run for run in of_stages if run.state and run.state.is_final() and not run.state.is_completed())
-        return next(unfinished, None)
-    try:
-        chosen = FlowRunFilter(id={"any_": [UUID(wanted)]})
-    except ValueError:
-        chosen = FlowRunFilter(name={"any_": [wanted]})
-    found = client.read_flow_runs(
-        flow_filter=flow, flow_run_filter=chosen, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LOOKED_AT
-    )
-    found = ours(found)
+        return next(filter(is_unfinished, newest), None)
+    found = [run for run in newest if wanted == run.name or str(run.id).startswith(wanted)]
+    if not found:  # an older one
+        try:
+            chosen = FlowRunFilter(id={"any_": [UUID(wanted)]})
+        except ValueError:
+            chosen = FlowRunFilter(name={"any_": [wanted]})
+        flow = FlowFilter(name={"any_": [FLOW_NAME]})
+        found = ours(client.read_flow_runs(flow_filter=flow, flow_run_filter=chosen))
     if not found:
         names = sorted({run.name for run in newest})
         raise ResumeError(f"resume = {wanted!r}: no flow run has this name or id; {nearest(wanted, names)}")

@@ -29,10 +29,11 @@ from pipelines.execution.executor import (
 )
 from pipelines.execution.gates import Gatekeeper, StageHeld, champion_of, commands
 from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, placeholder
-from pipelines.execution.summary import description, headline_metrics, run_name
+from pipelines.execution.summary import description, headline, headline_metrics, run_name
 from pipelines.flows.graph import RunGroup, RunStage, Stages, ungrouped
 from pipelines.flows.profile import PipelineConfig, profile_digest
 from pipelines.flows.run_rules import Event, NotifyConfig
+from pipelines.services.run_notes import COMPLETED, RunNote
 from pipelines.services.waits import answers_awaited
 from rlhf_core.errors import RlhfError
 from rlhf_core.schema.base import keyed
@@ -47,6 +48,7 @@ from rlhf_core.store.gate_decisions import GateDecisions, Question, now
 from rlhf_core.store.layout import write_json
 from rlhf_core.store.maintenance import forget_wait, note_wait
 from rlhf_core.store.typed_json import Stored, read_stored
+from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
 from rlhf_core.types import ArtifactRef
 
 # ---------------------------------------------------------------- forcing
@@ -151,6 +153,8 @@ class PipelineRun:
     """Outcome of every finished stage, by label."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Where the run can be looked up, besides the tracker."""
+    note: RunNote | None = None
+    """Line of the run in `rlhf runs`; None for a run that it does not list."""
     gates: Gatekeeper = field(init=False)
     budget: Budget = field(init=False)
 
@@ -289,6 +293,8 @@ def run_stages(
     params = config.model_dump(mode="json", exclude={"notify"})  # the path of an address may be a secret
     run.links = tags
     name = run_name(config.name, options.overrides, tracker.token)
+    if run.note is not None:
+        run.note.change(name=name, flow_run=tags[FLOW_RUN_TAG] if FLOW_RUN_TAG in tags else "")
     tracker.start(name, run_id=None, params=params, tags={**tags, **options.tags})
     status: Status = "KILLED"
     ended: BaseException | None = None
@@ -315,7 +321,24 @@ def run_stages(
         tracker.finish(status, note=_summarize(run))
         note_forced(options, config, run.context.store, finished=run.results, ended=ended)
         notify(config.notify, ended, run=config.name, links=tags)
+        if run.note is not None:
+            run.note.change(state=state_of(ended), message=str(ended or ""), headline=_headline(run))
     return run.results
+
+
+def state_of(ended: BaseException | None) -> str:
+    """Return the state of a run by the error that ended it, under the name that Prefect's pages show."""
+    if ended is None:
+        return COMPLETED
+    if isinstance(ended, RunHalted):
+        return ended.state
+    return "Failed" if isinstance(ended, Exception) else "Cancelled"
+
+
+def _headline(run: PipelineRun) -> str:
+    with suppress(RlhfError, OSError, ValueError, KeyError):  # of an artifact that was lost
+        return headline(run.outcomes, run.context.store)
+    return ""
 
 
 def _summarize(run: PipelineRun) -> str:

@@ -161,6 +161,23 @@ def headline_metrics(outcomes: Mapping[str, StageOutcome], store: ArtifactStore)
     }
 
 
+def headline(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
+    """Return the number that says most about a run: of the last policy that was compared, or of the last stage.
+
+    "" if no stage has one of `HEADLINES`.
+    """
+    for label, outcome in reversed(outcomes.items()):
+        measures = of_report(read_report(store.path(outcome.ref)))
+        last = next(reversed(measures), "").rpartition("/")[0]
+        for name, measure in measures.items():
+            if name.startswith(f"{last}/"):
+                return f"{name.replace('/', ' ')} {measure}"
+        for name in HEADLINES:
+            if name in outcome.metrics:
+                return f"{label} {name} {outcome.metrics[name]:.4g}"
+    return ""
+
+
 def description(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
     """Return, in Markdown, every finished stage with a link to the tracking run that made it, and where reports are."""
     lines = []

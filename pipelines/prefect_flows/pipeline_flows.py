@@ -16,7 +16,7 @@ from pipelines.flows.profile import PipelineConfig, with_overrides
 from pipelines.flows.rlvr import verifiable_rewards
 from pipelines.prefect_flows.cards import show_halt
 from pipelines.prefect_flows.tasks import run_in_flow
-from pipelines.prefect_flows.waiting import halted, note
+from pipelines.prefect_flows.waiting import close_finished, halted, note
 from pipelines.services.flow_runs import FLOW_NAME, own
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
@@ -26,7 +26,7 @@ from rlhf_core.stage.stopping import RunHalted
 logger = logging.getLogger(__name__)
 
 
-@flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False)
+@flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False, on_completion=[close_finished])
 def full(
     config: PipelineConfig,
     overrides: list[str] = [],  # noqa: B006  # Prefect shows it in the form and never changes it
@@ -48,7 +48,7 @@ def full(
     return run_served(with_overrides(config, overrides), lifecycle, options)
 
 
-@flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False)
+@flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False, on_completion=[close_finished])
 def rlvr(
     config: PipelineConfig,
     overrides: list[str] = [],  # noqa: B006
@@ -67,7 +67,7 @@ def rlvr(
     return run_served(with_overrides(config, overrides), verifiable_rewards, options)
 
 
-@flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False)
+@flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False, on_completion=[close_finished])
 def online(
     config: PipelineConfig,
     overrides: list[str] = [],  # noqa: B006

@@ -7,6 +7,7 @@ outlive their owner.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
@@ -29,12 +30,40 @@ from pipelines.prefect_flows.cards import ProgressCard, show_plan, show_stage
 from pipelines.prefect_flows.waiting import halted
 from pipelines.services.flow_runs import own, reconcile
 from pipelines.services.running import wait_for
-from rlhf_core.secrets.redaction import shown
+from rlhf_core.errors import RlhfError
+from rlhf_core.secrets.redaction import shown, without_secrets
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunHalted, on_signals, time_limit
+from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
+
+_HALTED = re.compile(
+    r"Finished in state (Waiting|Blocked|OverBudget|Cancelled|Closed)\b"
+    r"|Crash detected! Execution was aborted by an? (interrupt|termination) signal"
+)
+
+
+class _Plainly(logging.Filter):
+    """Log the end of a run that waits or was cancelled as information, and an error of the user's input as its message.
+
+    Prefect logs the one as an error, as a crash, and the other with the traceback of its own engine.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if _HALTED.match(text):
+            record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+            record.msg, record.args = text.removeprefix("Crash detected! "), ()
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, RlhfError):
+            record.msg, record.args, record.exc_info = without_secrets(str(error)), (), None
+        return True
+
+
+for name in ("prefect.flow_runs", "prefect.task_runs"):
+    logging.getLogger(name).addFilter(_Plainly())  # no handler: Prefect adds its own when a flow starts
 
 R = TypeVar("R", bound=ArtifactRef)
 T = TypeVar("T")
@@ -159,4 +188,4 @@ def _of_group(stages: Sequence[State[bool]]) -> State[Any]:
 
 def _links(flow_run: FlowRun) -> dict[str, str]:
     address = shown(f"{PREFECT_UI_URL.value()}/runs/flow-run/{flow_run.id}")
-    return {"prefect.flow_run_id": str(flow_run.id), "prefect.flow_run_name": flow_run.name, "prefect.url": address}
+    return {FLOW_RUN_TAG: str(flow_run.id), "prefect.flow_run_name": flow_run.name, "prefect.url": address}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 from uuid import UUID
 
-from prefect import flow
+from prefect import Flow, flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
@@ -20,10 +20,11 @@ from prefect.states import Cancelled, Scheduled
 
 from pipelines.execution.approving import Meant, answer_gate
 from pipelines.execution.resume import ResumeError, resume
-from pipelines.services.flow_runs import FLOW_NAME, own
+from pipelines.services.flow_runs import FLOW_NAME, close_halted, own
 from pipelines.services.home import Home
 from pipelines.services.waits import forget_wait, note_wait, waiting_runs
 from rlhf_core.stage.stopping import RunHalted, StageWaiting
+from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,11 @@ def note(home: Home, flow_run: FlowRun, error: RunHalted) -> None:
         note_wait(home, str(flow_run.id), error.condition)
     else:
         forget_wait(home, str(flow_run.id))
+
+
+def close_finished(flow: Flow[..., object], flow_run: FlowRun, state: State) -> None:
+    """Close the runs that this one has finished, on Prefect's and MLflow's pages; a hook at the end of a flow."""
+    close_halted(str(flow_run.id))
 
 
 def keep_resuming(home: Home, log: Path) -> None:
@@ -118,8 +124,6 @@ def _read(client: SyncPrefectClient, name: str) -> FlowRun | None:
 
 # ---------------------------------------------------------------- approval flow
 
-FLOW_RUN = "prefect.flow_run_id"
-
 
 @flow(name=FLOW_NAME, flow_run_name="{decision} {gate}", persist_result=False)
 def approve(
@@ -144,7 +148,7 @@ def approve(
     meant = Meant(run, gate, artifact=artifact, question=question)
     request, said = answer_gate(meant, decision, reason=reason, store=store, by=by)
     asked = request.question
-    flow_runs = [one.links[FLOW_RUN] for one in request.askers if FLOW_RUN in one.links]
+    flow_runs = [one.links[FLOW_RUN_TAG] for one in request.askers if FLOW_RUN_TAG in one.links]
     return f"gate {asked.gate}, {asked.condition['after']} {asked.digest[:12]}: {said}; {go_on(flow_runs)}"
 
 

@@ -19,12 +19,15 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowFilter, FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import DeploymentStatus, FlowRun, State, TaskRun
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Cancelled, Completed, Crashed
 
 from pipelines.services.home import Home
-from pipelines.services.user_servers import shares_prefect
+from pipelines.services.run_notes import CLOSED
+from pipelines.services.user_servers import shares_prefect, tracking_uri
 from rlhf_core.store.leases import is_gone
 from rlhf_core.tracking import mlflow_client
+from rlhf_core.tracking.pipeline_runs import close_runs
 
 FLOW_NAME = "rlhf-pipeline"
 HOME_LABEL = "rlhf.home"
@@ -35,6 +38,11 @@ SETTLED_AFTER = timedelta(seconds=60)
 """The ends of tasks reach the server a little after the end of their flow."""
 STARTED_AFTER = timedelta(minutes=5)
 """A run that its process has not started by then counts as lost."""
+
+NEWEST = 200
+"""Number of the newest runs that are read, to find unfinished ones and to suggest names; Prefect's own limit."""
+RUN_PARAMETERS = ("profile", "config")
+"""A run of stages has one of these; the form that answers a gate has none."""
 
 _FLOW = FlowFilter(name={"any_": [FLOW_NAME]})
 
@@ -93,7 +101,48 @@ def reconcile() -> list[Reconciled]:
             reason = _why_gone(flow_run)
             if reason:
                 ended.append(_end(client, flow_run, f"{reason}; run it again and it resumes"))
-        return ended + _end_tasks_left_behind(client)
+        ended += _end_tasks_left_behind(client)
+    return ended + close_halted()
+
+
+def close_halted(finished: str = "") -> list[Reconciled]:
+    """Close our runs that wait, have failed or were interrupted, and whose work a later run of the same profile finished.
+
+    `finished` is a run that has just finished; MLflow may have earlier ones of it, from before it was resumed.
+    """
+    with get_client(sync_client=True) as client:
+        newest = read_newest(client)
+        done = [one for one in newest if one.state is not None and one.state.is_completed()]
+        closed = []
+        for flow_run in filter(is_unfinished, newest):
+            by = next((other for other in done if _finishes(other, flow_run)), None)
+            if by is not None:
+                message = f"a later run of the same profile has finished it: {by.name} ({by.id})"
+                client.set_flow_run_state(flow_run.id, Cancelled(name=CLOSED, message=message), force=True)
+                closed.append(Reconciled("Prefect", flow_run.name, str(flow_run.id), CLOSED, message))
+    ended = [*(one.id for one in closed), *([finished] if finished else [])]
+    if ended:
+        close_runs(tracking_uri(Home.here()), ended)
+    return closed
+
+
+def read_newest(client: SyncPrefectClient) -> list[FlowRun]:
+    """Return the newest of our runs, the last one first."""
+    return ours(client.read_flow_runs(flow_filter=_FLOW, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=NEWEST))
+
+
+def is_unfinished(flow_run: FlowRun) -> bool:
+    """Return whether a run of stages has ended, and neither it nor a later one has come to the end of its work."""
+    state = flow_run.state
+    ended = state is not None and state.is_final() and not state.is_completed() and state.name != CLOSED
+    return ended and not flow_run.parameters.keys().isdisjoint(RUN_PARAMETERS)
+
+
+def _finishes(later: FlowRun, earlier: FlowRun) -> bool:
+    assert later.state is not None and earlier.state is not None
+    ours, theirs = ({"overrides": [], "until": "", **one.parameters} for one in (later, earlier))
+    same = all(ours.get(name) == theirs.get(name) for name in (*RUN_PARAMETERS, "overrides"))
+    return same and ours["until"] in ("", theirs["until"]) and later.state.timestamp > earlier.state.timestamp
 
 
 def interrupt() -> list[Reconciled]:

@@ -158,6 +158,8 @@ def run_url(uri: str, experiment_id: str, run_id: str) -> str:
 
 # ---------------------------------------------------------------- Store the process that a run belongs to in the run's tags
 
+FLOW_RUN_TAG = "prefect.flow_run_id"
+"""Tag, and link of a run, with the id of its flow run in Prefect."""
 USER_TAG = "mlflow.user"
 """Tag that MLflow's page shows as the user of a run."""
 _FIELDS = ("host", "boot_id", "pid_namespace", "pid", "pid_started")

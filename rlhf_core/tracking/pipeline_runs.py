@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.tracking.mlflow_client import answering, database_file, open_client
+from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG, answering, database_file, open_client
 from rlhf_core.tracking.mlflow_delivery import KEY_TAG, RUN_TAG
 
 STAGE_TAG = "stage."
 _ID = re.compile(r"[0-9a-f]{32}")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,23 @@ def find_run(uri: str, wanted: str) -> TrackedRun | None:
         client = open_client(uri)
         found = _search(client, wanted)
         return None if found is None else _tracked(client, found)
+
+
+def close_runs(uri: str, flow_runs: Sequence[str]) -> None:
+    """Tag the runs of these Prefect runs that have not finished as closed: a later run has finished their work.
+
+    MLflow's status says how a process ended, which stays. A tracker that does not answer is logged.
+    """
+    try:
+        client = open_client(uri)
+        experiments = [one.experiment_id for one in client.search_experiments()]
+        for flow_run in flow_runs:
+            for run in client.search_runs(experiments, filter_string=f"tags.`{FLOW_RUN_TAG}` = '{flow_run}'"):
+                if run.info.status in ("KILLED", "FAILED") and RUN_TAG in run.data.tags:
+                    client.set_tag(run.info.run_id, "state", "Closed")
+                    client.set_tag(run.info.run_id, "state.message", "a later run has finished it")
+    except Exception as error:  # the run has finished, whatever its page shows
+        logger.warning("tracking: earlier runs may be shown as unfinished: %s", error)
 
 
 def _search(client: Any, wanted: str) -> Any:

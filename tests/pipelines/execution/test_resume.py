@@ -59,6 +59,28 @@ def test_a_run_of_a_terminal_is_run_again_with_its_own_options_by_name_or_id(cli
         assert found.message == f"nightly ({newest}) was Crashed (killed)"
 
 
+def test_a_run_that_a_later_one_of_the_same_profile_has_finished_is_closed(client: Any) -> None:
+    """And is neither resumed again nor left Waiting: not by one of another profile, or one that ended earlier."""
+    from prefect.states import Cancelled, Completed, Failed
+
+    from pipelines.execution.resume import resume
+    from pipelines.services.flow_runs import reconcile
+
+    mine = PARAMETERS | {"overrides": ["seed=11"]}
+    whole = mine | {"until": ""}
+    waits = foreground(client, "nightly", Cancelled(name="Waiting"), mine)
+    failed = foreground(client, "nightly", Failed(), mine)
+    other = foreground(client, "other", Failed(), PARAMETERS | {"overrides": ["seed=12"]})
+    foreground(client, "nightly", Completed(), whole)
+    later = foreground(client, "nightly", Failed(), whole)
+    closed = [str(one) for one in reconcile() if one.id in (str(waits), str(failed), str(later))]
+    assert [one.split(":")[0] for one in closed] == [f"Prefect nightly ({run}) -> Closed" for run in (failed, waits)]
+    assert {client.read_flow_run(run).state.name for run in (waits, failed)} == {"Closed"}
+    assert str(later) in resume("", served=False).message and reconcile() == []
+    assert "a later run of the same profile has finished it" in resume(str(waits)[:8], served=False).message
+    assert client.read_flow_run(other).state.name == "Failed"
+
+
 def test_the_form_that_answers_a_gate_is_not_what_resume_means(client: Any) -> None:
     from prefect.states import Failed
 

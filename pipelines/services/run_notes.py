@@ -1,0 +1,152 @@
+"""Record every run of this state folder in a small file, which `rlhf runs` lists without Prefect and MLflow."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from pipelines.services.home import Home
+from rlhf_core.processes.identity import user_name
+from rlhf_core.secrets.redaction import without_secrets
+from rlhf_core.store.layout import read_json, write_json
+from rlhf_core.store.leases import is_gone
+from rlhf_core.tracking import mlflow_client
+
+logger = logging.getLogger(__name__)
+
+RUNNING, COMPLETED, CLOSED = "Running", "Completed", "Closed"
+"""States of a run, as Prefect names them; it is closed if a later run of the same profile has finished its work."""
+KEPT = 1000
+"""Number of runs whose records are kept; of 300 bytes each."""
+LONGEST_MESSAGE = 500
+_COMMAND = re.compile(r"`(rlhf [^`]+)`")
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run: what was run, by which process, and what came of it. Times are seconds of the wall clock."""
+
+    id: str
+    name: str
+    profile: str
+    """Name or path of the profile; "" for a run of a deployment, which is given its configuration."""
+    digest: str
+    """Digest of the configuration."""
+    overrides: list[str]
+    until: str
+    store: str
+    user: str
+    owner: dict[str, str]
+    began: float
+    changed: float
+    state: str = RUNNING
+    message: str = ""
+    headline: str = ""
+    flow_run: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Return how long the run took, or has been running."""
+        return (time.time() if self.state == RUNNING else self.changed) - self.began
+
+    @property
+    def following(self) -> str:
+        """Return the command that goes on with the run; "" if none is needed."""
+        if self.state in (RUNNING, COMPLETED, CLOSED):
+            return ""
+        named = _COMMAND.search(self.message)
+        if named is not None:
+            return named[1]
+        if self.flow_run:
+            return f"rlhf resume {self.flow_run[:8]}"
+        return shlex.join(["rlhf", "run", self.profile, *(word for one in self.overrides for word in ("--set", one))])
+
+    def finishes(self, other: RunRecord) -> bool:
+        """Return whether this run has finished what the other one, of the same profile, has left."""
+        same = (self.profile or self.digest, self.overrides, self.store)
+        return (
+            self.state == COMPLETED
+            and self.changed > other.changed
+            and same == (other.profile or other.digest, other.overrides, other.store)
+            and self.until in ("", other.until)
+        )
+
+
+@dataclass
+class RunNote:
+    """The record of the run of this process, rewritten at each change."""
+
+    home: Home
+    record: RunRecord = field(repr=False)
+
+    def change(self, **changes: str) -> None:
+        """Change fields of the record. A disk that cannot be written to costs the line in `rlhf runs`, not the run."""
+        said = without_secrets(changes.get("message", self.record.message))[:LONGEST_MESSAGE]
+        self.record = replace(self.record, **{**changes, "message": said}, changed=time.time())  # type: ignore[arg-type]
+        try:
+            write_json(self._path, asdict(self.record), durable=False)
+            for path in sorted(self._path.parent.glob("*.json"))[:-KEPT]:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("could not record the run: %s", error)
+
+    def finishes_another(self) -> bool:
+        """Return whether a run is left that this one, once completed, has finished."""
+        done = replace(self.record, state=COMPLETED, changed=time.time())
+        return any(
+            done.finishes(one) for one in run_records(self.home) if one.state not in (RUNNING, COMPLETED, CLOSED)
+        )
+
+    @property
+    def _path(self) -> Path:
+        return folder(self.home) / f"{self.record.began:.6f}-{self.record.id}.json"
+
+
+def new_note(
+    home: Home, name: str, *, profile: str, digest: str, overrides: Sequence[str], until: str, store: Path
+) -> RunNote:
+    """Return the note of a run that begins; nothing is written before its first change."""
+    began = time.time()
+    record = RunRecord(
+        secrets.token_hex(4), name, profile, digest, list(overrides), until, str(store.resolve()), user_name(),
+        mlflow_client.tags(), began, began,
+    )  # fmt: skip
+    return RunNote(home, record)
+
+
+def folder(home: Home) -> Path:
+    """Return the folder of the records."""
+    return home.root / "runs"
+
+
+def run_records(home: Home) -> list[RunRecord]:
+    """Return the records of all runs, newest first, with their true state: crashed and closed ones do not change theirs."""
+    found: list[RunRecord] = []
+    for path in sorted(folder(home).glob("*.json"), reverse=True):
+        table = read_json(path)
+        with suppress(TypeError):  # of another version
+            found.append(RunRecord(**(table or {})))
+    found = [
+        replace(one, state="Crashed", message="its process was killed") if _has_crashed(one) else one for one in found
+    ]
+    return list(_with_closed(found))
+
+
+def _with_closed(found: Sequence[RunRecord]) -> Iterator[RunRecord]:
+    finished = [one for one in found if one.state == COMPLETED]
+    for one in found:
+        by = next((other for other in finished if other.finishes(one)), None)
+        halted = one.state not in (RUNNING, COMPLETED) and by is not None
+        yield replace(one, state=CLOSED, message=f"a later run finished it: {by.name}") if halted and by else one
+
+
+def _has_crashed(record: RunRecord) -> bool:
+    process = mlflow_client.from_tags(record.owner)
+    return record.state == RUNNING and process is not None and is_gone(process)

@@ -1,0 +1,73 @@
+"""A gate is approved and the run finishes: Prefect, MLflow, `runs`, `resume` and `reconcile` agree on it."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipelines.cli import run_command
+from pipelines.cli.main import main
+from pipelines.services.home import Home
+from pipelines.services.run_notes import run_records
+from rlhf_core.stage.stopping import StageWaiting
+from rlhf_core.tracking.mlflow_client import open_client
+from tests.support.small_pipeline import two_toys, write_mini
+
+GATE = '[[gates]]\nafter = "second"\notherwise = "approve"\nname = "quality"\n'
+
+
+@pytest.mark.slow
+def test_all_agree_that_a_run_which_waited_has_finished(
+    tmp_path: Path,
+    prefect_home: Home,
+    client: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(prefect_home.root))
+    monkeypatch.setattr(run_command, "lifecycle", two_toys)
+    monkeypatch.setattr("pipelines.cli.command_flow.lifecycle", two_toys)
+    monkeypatch.setattr(run_command, "prefect_server", lambda home: nullcontext())
+    profile = write_mini(tmp_path, f'store = "{tmp_path}/store"\n').read_text()
+    (tmp_path / "mini.toml").write_text(f'store = "{tmp_path}/store"\n{profile.partition("store =")[0]}{GATE}')
+    options = argparse.Namespace(
+        profile=str(tmp_path / "mini.toml"),
+        overrides=[], until="", force=[], strict_code=False, strict_env=False, wait=False,
+    )  # fmt: skip
+
+    with pytest.raises(StageWaiting), caplog.at_level(logging.INFO, "prefect"):
+        run_command.run_profile(options, Console(file=io.StringIO()))
+    (waits,) = run_records(prefect_home)
+    assert waits.state == "Waiting" and waits.following.startswith("rlhf approve mini quality --question ")
+    assert client.read_flow_run(waits.flow_run).state.name == "Waiting"
+    assert not [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR]
+
+    assert main([*waits.following.split()[1:-1], "fine"]) == 0
+    run_command.run_profile(options, Console(file=io.StringIO()))  # everything is in the store
+    assert [(one.state, one.following) for one in run_records(prefect_home)] == [("Completed", ""), ("Closed", "")]
+    done, closed = run_records(prefect_home)
+    assert [client.read_flow_run(one.flow_run).state.name for one in (done, closed)] == ["Completed", "Closed"]
+    tracker = open_client(prefect_home.mlflow_uri)
+    experiments = [one.experiment_id for one in tracker.search_experiments()]
+    runs = {
+        run.data.tags["prefect.flow_run_id"]: run
+        for run in tracker.search_runs(experiments)
+        if "rlhf.run" in run.data.tags
+    }
+    assert runs[done.flow_run].info.status == "FINISHED" and "state" not in runs[done.flow_run].data.tags
+    assert runs[closed.flow_run].data.tags["state"] == "Closed"
+
+    capsys.readouterr()
+    monkeypatch.setattr("pipelines.cli.recovery_verbs.some_prefect", lambda home: nullcontext(False))
+    monkeypatch.setattr("pipelines.services.reconcile.some_prefect", lambda home: nullcontext(False))
+    assert main(["resume"]) == main(["reconcile"]) == main(["runs"]) == 0
+    out = capsys.readouterr().out
+    assert "nothing to resume" in out and "nothing to reconcile" in out and "Waiting" not in out
