@@ -297,7 +297,11 @@ def differences(
         yield from other_versions(old.get("environment", {}), new["environment"])
     if old.get("code") != new.get("code"):
         modules = changed_modules(old_code, new_code)
-        yield f"code changed ({', '.join(modules)})" if modules else "the code was added to the key, or removed from it"
+        yield (
+            f"code changed ({_first(modules, _SHOWN)})"
+            if modules
+            else "the code was added to the key, or removed from it"
+        )
 
 
 def _changes(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 from prefect import flow
 from prefect.states import Cancelled, Completed, Running
 
+from pipelines.prefect_flows import tasks
 from pipelines.prefect_flows.waiting import checked_apart, halted, note, resume_met
 from pipelines.services.flow_runs import FLOW_NAME, reconcile
 from pipelines.services.home import Home
 from pipelines.services.waits import note_wait, waiting_runs
+from rlhf_core.errors import DataError
 from rlhf_core.stage.stopping import StageWaiting
 
 WAITS = StageWaiting("collect is waiting: 0 of 12 comparisons are judged", {"name": "x"})
@@ -102,3 +105,27 @@ def test_the_check_is_a_process_of_its_own(home: Home, tmp_path: Path, monkeypat
     note_wait(home, "run-1", {"not": "a condition"})
     assert checked_apart(home, ["run-1"], tmp_path / "log") == []
     assert "flow run run-1" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "level", "shown"),
+    [
+        ("Finished in state Waiting('x', type=CANCELLED)", None, "INFO", "Finished in state Waiting("),
+        ("Finished in state OverBudget('x', type=CANCELLED)", None, "INFO", "Finished in state OverBudget("),
+        ("Finished in state Failed('x')", None, "ERROR", "Finished in state Failed("),
+        ("Crash detected! Execution was aborted by an interrupt signal.", None, "INFO", "Execution was aborted"),
+        ("Crash detected! Execution was aborted by a termination signal.", None, "INFO", "Execution was aborted"),
+        ("Crash detected! Execution was aborted by Python system exit call.", None, "ERROR", "Crash detected!"),
+        ("Task run failed with exception", DataError("rows.jsonl:3 = 'x': is not JSON"), "ERROR", "rows.jsonl:3 = 'x'"),
+        ("Task run failed with exception", ValueError("x"), "ERROR", "Task run failed with exception"),
+    ],
+)
+def test_halts_are_logged_as_information_and_errors_of_the_input_as_their_message(
+    said: str, error: Exception | None, level: str, shown: str
+) -> None:
+    assert tasks  # its import adds the filter
+    trace = None if error is None else (type(error), error, None)
+    record = logging.LogRecord("prefect.task_runs", logging.ERROR, "", 0, said, (), trace)
+    assert logging.getLogger("prefect.task_runs").filter(record)
+    assert record.levelname == level and record.getMessage().startswith(shown)
+    assert (record.exc_info is None) is (error is None or isinstance(error, DataError))
