@@ -135,31 +135,18 @@ def _check(samples: Sequence[Sample], pack_to: int | None) -> None:
         raise DataError(explain("samples", 0, "a batch needs at least one sample", "skip the empty batch"))
     types = {type(sample).__name__ for sample in samples}
     if len(types) > 1:
-        raise DataError(
-            explain("samples", sorted(types), "a batch must contain one type of sample", "collate each type separately")
-        )
+        rule = "a batch must contain one type of sample"
+        raise DataError(explain("samples", sorted(types), rule, "collate each type separately"))
     for index, sample in enumerate(samples):
         length = len(sample.token_ids)
         if length == 0:
             raise DataError(explain(f"samples[{index}].token_ids", (), "must not be empty", "drop the sample"))
         if sample.loss_mask[0] != 0:
-            raise DataError(
-                explain(
-                    f"samples[{index}].loss_mask[0]",
-                    sample.loss_mask[0],
-                    "nothing predicts the first token, so it cannot be trained on",
-                    "set it to 0",
-                )
-            )
+            rule = "nothing predicts the first token, so it cannot be trained on"
+            raise DataError(explain(f"samples[{index}].loss_mask[0]", sample.loss_mask[0], rule, "set it to 0"))
         if pack_to is not None and length > pack_to:
-            raise DataError(
-                explain(
-                    f"samples[{index}] length",
-                    length,
-                    f"must be <= pack_to = {pack_to}",
-                    "truncate it or raise pack_to",
-                )
-            )
+            rule = f"must be <= pack_to = {pack_to}"
+            raise DataError(explain(f"samples[{index}] length", length, rule, "truncate it or raise pack_to"))
 
 
 # ---------------------------------------------------------------- shared rows

@@ -320,9 +320,8 @@ def token_logprobs(
     causal LM of `load_model`. Raises ConfigError if temperature <= 0.
     """
     if temperature <= 0:
-        raise ConfigError(
-            explain("temperature", temperature, "must be > 0", "a greedy policy has no log-probabilities")
-        )
+        rule = "must be > 0"
+        raise ConfigError(explain("temperature", temperature, rule, "a greedy policy has no log-probabilities"))
     hidden_BLH = hidden_states(model, batch)
     rows_T, before_T = _masked_positions(batch)
     hidden_TH = hidden_BLH[rows_T, before_T]
@@ -401,14 +400,9 @@ def check_head(model: nn.Module) -> None:
     # A wrong scale or cap is off by far more than the rounding of bfloat16.
     ours_1LV = HeadScaling.of(model)(any_model.get_output_embeddings()(hidden_1LH))
     if not torch.allclose(ours_1LV, own_1LV, rtol=1e-2, atol=1e-2 * own_1LV.abs().max().item()):
-        raise ConfigError(
-            explain(
-                "model.path",
-                type(model).__name__,
-                "its logits differ from the output of its LM head with the known scalings",
-                "add the scaling of this architecture to rlhf_core.models.forward, or use another model",
-            )
-        )
+        rule = "its logits differ from the output of its LM head with the known scalings"
+        remedy = "add the scaling of this architecture to rlhf_core.models.forward, or use another model"
+        raise ConfigError(explain("model.path", type(model).__name__, rule, remedy))
 
 
 @torch.no_grad()

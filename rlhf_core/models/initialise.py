@@ -33,9 +33,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> N
     """
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
-        raise ConfigError(
-            explain("model.vocab_size", vocab_size, f"must be >= {smallest}", "bytes and special tokens need as many")
-        )
+        rule = f"must be >= {smallest}"
+        raise ConfigError(explain("model.vocab_size", vocab_size, rule, "bytes and special tokens need as many"))
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -93,18 +92,11 @@ def initialise_llama(config: InitModel, folder: Path, *, seed: int) -> None:
 
 def _check_shape(config: InitModel, tokens: int) -> None:
     if tokens > config.vocab_size:
-        raise ConfigError(
-            explain(
-                "model.vocab_size", config.vocab_size, f"the tokenizer has {tokens} tokens", f"set it to >= {tokens}"
-            )
-        )
+        rule = f"the tokenizer has {tokens} tokens"
+        raise ConfigError(explain("model.vocab_size", config.vocab_size, rule, f"set it to >= {tokens}"))
     if config.hidden_size % (2 * config.heads) != 0:
-        raise ConfigError(
-            explain(
-                "model.hidden_size", config.hidden_size, "must be an even multiple of heads", f"use {64 * config.heads}"
-            )
-        )
+        rule = "must be an even multiple of heads"
+        raise ConfigError(explain("model.hidden_size", config.hidden_size, rule, f"use {64 * config.heads}"))
     if config.heads % config.kv_heads != 0:
-        raise ConfigError(
-            explain("model.kv_heads", config.kv_heads, f"must divide heads = {config.heads}", "use heads")
-        )
+        rule = f"must divide heads = {config.heads}"
+        raise ConfigError(explain("model.kv_heads", config.kv_heads, rule, "use heads"))

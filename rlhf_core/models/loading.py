@@ -74,9 +74,8 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     folder = Path(spec.path)
     check_folder(folder)
     if spec.lora is not None and spec.head != "lm":
-        raise ConfigError(
-            explain("lora", spec.head, "adapters are only supported with the LM head", "remove lora from this role")
-        )
+        rule = "adapters are only supported with the LM head"
+        raise ConfigError(explain("lora", spec.head, rule, "remove lora from this role"))
     if spec.lora is not None and spec.lora.quantise:
         check_quantizer()
     config = _config_without_dropout(folder)
@@ -104,9 +103,8 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer in `folder` (a transformers fast tokenizer). Raises ConfigError if there is none."""
     if not (folder / "tokenizer_config.json").is_file():
-        raise ConfigError(
-            explain("tokenizer", str(folder), "has no tokenizer_config.json", "give a complete model folder")
-        )
+        rule = "has no tokenizer_config.json"
+        raise ConfigError(explain("tokenizer", str(folder), rule, "give a complete model folder"))
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -128,9 +126,8 @@ def materialize(
     if chat_template is not None:
         tokenizer.chat_template = (_opening(tokenizer) if add_bos else "") + chat_template
     if not tokenizer.chat_template:
-        raise ConfigError(
-            explain("model.path", config.path, "its tokenizer has no chat template", "set prepare_data.chat_template")
-        )
+        rule = "its tokenizer has no chat template"
+        raise ConfigError(explain("model.path", config.path, rule, "set prepare_data.chat_template"))
     _check_type(_fetch(AutoConfig, config, source, options), config.path, lm=True)
     model, loading = _fetch(AutoModelForCausalLM, config, source, options | _weights_options(config) | _REPORT)
     _check_weights(loading, config.path)
@@ -279,11 +276,8 @@ def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
 def _check_local(config: PretrainedModel, folder: Path) -> None:
     check_folder(folder)
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(
-            explain(
-                "model.path", config.path, "has no .safetensors file", "convert the weights, or set model.gguf_file"
-            )
-        )
+        rule = "has no .safetensors file"
+        raise ConfigError(explain("model.path", config.path, rule, "convert the weights, or set model.gguf_file"))
 
 
 def _weights_options(config: PretrainedModel) -> dict[str, Any]:
@@ -356,11 +350,8 @@ def export_model(model: nn.Module, folder: Path, *, tokenizer_from: Path) -> Non
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
     if not (source / "tokenizer_config.json").is_file():
-        raise ConfigError(
-            explain(
-                "tokenizer", str(source), "has no tokenizer_config.json", "give the folder that the model came from"
-            )
-        )
+        rule = "has no tokenizer_config.json"
+        raise ConfigError(explain("tokenizer", str(source), rule, "give the folder that the model came from"))
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

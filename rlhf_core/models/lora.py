@@ -280,11 +280,8 @@ def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
             rule = f"{shared[0]} shares its weight ({', '.join(names)}), so that what it learns would be lost or change both"
             raise _refused(config, rule, "leave it out")
     if config.quantise and any(isinstance(linear[name], Conv1D) for name in targets):
-        raise ConfigError(
-            explain(
-                "lora.quantise", config.quantise, "the model has Conv1D layers, which have no 4-bit form", "remove it"
-            )
-        )
+        rule = "the model has Conv1D layers, which have no 4-bit form"
+        raise ConfigError(explain("lora.quantise", config.quantise, rule, "remove it"))
     left_out = {_last(name) for name in linear.keys() - set(targets)}
     logger.info("lora: adapters for %s, none for %s", sorted({_last(name) for name in targets}), sorted(left_out))
     return targets

@@ -47,19 +47,13 @@ def local_folder(config: PretrainedModel) -> Path | None:
     if folder.is_dir():
         if config.gguf_file and not (folder / config.gguf_file).is_file():
             found = sorted(file.name for file in folder.glob("*.gguf"))
-            raise ConfigError(
-                explain("model.gguf_file", config.gguf_file, f"is not in {config.path}", f"choose from {found}")
-            )
+            rule = f"is not in {config.path}"
+            raise ConfigError(explain("model.gguf_file", config.gguf_file, rule, f"choose from {found}"))
         return folder
     if config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
         raise ConfigError(explain("model.path", config.path, "this folder does not exist", "check the path"))
     if not re.fullmatch(r"[0-9a-f]{40}", config.revision):
-        raise ConfigError(
-            explain(
-                "model.revision",
-                config.revision,
-                f"must be the full commit of the Hub model {config.path!r}, since branches and tags move",
-                "copy the 40-digit hash from the page of the model",
-            )
-        )
+        rule = f"must be the full commit of the Hub model {config.path!r}, since branches and tags move"
+        remedy = "copy the 40-digit hash from the page of the model"
+        raise ConfigError(explain("model.revision", config.revision, rule, remedy))
     return None

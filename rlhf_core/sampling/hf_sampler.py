@@ -74,9 +74,8 @@ class HFSampler:
         tied = set(self._model.all_tied_weights_keys)
         if unexpected or set(missing) - tied:
             wrong = sorted({*unexpected, *(set(missing) - tied)})[:3]
-            raise SamplingError(
-                explain("weights", wrong, "do not match the policy", "train and sample the same architecture")
-            )
+            rule = "do not match the policy"
+            raise SamplingError(explain("weights", wrong, rule, "train and sample the same architecture"))
         self._model.tie_weights()
         self._version = version
 

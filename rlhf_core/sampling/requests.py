@@ -60,9 +60,8 @@ def stop_token_ids(policy: Path, *, tokenizer_eos: int | None) -> tuple[int, ...
     """
     ids = declared_ends(policy) | (set() if tokenizer_eos is None else {tokenizer_eos})
     if not ids:
-        raise ConfigError(
-            explain("policy", str(policy), "no end-of-sequence token", "set eos_token_id in its config.json")
-        )
+        rule = "no end-of-sequence token"
+        raise ConfigError(explain("policy", str(policy), rule, "set eos_token_id in its config.json"))
     return tuple(sorted(ids))
 
 
@@ -148,9 +147,8 @@ class PolicyFolder:
     ) -> Completion:
         """Return the engine's output as a `Completion`. Raises SamplingError if a log-probability is not finite."""
         if not token_ids:
-            raise SamplingError(
-                explain(f"request (seed {request.seed})", (), "no tokens were returned", "see the log of the engine")
-            )
+            rule = "no tokens were returned"
+            raise SamplingError(explain(f"request (seed {request.seed})", (), rule, "see the log of the engine"))
         check_logprobs(request, logprobs)
         return Completion(
             token_ids=token_ids,

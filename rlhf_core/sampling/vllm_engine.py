@@ -75,6 +75,5 @@ def start(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> LLM
             **place,
         )
     except Exception as error:
-        raise SamplingError(
-            explain("policy", str(policy), f"vLLM could not start: {error}", "see the worker's log for the first error")
-        ) from error
+        rule = f"vLLM could not start: {error}"
+        raise SamplingError(explain("policy", str(policy), rule, "see the worker's log for the first error")) from error

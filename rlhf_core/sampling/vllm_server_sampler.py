@@ -199,9 +199,8 @@ class VllmServerSampler:
             if isinstance(result, BaseException) and not isinstance(result, ServerFailed):
                 raise result
         if len(lost) == len(results):
-            raise SamplerLostError(
-                explain(KEY, list(self.config.urls), _reasons(lost), "start the servers, and run again")
-            )
+            rule = _reasons(lost)
+            raise SamplerLostError(explain(KEY, list(self.config.urls), rule, "start the servers, and run again"))
         for failure in lost:
             logger.warning("%s: a server is not used until the next weights are loaded: %s", KEY, failure)
         return [result for result in results if not isinstance(result, BaseException)]
@@ -315,9 +314,8 @@ class Server:
             if failure.status == 0:
                 raise
             options = "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls rlhf_core.sampling.vllm_worker.WeightReload"
-            raise ConfigError(
-                explain(KEY, self.url, f"it cannot take weights ({failure})", f"start it with {options}")
-            ) from None
+            rule = f"it cannot take weights ({failure})"
+            raise ConfigError(explain(KEY, self.url, rule, f"start it with {options}")) from None
         for found in answer:
             self._check_settings(found, config)
         await self._check_route()

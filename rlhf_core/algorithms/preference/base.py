@@ -107,9 +107,8 @@ class AnswerMethod(ReferencedMethod):
 
     def loss(self, pairs: PairBatch) -> LossOutput:
         """Raise ConfigError: the loss is on single answers, `answer_loss`."""
-        raise ConfigError(
-            explain("dpo.loss.type", self.type, "trains on single answers", "use its objective on answers")
-        )
+        rule = "trains on single answers"
+        raise ConfigError(explain("dpo.loss.type", self.type, rule, "use its objective on answers"))
 
 
 class ReferenceFreeMethod(PreferenceMethod):

@@ -75,32 +75,31 @@ def test_the_sampler_in_the_process_computes_the_cap_too(made: Any) -> None:
     torch.testing.assert_close(ours, torch.tensor(said.logprobs), rtol=0, atol=5e-5)
 
 
-def test_a_cap_that_is_not_set_and_other_architectures_keep_sdpa(made: Any) -> None:
-    assert loaded(made("gemma2", attn_logit_softcapping=None)).config._attn_implementation == "sdpa"
-    assert loaded(made("llama")).config._attn_implementation == "sdpa"
-
-
-def test_attention_sinks_are_refused_under_sdpa(made: Any) -> None:
+def test_attention_sinks_are_refused_under_sdpa_and_models_without_caps_and_sinks_keep_it(made: Any) -> None:
     folder = made("gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8, rope_parameters=None)
     with pytest.raises(ConfigError, match=r'does not implement it for models of type gpt_oss.*attention = "eager"'):
         loaded(folder)
     assert loaded(folder, attention="eager").config._attn_implementation == "eager"
+    assert loaded(made("gemma2", attn_logit_softcapping=None)).config._attn_implementation == "sdpa"
 
 
 # ---------------------------------------------------------------- what follows a token
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_a_model_whose_tokens_see_what_follows_them_is_refused(family: str, made: Any) -> None:
-    for dtype in ("float32", "bfloat16"):
-        with pytest.raises(ConfigError, match="its tokens attend to later tokens"):
-            loaded(made(family), dtype=dtype)
-
-
-def test_a_model_that_numbers_positions_in_its_own_way_is_refused(made: Any) -> None:
-    for dtype in ("float32", "bfloat16"):
-        with pytest.raises(ConfigError, match="does not number positions from 0"):
-            loaded(made("roberta", is_decoder=True), dtype=dtype)  # its first position is padding_idx + 1
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "options", "rule"),
+    [
+        ("bert", {}, "its tokens attend to later tokens"),
+        ("roberta", {}, "its tokens attend to later tokens"),
+        ("roberta", {"is_decoder": True}, "does not number positions from 0"),  # its first position is padding_idx + 1
+    ],
+)
+def test_a_model_that_sees_later_tokens_or_numbers_positions_in_its_own_way_is_refused(
+    family: str, options: Any, rule: str, dtype: str, made: Any
+) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        loaded(made(family, **options), dtype=dtype)
 
 
 @pytest.mark.parametrize(("family", "attention"), [("mamba", "eager"), ("mixtral", "sdpa")])

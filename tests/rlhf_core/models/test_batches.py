@@ -70,9 +70,14 @@ def test_a_field_that_all_samples_leave_empty_is_not_there_and_one_that_some_do_
 
 
 def test_moving_a_batch_keeps_every_field() -> None:
-    batch = collate([ValueSample((5, 7), (0, 1), (0.0, 0.5), (0.0, 1.0))], pad_id=0).to("meta")
-    assert batch.token_ids_BL.device.type == batch.fields["returns"].device.type == "meta"
-    assert batch.rows == ((0, 0, 2),)
+    batch = collate([ValueSample((5, 7), (0, 1), (0.0, 0.5), (0.0, 1.0))], pad_id=0)
+    assert {name: value.tolist() for name, value in batch.fields.items()} == {
+        "old_values": [[0.0, 0.5]],
+        "returns": [[0.0, 1.0]],
+    }
+    moved = batch.to("meta")
+    assert moved.token_ids_BL.device.type == moved.fields["returns"].device.type == "meta"
+    assert moved.rows == ((0, 0, 2),)
 
 
 @pytest.mark.parametrize(

@@ -86,17 +86,13 @@ def test_the_model_knows_its_tokens_and_has_tied_embeddings(tiny_llama: Path) ->
         assert "lm_head.weight" not in set(tensors.keys())
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
-    train_tokenizer(
-        [f"{a}{b}{c} word" for a in "abcdefgh" for b in "ijklmnop" for c in "qrst"], vocab_size=400, folder=tmp_path
-    )
+def test_a_tokenizer_larger_than_the_model_or_smaller_than_the_bytes_is_refused(tmp_path: Path) -> None:
+    words = [f"{a}{b}{c} word" for a in "abcdefgh" for b in "ijklmnop" for c in "qrst"]
+    train_tokenizer(words, vocab_size=400, folder=tmp_path)
     with pytest.raises(ConfigError, match=r"model.vocab_size = 320: the tokenizer has \d+ tokens"):
         initialise_llama(TINY, tmp_path, seed=1)
-
-
-def test_a_vocabulary_that_cannot_hold_the_bytes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must be >= 261"):
-        train_tokenizer(TEXTS, vocab_size=200, folder=tmp_path)
+        train_tokenizer(words, vocab_size=200, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
