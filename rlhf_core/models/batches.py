@@ -160,62 +160,18 @@ def _check(samples: Sequence[Sample], pack_to: int | None) -> None:
 # are computed once, and each sample goes on from there. This needs a mask of our own, so it is done only under sdpa and
 # without attention windows.
 
-SEPARABLE = frozenset(
-    [
-        "apertus",
-        "arcee",
-        "cohere",
-        "cohere2",
-        "cwm",
-        "deepseek_v2",
-        "deepseek_v3",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "exaone4",
-        "flex_olmo",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neox",
-        "granite",
-        "granitemoe",
-        "granitemoeshared",
-        "helium",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "llama",
-        "minimax_m2",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "mixtral",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "persimmon",
-        "phi",
-        "phi3",
-        "phimoe",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "solar_open",
-        "stablelm",
-        "starcoder2",
-    ]
-)
+# fmt: off
+SEPARABLE = frozenset({
+    "apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe",
+    "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode",
+    "gpt_neox", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+    "llama", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2",
+    "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+})
 """`model_type` of the architectures known to separate samples by position IDs, with and without attention windows.
 `python -m benchmarks.separable` proves each of them and tries all architectures of transformers."""
+# fmt: on
 LAYERS = frozenset({"full_attention", "sliding_attention"})
 """`layer_types` known to separate samples. Some models of an architecture may have other types."""
 LAYERS_WITHOUT_WINDOWS = frozenset({"full_attention"})

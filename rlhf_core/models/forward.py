@@ -112,9 +112,8 @@ class _DrawnTokens(torch.autograd.Function):
         if of_entropy_C is None:
             gradient_CV.mul_(-of_logprobs_C.unsqueeze(-1))
         else:
-            slope_CV = (every_CV + entropy_C.unsqueeze(-1)).mul_(
-                -of_entropy_C.unsqueeze(-1)
-            )  # dH / ds = -p (log p + H)
+            # dH / ds = -p (log p + H)
+            slope_CV = (every_CV + entropy_C.unsqueeze(-1)).mul_(-of_entropy_C.unsqueeze(-1))
             gradient_CV.mul_(slope_CV.sub_(of_logprobs_C.unsqueeze(-1)))
         # d log p(target) / ds = onehot - p
         gradient_CV.scatter_add_(-1, targets_C.unsqueeze(-1), of_logprobs_C.unsqueeze(-1))
