@@ -203,9 +203,9 @@ def files_of_a_setting(root: Path) -> int:
 def paths_of_a_setting(root: Path) -> dict[str, set[str]]:
     """Return path -> the identifiers by which the file counts as one on the way of `KEY`.
 
-    A file counts if its code has the field or attribute `KEY`, or the identifier `USED_AS`; in `pipelines`, which passes
-    whole tables on, also if it has the attribute `.ppo` or the name of a class with that field. Texts and comments do not count. The importers are left out:
-    they write profiles and read none.
+    A file counts if its code reads `KEY` off a configuration, defines a table with that field, or has the identifier
+    `USED_AS`; in `pipelines`, which passes whole tables on, also if it has the attribute `.ppo` or the name of such a table.
+    Texts and comments do not count. The importers are left out: they write profiles and read none.
     """
     trees = {
         path.relative_to(root): ast.parse(path.read_text(encoding="utf-8"))
@@ -216,20 +216,24 @@ def paths_of_a_setting(root: Path) -> dict[str, set[str]]:
     if not tables:
         raise LookupError(f"no class has the field {KEY}")
     names = {path: {USED_AS} | ({"ppo", *tables} if path.parts[0] == "pipelines" else set()) for path in trees}
-    on_the_way = [path for path, tree in trees.items() if identifiers(tree) & names[path] or KEY in attributes(tree)]
+    on_the_way = [
+        path
+        for path, tree in trees.items()
+        if identifiers(tree) & names[path] or KEY in options_read(tree) or tables_with(KEY, [tree]) & tables
+    ]
     return {path.as_posix(): {KEY, *names[path]} for path in on_the_way}
 
 
-def attributes(tree: ast.AST) -> set[str]:
-    """Return the attributes that code reads, and the fields that its classes define.
+def options_read(tree: ast.AST) -> set[str]:
+    """Return the attributes that code reads off a `config`, or off its table `ppo`.
 
-    >>> sorted(attributes(ast.parse("class A:\\n    a: int\\nb.c")))
-    ['a', 'c']
+    >>> sorted(options_read(ast.parse("config.a; f(run.ppo.b); point.c")))
+    ['a', 'b']
     """
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    lines = [line.target for node in classes for line in node.body if isinstance(line, ast.AnnAssign)]
-    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return read | {target.id for target in lines if isinstance(target, ast.Name)}
+    read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    owners = {ast.Name: "id", ast.Attribute: "attr"}
+    kept = [node for node in read if type(node.value) in owners]
+    return {node.attr for node in kept if getattr(node.value, owners[type(node.value)]) in ("config", "ppo")}
 
 
 def tables_with(field: str, trees: list[ast.Module]) -> set[str]:

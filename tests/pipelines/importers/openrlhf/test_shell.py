@@ -205,3 +205,11 @@ def test_a_nul_character_is_refused() -> None:
 
 def test_a_heredoc_inside_quotes_fills_its_variable() -> None:
     assert words(f"bash -c '\nread X <<EOF\n--a 1\nEOF\n{CALL} $X\n'") == ("--a", "1")
+
+
+@pytest.mark.parametrize(
+    ("cut", "kept"), [("#*/", "b/c.d.e"), ("##*/", "c.d.e"), ("%.*", "a/b/c.d"), ("%%.*", "a/b/c")]
+)
+def test_one_sign_cuts_the_shortest_part_and_two_the_longest(cut: str, kept: str) -> None:
+    [command] = read_commands(f"X=a/b/c.d.e\npython -m openrlhf.cli.train_sft --pretrain ${{X{cut}}}")[0]
+    assert command.words[-1] == kept
