@@ -58,7 +58,7 @@ def test_a_lease_is_held_inside_the_block_and_gone_after_it(tmp_path: Path) -> N
 def test_the_lease_of_a_killed_process_is_taken_over_at_once(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
     os.kill(other.pid, signal.SIGKILL)
     other.join()
-    assert (tmp_path / "k.json").exists(), "a killed process cannot tidy up"
+    assert (tmp_path / "k.json").exists() and living_owner(tmp_path, "k") is None
     started = time.monotonic()
     with hold(tmp_path, "k") as lease:
         assert time.monotonic() - started < 10.0, "a lease lasts 120 s; a dead owner must not cost that"
