@@ -42,6 +42,7 @@ from rlhf_core.types import (
     PromptsRef,
     RewardModelRef,
 )
+from stages import table
 from stages.config.distill import DivergenceConfig
 
 PASSED: Mapping[str, Any] = {"terms": {"passed": {"type": "function", "function": "benchmarks.method_rows:passed"}}}
@@ -223,7 +224,7 @@ def imitating(loss: str) -> Method:
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
         assert config.sft is not None
         section = config.sft.model_copy(update={"loss": loss})
-        return Learnt(stages.sft("sft", section, policy=start.base, demonstrations=start.demonstrations))
+        return Learnt(stages.run(table.sft, "sft", section, policy=start.base, demonstrations=start.demonstrations))
 
     return learn
 
@@ -249,8 +250,13 @@ def conditioning(section: ConditionalSFTConfig) -> Method:
         policy, rollouts = condition_and_imitate(
             section, stages, policy=start.policy, prompts=start.prompts, reward_models=start.reward_models
         )
-        asked = stages.condition_prompts(
-            "conditional_sft/ask", section.condition, rollouts=rollouts, prompts=start.eval_prompts
+        asked = stages.run_as(
+            PromptsRef,
+            table.condition,
+            "conditional_sft/ask",
+            section.condition,
+            rollouts=rollouts,
+            prompts=start.eval_prompts,
         )
         return Learnt(policy, asked)
 
@@ -266,13 +272,32 @@ def distilling(section: DistillationConfig) -> Method:
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
         best = best_of_own(config, stages, start).policy
         named = {"rejection_sampling": best, "sft": start.policy}
-        teachers = {name: named[name] for name in section.teachers} or best
+        teachers = {name: named[name] for name in section.teachers}
+        teacher = None if teachers else best
         if section.on_policy:
             return Learnt(
-                stages.distill("distill", section, policy=start.policy, teachers=teachers, prompts=start.prompts)
+                stages.run(
+                    table.distill,
+                    "distill",
+                    section,
+                    policy=start.policy,
+                    teacher=teacher,
+                    teachers=teachers,
+                    prompts=start.prompts,
+                )
             )
         data = start.demonstrations
-        return Learnt(stages.distill("distill", section, policy=start.base, teachers=teachers, demonstrations=data))
+        return Learnt(
+            stages.run(
+                table.distill,
+                "distill",
+                section,
+                policy=start.base,
+                teacher=teacher,
+                teachers=teachers,
+                demonstrations=data,
+            )
+        )
 
     return learn
 
@@ -287,10 +312,12 @@ def distilling_across(section: DistillationConfig) -> Method:
             update={"vocab_size": config.prepare_data.model.vocab_size * 3 // 4}
         )
         other = config.prepare_data.model_copy(update={"model": smaller})
-        base = part(stages.prepare_data("other/prepare_data", other), "base", PolicyRef)
+        base = part(stages.run(table.prepare_data, "other/prepare_data", other), "base", PolicyRef)
         data = start.demonstrations
-        teacher = stages.sft("other/sft", config.sft, policy=base, demonstrations=data)
-        return Learnt(stages.distill("distill", section, policy=start.base, teachers=teacher, demonstrations=data))
+        teacher = stages.run(table.sft, "other/sft", config.sft, policy=base, demonstrations=data)
+        return Learnt(
+            stages.run(table.distill, "distill", section, policy=start.base, teacher=teacher, demonstrations=data)
+        )
 
     return learn
 
@@ -300,7 +327,9 @@ def preferring(section: OfflineDPOConfig) -> Method:
 
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
         return Learnt(
-            stages.dpo("dpo", section, policy=start.policy, reference=start.policy, preferences=start.preferences)
+            stages.run(
+                table.dpo, "dpo", section, policy=start.policy, reference=start.policy, preferences=start.preferences
+            )
         )
 
     return learn
@@ -311,7 +340,8 @@ def optimizing(section: PPOConfig) -> Method:
 
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
         return Learnt(
-            stages.ppo(
+            stages.run(
+                table.ppo,
                 "ppo",
                 section,
                 policy=start.policy,
@@ -333,12 +363,12 @@ def make_start(bench: Bench) -> Start:
     config, stages = bench.config, bench.stages("start")
     assert config.sft is not None
     assert config.reward_model is not None
-    data = stages.prepare_data("prepare_data", config.prepare_data)
+    data = stages.run(table.prepare_data, "prepare_data", config.prepare_data)
     demonstrations = part(data, "demonstrations", DemonstrationsRef)
     preferences = part(data, "preferences", PreferencesRef)
     base = part(data, "base", PolicyRef)
-    policy = stages.sft("sft", config.sft, policy=base, demonstrations=demonstrations)
-    model = stages.reward_model("reward_model", config.reward_model, policy=policy, preferences=preferences)
+    policy = stages.run(table.sft, "sft", config.sft, policy=base, demonstrations=demonstrations)
+    model = stages.run(table.reward_model, "reward_model", config.reward_model, policy=policy, preferences=preferences)
     return Start(
         base=base,
         policy=policy,

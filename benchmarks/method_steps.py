@@ -18,6 +18,7 @@ from rlhf_core.types import (
     RewardModelRef,
     StepsRef,
 )
+from stages import table
 
 BEST_OF = 8
 STEPPED = (
@@ -42,12 +43,16 @@ def judge_of_steps(bench: Bench, seed: int) -> dict[str, float]:
     assert config.rejection_sampling is not None
     assert config.evaluate is not None
     first, stages = bench.stages("start"), bench.stages("prm", seed)
-    data: PreparedDataRef = first.prepare_data("prepare_data", config.prepare_data)
+    data: PreparedDataRef = first.run(table.prepare_data, "prepare_data", config.prepare_data)
     demonstrations, prompts = part(data, "demonstrations", DemonstrationsRef), part(data, "prompts", PromptsRef)
     held_out = part(data, "eval_prompts", PromptsRef)
-    sft = first.sft("sft", config.sft, policy=part(data, "base", PolicyRef), demonstrations=demonstrations)
-    model = stages.process_reward_model(
-        "process_reward_model", config.process_reward_model, policy=sft, steps=part(data, "steps", StepsRef)
+    sft = first.run(table.sft, "sft", config.sft, policy=part(data, "base", PolicyRef), demonstrations=demonstrations)
+    model = stages.run(
+        table.process_reward_model,
+        "process_reward_model",
+        config.process_reward_model,
+        policy=sft,
+        steps=part(data, "steps", StepsRef),
     )
     models: dict[str, RewardModelRef] = {"process_reward_model": model}
     own = config.rejection_sampling
@@ -55,8 +60,8 @@ def judge_of_steps(bench: Bench, seed: int) -> dict[str, float]:
     many = config.evaluate.generate.model_copy(update={"samples_per_prompt": BEST_OF})
 
     def answers(label: str, policy: PolicyRef) -> list[list[tuple[float, float]]]:
-        generations = stages.generate(f"{label}/generate", many, policy=policy, prompts=held_out)
-        scored = stages.score(f"{label}/score", own.score, generations=generations, reward_models=models)
+        generations = stages.run(table.generate, f"{label}/generate", many, policy=policy, prompts=held_out)
+        scored = stages.run(table.score, f"{label}/score", own.score, generations=generations, reward_models=models)
         return rewards_by_prompt(bench.store.path(scored))
 
     ours, theirs = answers("judged/sft", sft), answers("judged/imitator", imitator)

@@ -1,17 +1,21 @@
-"""The stages: one row each. Everything else that lists stages is made from this table or checked against it by a test.
+"""The stages: one declaration each, from which its key, form, deployment and typed call in a pipeline are made.
 
+A declaration is a signature without a body: the function `run` in the stage's module has the same inputs and does the work.
 Planning imports this table and the configurations, never the modules of the stages, which import torch and more. The
-stages do not import it either: the code of a strict stage is part of its key, and a new row must not change that.
+stages do not import it either: the code of a strict stage is part of its key, and a new declaration must not change that.
 
 To add a stage see docs/add_a_stage.md.
 """
 
+# mypy: disable-error-code="empty-body"
+# A declaration returns nothing; the stage's `run` does.
+
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, get_args, get_type_hints
 
 from rlhf_core.config.policy import PPOConfig, uses_reference
 from rlhf_core.schema.base import Config
@@ -32,22 +36,27 @@ from rlhf_core.types import (
     RolloutsRef,
     StepsRef,
 )
-from stages.config import (
-    collect_preferences,
-    evaluate_harness,
-    evaluate_suite,
-    import_policy,
-    import_reward_model,
-    prepare_data,
-    suite_prompts,
-)
+from stages.config import measured
+from stages.config.collect_preferences import CollectPreferencesConfig
+from stages.config.collect_preferences import content_digests as annotator_files
 from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.condition import ConditionConfig
 from stages.config.distill import DistillConfig
 from stages.config.dpo import DPOConfig
 from stages.config.evaluate import EvaluateConfig
+from stages.config.evaluate_harness import HarnessSuite
+from stages.config.evaluate_harness import content_digests as harness_files
+from stages.config.evaluate_suite import AnswerSuiteConfig
+from stages.config.evaluate_suite import content_digests as measured_files
 from stages.config.generate import GenerateConfig
+from stages.config.import_policy import ImportPolicyConfig
+from stages.config.import_policy import content_digests as policy_files
+from stages.config.import_reward_model import ImportRewardModelConfig
+from stages.config.import_reward_model import content_digests as reward_model_files
+from stages.config.measured import Numbers, Specs
 from stages.config.merge_preferences import MergePreferencesConfig
+from stages.config.prepare_data import PrepareDataConfig
+from stages.config.prepare_data import content_digests as prepared_files
 from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 from stages.config.publish import PublishConfig
@@ -56,8 +65,12 @@ from stages.config.reward_model import RewardModelConfig
 from stages.config.score import ScoreConfig
 from stages.config.select import SelectConfig
 from stages.config.sft import SFTConfig
+from stages.config.suite_prompts import SuitePromptsConfig
+from stages.config.suite_prompts import content_digests as prompt_files
 from stages.config.suites import suite_digests
 
+P = ParamSpec("P")
+R = TypeVar("R", bound=ArtifactRef)
 Engine: TypeAlias = Literal["trainer", "sampler", "registry"]
 """Services that a stage uses: engines of the runtime, and the registry of models."""
 
@@ -67,16 +80,26 @@ def always(config: Any) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class From:
+    """Says of an input where its form starts, and when it is read: an annotation of the declaration's argument.
+
+    `start` is the label of the store with which the form in Prefect starts, or several by name where the stage takes a table
+    of artifacts. The stage reads the input only if `when` holds for its configuration; otherwise the input named by
+    `instead` is used, so unused inputs do not enter the key.
+    """
+
+    start: str | Mapping[str, str]
+    when: Callable[[Any], bool] = always
+    instead: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """An input of a stage: a keyword argument of its `run`.
+    """An input of a stage: a keyword argument of its `run`. An `optional` one may be left out; the rest is as in `From`.
 
-    `start` is the name that the form in Prefect starts with: a label of the store, or several by name where the stage
-    takes a table of artifacts. An `optional` input may be left out. The stage reads the input only if `when` holds for
-    its configuration; otherwise the input named by `instead` is used, so unused inputs do not enter the key.
-
-    >>> Input(kind=PolicyRef, start="sft").many
-    False
+    >>> sft.inputs["policy"].many, sft.inputs["policy"].start
+    (False, 'prepare_data.base')
     """
 
     kind: type[ArtifactRef]
@@ -92,10 +115,10 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """A row of the table.
+class Stage(Generic[P, R]):
+    """A stage as it is declared.
 
-    >>> STAGES["sft"].module, STAGES["sft"].engines
+    >>> sft.module, sft.engines
     ('stages.sft', ('trainer',))
     """
 
@@ -108,7 +131,7 @@ class Stage:
     config: Any
     """The configuration: a class, or a union of classes discriminated by `type`."""
     inputs: Mapping[str, Input]
-    output: type[ArtifactRef]
+    output: type[R]
     """The kind of artifact; `ArtifactRef` where it depends on the configuration or the inputs."""
     engines: tuple[Engine, ...]
     """Engines that the stage leases; their configuration is part of its key."""
@@ -120,6 +143,8 @@ class Stage:
     """One sentence for the form in Prefect."""
     judges: tuple[str, ...] = ()
     """Input that the stage's report judges, and the entry of that table: a gate after the stage holds it back, too."""
+    metrics: Callable[[StageSpec, Specs], Numbers]
+    """Returns the names of the metrics of its record and the numbers of its report, which gates and sweeps may name."""
     files: Callable[[Any], Mapping[str, str]] | None = None
     """Returns the digests of the user's files that a configuration names; they are part of the key."""
 
@@ -132,7 +157,7 @@ class Stage:
     def configs(self) -> tuple[type[Config], ...]:
         """Return the classes of the configuration.
 
-        >>> [kind.__name__ for kind in STAGES["select"].configs]
+        >>> [kind.__name__ for kind in select.configs]
         ['BestOfN', 'TopK', 'Threshold', 'Pairs']
         """
         return (self.config,) if isinstance(self.config, type) else get_args(get_args(self.config)[0])
@@ -175,369 +200,414 @@ class Stage:
         )
 
 
-_ROWS = (
-    Stage(
-        name="prepare_data",
-        version=2,
-        code="strict",
-        config=prepare_data.PrepareDataConfig,
-        inputs={},
-        output=PreparedDataRef,
-        engines=(),
-        section="prepare_data",
-        page="prepare_data.md",
-        about="Read or generate the data, and make the base model.",
-        files=prepare_data.content_digests,
-    ),
-    Stage(
-        name="sft",
-        version=2,
-        code="warn",
-        config=SFTConfig,
-        inputs={
-            "policy": Input(kind=PolicyRef, start="prepare_data.base"),
-            "demonstrations": Input(kind=DemonstrationsRef, start="prepare_data.demonstrations"),
-        },
-        output=PolicyRef,
-        engines=("trainer",),
-        section="sft",
-        page="stages.md",
-        about="Supervised fine-tuning of `policy` on `demonstrations`.",
-    ),
-    Stage(
-        name="reward_model",
-        version=3,
-        code="warn",
-        config=RewardModelConfig,
-        inputs={
-            "policy": Input(kind=PolicyRef, start="sft"),
-            "preferences": Input(kind=PreferencesRef, start="prepare_data.preferences"),
-        },
-        output=RewardModelRef,
-        engines=("trainer",),
-        section="reward_model",
-        page="reward_model.md",
-        about="A reward model from the weights of `policy`, on `preferences`.",
-        files=suite_digests,
-    ),
-    Stage(
-        name="import_reward_model",
-        version=1,
-        code="warn",
-        config=import_reward_model.ImportRewardModelConfig,
-        inputs={"policy": Input(kind=PolicyRef, start="prepare_data.base")},
-        output=RewardModelRef,
-        engines=("trainer",),
-        section="",  # where the model is only a person knows
-        page="reward_model.md",
-        about="A reward model from outside, checked against the tokens of `policy`.",
-        files=import_reward_model.content_digests,
-    ),
-    Stage(
-        name="process_reward_model",
-        version=3,
-        code="warn",
-        config=ProcessRewardModelConfig,
-        inputs={
-            "policy": Input(kind=PolicyRef, start="sft"),
-            "steps": Input(kind=StepsRef, start="prepare_data.steps"),
-        },
-        output=ProcessRewardModelRef,
-        engines=("trainer",),
-        section="process_reward_model",
-        page="reward_model.md",
-        about="A model from the weights of `policy` that judges the steps of an answer, on judged `steps`.",
-    ),
-    Stage(
-        name="generate",
-        version=3,
-        code="warn",
-        config=GenerateConfig,
-        inputs={
-            "policy": Input(kind=PolicyRef, start="sft"),
-            "prompts": Input(kind=PromptsRef, start="prepare_data.prompts"),
-            "asked": Input(kind=PromptsRef, start="", optional=True),
-        },
-        output=GenerationsRef,
-        engines=("sampler",),
-        section="rejection_sampling.generate",
-        page="stages.md",
-        about="Completions of `policy` for `prompts`. `asked`: reworded prompts to send instead (`conditional_sft/ask`).",
-    ),
-    Stage(
-        name="score",
-        version=4,
-        code="warn",
-        config=ScoreConfig,
-        inputs={
-            "generations": Input(kind=GenerationsRef, start="generate"),
-            "reward_models": Input(kind=RewardModelRef, start={"reward_model": "reward_model"}),
-        },
-        output=RolloutsRef,
-        engines=("trainer",),
-        section="rejection_sampling.score",
-        page="score.md",
-        about="Rewards for `generations`.",
-    ),
-    Stage(
-        name="select",
-        version=1,
-        code="strict",
-        config=SelectConfig,
-        inputs={"rollouts": Input(kind=RolloutsRef, start="score")},
-        output=ArtifactRef,  # demonstrations, or preferences where the configuration is `pairs`
-        engines=(),
-        section="rejection_sampling.select",
-        page="stages.md",
-        about="Demonstrations or pairs from `rollouts`.",
-    ),
-    Stage(
-        name="condition",
-        version=1,
-        code="strict",
-        config=ConditionConfig,
-        inputs={
-            "rollouts": Input(kind=RolloutsRef, start="score"),
-            "prompts": Input(kind=PromptsRef, start="", optional=True),
-        },
-        output=ArtifactRef,  # demonstrations, or prompts where there are some
-        engines=(),
-        section="conditional_sft.condition",
-        page="stages.md",
-        about="Demonstrations from `rollouts` whose prompts name the level of the answer, or `prompts` that request the best level.",
-    ),
-    Stage(
-        name="propose_comparisons",
-        version=1,
-        code="strict",
-        config=ProposeComparisonsConfig,
-        inputs={"rollouts": Input(kind=RolloutsRef, start={"policy": "score"})},
-        output=ComparisonsRef,
-        engines=(),
-        section="online.propose",
-        page="online.md",
-        about="The pairs among the answers in `rollouts` that are worth a judgment.",
-    ),
-    Stage(
-        name="collect_preferences",
-        version=1,
-        code="warn",  # people's time must not be spent again because a line changed
-        config=collect_preferences.CollectPreferencesConfig,
-        inputs={"comparisons": Input(kind=ComparisonsRef, start="propose_comparisons")},
-        output=PreferencesRef,
-        engines=(),
-        section="online.collect",
-        page="online.md",
-        about="Preference pairs from annotators who judge `comparisons`.",
-        files=collect_preferences.content_digests,
-    ),
-    Stage(
-        name="merge_preferences",
-        version=1,
-        code="strict",
-        config=MergePreferencesConfig,
-        inputs={
-            "preferences": Input(
-                kind=PreferencesRef, start={"prepared": "prepare_data.preferences", "collected": "collect_preferences"}
-            )
-        },
-        output=PreferencesRef,
-        engines=(),
-        section="",  # it has no options
-        page="online.md",
-        about="The union of several sets of `preferences`.",
-    ),
-    Stage(
-        name="compare_reward_models",
-        version=1,
-        code="strict",
-        config=CompareRewardModelsConfig,
-        inputs={
-            "reward_models": Input(kind=RewardModelRef, start={"reward_model": "reward_model"}),
-            "preferences": Input(kind=PreferencesRef, start="collect_preferences"),
-        },
-        output=ReportRef,
-        engines=("trainer",),
-        section="",
-        page="online.md",
-        about="Accuracy and calibration of several `reward_models` on the same `preferences`.",
-        files=suite_digests,
-        judges=("reward_models", "after"),
-    ),
-    Stage(
-        name="distill",
-        version=2,
-        code="warn",
-        config=DistillConfig,
-        inputs={
-            "policy": Input(kind=PolicyRef, start="prepare_data.base"),
-            "teacher": Input(kind=PolicyRef, start="ppo", when=lambda config: not config.teachers),
-            "teachers": Input(
-                kind=PolicyRef, start={"sft": "sft", "ppo": "ppo"}, when=lambda config: bool(config.teachers)
-            ),
-            "demonstrations": Input(
-                kind=DemonstrationsRef, start="prepare_data.demonstrations", when=lambda config: not config.on_policy
-            ),
-            "prompts": Input(kind=PromptsRef, start="prepare_data.prompts", when=lambda config: config.on_policy),
-        },
-        output=PolicyRef,
-        engines=("trainer", "sampler"),
-        section="distill",
-        page="distill.md",
-        about=(
-            "Distillation of `teacher`, or of all `teachers` that have a weight in `config.teachers`, into `policy`; "
-            "`config.on_policy` says whether on `prompts` or on `demonstrations`."
-        ),
-    ),
-    Stage(
-        name="dpo",
-        version=3,
-        code="warn",
-        config=DPOConfig,
-        inputs={
-            "policy": Input(kind=PolicyRef, start="sft"),
-            "reference": Input(
-                kind=PolicyRef, start="sft", when=lambda config: uses_reference(config.loss), instead="policy"
-            ),
-            "preferences": Input(kind=PreferencesRef, start="prepare_data.preferences"),
-        },
-        output=PolicyRef,
-        engines=("trainer",),
-        section="iterative_dpo.dpo",
-        page="dpo.md",
-        about="Direct preference optimization of `policy` on `preferences`.",
-    ),
-    Stage(
-        name="ppo",
-        version=5,
-        code="warn",
-        config=PPOConfig,
-        inputs={
-            "policy": Input(kind=PolicyRef, start="sft"),
-            "reference": Input(
-                kind=PolicyRef, start="sft", when=lambda config: config.uses_reference, instead="policy"
-            ),
-            "prompts": Input(kind=PromptsRef, start="prepare_data.prompts"),
-            "reward_models": Input(kind=RewardModelRef, start={"reward_model": "reward_model"}),
-            "demonstrations": Input(
-                kind=DemonstrationsRef, start="prepare_data.demonstrations", when=lambda config: config.ptx is not None
-            ),
-        },
-        output=PolicyRef,
-        engines=("trainer", "sampler"),
-        section="ppo",
-        page="ppo.md",
-        about=(
-            "Policy optimization of `policy` on `prompts`, kept close to `reference`, which is not needed if no setting uses it.\n\n"
-            "`demonstrations` are for `config.ptx`."
-        ),
-    ),
-    Stage(
-        name="evaluate",
-        version=2,
-        code="strict",
-        config=EvaluateConfig,
-        inputs={
-            "generations": Input(
-                kind=GenerationsRef, start={"sft": "evaluate/sft/generate", "ppo": "evaluate/ppo/generate"}
-            ),
-            "reference": Input(kind=PolicyRef, start="sft"),
-            "reward_model": Input(kind=RewardModelRef, start="reward_model", optional=True),
-        },
-        output=ReportRef,
-        engines=("trainer",),
-        section="evaluate.evaluate",
-        page="evaluation.md",
-        about="One report over the `generations` of several policies; an empty `reward_model` leaves its column out.",
-    ),
-    Stage(
-        name="suite_prompts",
-        version=1,
-        code="strict",
-        config=suite_prompts.SuitePromptsConfig,
-        inputs={},
-        output=PromptsRef,
-        engines=(),
-        section="",  # which file only a person knows
-        page="evaluation.md",
-        about="The prompts of a suite, from a local file.",
-        files=suite_prompts.content_digests,
-    ),
-    Stage(
-        name="import_policy",
-        version=1,
-        code="warn",
-        config=import_policy.ImportPolicyConfig,
-        inputs={},
-        output=PolicyRef,
-        engines=(),
-        section="",
-        page="evaluation.md",
-        about="A policy from outside, to be evaluated beside those of the pipeline.",
-        files=import_policy.content_digests,
-    ),
-    Stage(
-        name="evaluate_suite",
-        version=3,
-        code="warn",  # judges cost money
-        config=evaluate_suite.AnswerSuiteConfig,
-        inputs={
-            "generations": Input(kind=GenerationsRef, start="generate"),
-            "opponent": Input(kind=GenerationsRef, start="", when=lambda config: config.type == "judge"),
-            "reward_model": Input(
-                kind=RewardModelRef, start="reward_model", when=lambda config: config.type == "reward_model"
-            ),
-        },
-        output=ReportRef,
-        engines=("trainer",),
-        section="",
-        page="evaluation.md",
-        about="One suite on the `generations` of one policy; a judge compares them with those of `opponent`.",
-        files=evaluate_suite.content_digests,
-    ),
-    Stage(
-        name="evaluate_harness",
-        version=2,
-        code="warn",
-        config=evaluate_harness.HarnessSuite,
-        inputs={"policy": Input(kind=PolicyRef, start="ppo")},
-        output=ReportRef,
-        engines=("trainer", "sampler"),
-        section="",
-        page="evaluation.md",
-        about="Tasks of EleutherAI's evaluation harness on one `policy`.",
-        files=evaluate_harness.content_digests,
-    ),
-    Stage(
-        name="report_suites",
-        version=1,
-        code="strict",
-        config=ReportSuitesConfig,
-        inputs={"results": Input(kind=ReportRef, start={"suite/sft": "evaluate_suite"})},
-        output=ReportRef,
-        engines=(),
-        section="",
-        page="evaluation.md",
-        about="One report over the `results` of all suites and policies, named `<suite>/<policy>`.",
-    ),
-    Stage(
-        name="publish",
-        version=1,
-        code="strict",
-        config=PublishConfig,
-        inputs={
-            "policy": Input(kind=PolicyRef, start="ppo"),
-            "report": Input(kind=ReportRef, start="evaluate"),
-            "champion": Input(kind=PolicyRef, start="", optional=True),
-        },
-        output=PublishedRef,
-        engines=("registry",),
-        section="publish",
-        page="stages.md",
-        about="Gate, model card and registration of `policy`, which has to beat `champion` if `config.challenge` says so; "
-        "if empty, the current one.",
-    ),
-)
+STAGES: dict[str, Stage[..., Any]] = {}
+"""All stages by name, in the order of their declarations."""
 
-STAGES: Mapping[str, Stage] = MappingProxyType({stage.name: stage for stage in _ROWS})
-"""All stages by name."""
+
+def stage(
+    *,
+    version: int,
+    code: CodePolicy,
+    engines: tuple[Engine, ...],
+    page: str,
+    metrics: Callable[[StageSpec, Specs], Numbers],
+    section: str = "",
+    judges: tuple[str, ...] = (),
+    files: Callable[[Any], Mapping[str, str]] | None = None,
+) -> Callable[[Callable[P, R]], Stage[P, R]]:
+    """Return what makes a stage of a signature, its docstring and these fields of `Stage`, and adds it to `STAGES`."""
+
+    def declared(signature: Callable[P, R]) -> Stage[P, R]:
+        types = get_type_hints(signature, include_extras=True)
+        config, output = types.pop("config"), types.pop("return")
+        arguments = inspect.signature(signature).parameters
+        made: Stage[P, R] = Stage(
+            name=signature.__name__,
+            version=version,
+            code=code,
+            config=config,
+            inputs={name: _input(kind, arguments[name].default is None) for name, kind in types.items()},
+            output=output,
+            engines=engines,
+            section=section,
+            page=page,
+            about=inspect.getdoc(signature) or "",
+            judges=judges,
+            metrics=metrics,
+            files=files,
+        )
+        STAGES[made.name] = made
+        return made
+
+    return declared
+
+
+def _input(annotation: Any, may_be_left_out: bool) -> Input:
+    """Return the input of an argument: `Annotated[kind, From(...)]`, where the kind is one, a mapping of it, or optional."""
+    kind, given = get_args(annotation)
+    if may_be_left_out:
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    many = not isinstance(kind, type)
+    return Input(
+        kind=get_args(kind)[1] if many else kind,
+        start=given.start,
+        optional=may_be_left_out and given.when is always,
+        when=given.when,
+        instead=given.instead,
+    )
+
+
+def numbers_of(spec: StageSpec, specs: Specs) -> Numbers | None:
+    """Return the names of the numbers of a stage among those of its pipeline, None for a stage that is not declared."""
+    return STAGES[spec.name].metrics(spec, specs) if spec.name in STAGES else None
+
+
+# ---------------------------------------------------------------- the stages
+
+
+@stage(
+    version=2,
+    code="strict",
+    engines=(),
+    section="prepare_data",
+    page="prepare_data.md",
+    metrics=measured.prepare_data,
+    files=prepared_files,
+)
+def prepare_data(config: PrepareDataConfig) -> PreparedDataRef:
+    """Read or generate the data, and make the base model."""
+
+
+@stage(
+    version=2,
+    code="warn",
+    engines=("trainer",),
+    section="sft",
+    page="stages.md",
+    metrics=measured.training("train_samples", "dropped_answers"),
+)
+def sft(
+    config: SFTConfig,
+    *,
+    policy: Annotated[PolicyRef, From("prepare_data.base")],
+    demonstrations: Annotated[DemonstrationsRef, From("prepare_data.demonstrations")],
+) -> PolicyRef:
+    """Supervised fine-tuning of `policy` on `demonstrations`."""
+
+
+@stage(
+    version=3,
+    code="warn",
+    engines=("trainer",),
+    section="reward_model",
+    page="reward_model.md",
+    metrics=measured.reward_model,
+    files=suite_digests,
+)
+def reward_model(
+    config: RewardModelConfig,
+    *,
+    policy: Annotated[PolicyRef, From("sft")],
+    preferences: Annotated[PreferencesRef, From("prepare_data.preferences")],
+) -> RewardModelRef:
+    """A reward model from the weights of `policy`, on `preferences`."""
+
+
+@stage(
+    version=1,
+    code="warn",
+    engines=("trainer",),
+    page="reward_model.md",
+    metrics=measured.fixed("probe/mean", "probe/std", "probes"),
+    files=reward_model_files,
+)
+def import_reward_model(
+    config: ImportRewardModelConfig, *, policy: Annotated[PolicyRef, From("prepare_data.base")]
+) -> RewardModelRef:
+    """A reward model from outside, checked against the tokens of `policy`."""
+
+
+@stage(
+    version=3,
+    code="warn",
+    engines=("trainer",),
+    section="process_reward_model",
+    page="reward_model.md",
+    metrics=measured.process_reward_model,
+)
+def process_reward_model(
+    config: ProcessRewardModelConfig,
+    *,
+    policy: Annotated[PolicyRef, From("sft")],
+    steps: Annotated[StepsRef, From("prepare_data.steps")],
+) -> ProcessRewardModelRef:
+    """A model from the weights of `policy` that judges the steps of an answer, on judged `steps`."""
+
+
+@stage(
+    version=3,
+    code="warn",
+    engines=("sampler",),
+    section="rejection_sampling.generate",
+    page="stages.md",
+    metrics=measured.fixed(*measured.SAMPLES),
+)
+def generate(
+    config: GenerateConfig,
+    *,
+    policy: Annotated[PolicyRef, From("sft")],
+    prompts: Annotated[PromptsRef, From("prepare_data.prompts")],
+    asked: Annotated[PromptsRef | None, From("")] = None,
+) -> GenerationsRef:
+    """Completions of `policy` for `prompts`. `asked`: reworded prompts to send instead (`conditional_sft/ask`)."""
+
+
+@stage(
+    version=4,
+    code="warn",
+    engines=("trainer",),
+    section="rejection_sampling.score",
+    page="score.md",
+    metrics=measured.score,
+)
+def score(
+    config: ScoreConfig,
+    *,
+    generations: Annotated[GenerationsRef, From("generate")],
+    reward_models: Annotated[Mapping[str, RewardModelRef], From({"reward_model": "reward_model"})],
+) -> RolloutsRef:
+    """Rewards for `generations`."""
+
+
+@stage(
+    version=1, code="strict", engines=(), section="rejection_sampling.select", page="stages.md", metrics=measured.select
+)
+def select(config: SelectConfig, *, rollouts: Annotated[RolloutsRef, From("score")]) -> ArtifactRef:
+    """Demonstrations or pairs from `rollouts`."""
+
+
+@stage(
+    version=1,
+    code="strict",
+    engines=(),
+    section="conditional_sft.condition",
+    page="stages.md",
+    metrics=measured.fixed("prompts", "level", "level_*", *measured.SPLITS, "truncated", "invalid"),
+)
+def condition(
+    config: ConditionConfig,
+    *,
+    rollouts: Annotated[RolloutsRef, From("score")],
+    prompts: Annotated[PromptsRef | None, From("")] = None,
+) -> ArtifactRef:
+    """Demonstrations from `rollouts` whose prompts name the level of the answer, or `prompts` that request the best level."""
+
+
+@stage(
+    version=1,
+    code="strict",
+    engines=(),
+    section="online.propose",
+    page="online.md",
+    metrics=measured.propose_comparisons,
+)
+def propose_comparisons(
+    config: ProposeComparisonsConfig, *, rollouts: Annotated[Mapping[str, RolloutsRef], From({"policy": "score"})]
+) -> ComparisonsRef:
+    """The pairs among the answers in `rollouts` that are worth a judgment."""
+
+
+@stage(
+    version=1,
+    code="warn",
+    engines=(),
+    section="online.collect",
+    page="online.md",
+    metrics=measured.collect_preferences,
+    files=annotator_files,
+)
+def collect_preferences(
+    config: CollectPreferencesConfig, *, comparisons: Annotated[ComparisonsRef, From("propose_comparisons")]
+) -> PreferencesRef:
+    """Preference pairs from annotators who judge `comparisons`."""
+
+
+@stage(
+    version=1,
+    code="strict",
+    engines=(),
+    page="online.md",
+    metrics=measured.fixed(*measured.SPLITS, "moved", "duplicates"),
+)
+def merge_preferences(
+    config: MergePreferencesConfig,
+    *,
+    preferences: Annotated[
+        Mapping[str, PreferencesRef], From({"prepared": "prepare_data.preferences", "collected": "collect_preferences"})
+    ],
+) -> PreferencesRef:
+    """The union of several sets of `preferences`."""
+
+
+@stage(
+    version=1,
+    code="strict",
+    engines=("trainer",),
+    page="online.md",
+    metrics=measured.compare_reward_models,
+    judges=("reward_models", "after"),
+    files=suite_digests,
+)
+def compare_reward_models(
+    config: CompareRewardModelsConfig,
+    *,
+    reward_models: Annotated[Mapping[str, RewardModelRef], From({"reward_model": "reward_model"})],
+    preferences: Annotated[PreferencesRef, From("collect_preferences")],
+) -> ReportRef:
+    """Accuracy and calibration of several `reward_models` on the same `preferences`."""
+
+
+@stage(
+    version=2,
+    code="warn",
+    engines=("trainer", "sampler"),
+    section="distill",
+    page="distill.md",
+    metrics=measured.training("train_samples"),
+)
+def distill(
+    config: DistillConfig,
+    *,
+    policy: Annotated[PolicyRef, From("prepare_data.base")],
+    teacher: Annotated[PolicyRef | None, From("ppo", when=lambda config: not config.teachers)] = None,
+    teachers: Annotated[
+        Mapping[str, PolicyRef] | None, From({"sft": "sft", "ppo": "ppo"}, when=lambda config: bool(config.teachers))
+    ] = None,
+    demonstrations: Annotated[
+        DemonstrationsRef | None, From("prepare_data.demonstrations", when=lambda config: not config.on_policy)
+    ] = None,
+    prompts: Annotated[PromptsRef | None, From("prepare_data.prompts", when=lambda config: config.on_policy)] = None,
+) -> PolicyRef:
+    """Distillation of `teacher`, or of all `teachers` that have a weight in `config.teachers`, into `policy`; `config.on_policy` says whether on `prompts` or on `demonstrations`."""
+
+
+@stage(
+    version=3,
+    code="warn",
+    engines=("trainer",),
+    section="iterative_dpo.dpo",
+    page="dpo.md",
+    metrics=measured.training("train_pairs", "dropped_pairs", "train_answers", "dropped_answers"),
+)
+def dpo(
+    config: DPOConfig,
+    *,
+    policy: Annotated[PolicyRef, From("sft")],
+    reference: Annotated[PolicyRef, From("sft", when=lambda config: uses_reference(config.loss), instead="policy")],
+    preferences: Annotated[PreferencesRef, From("prepare_data.preferences")],
+) -> PolicyRef:
+    """Direct preference optimization of `policy` on `preferences`."""
+
+
+@stage(version=5, code="warn", engines=("trainer", "sampler"), section="ppo", page="ppo.md", metrics=measured.ppo)
+def ppo(
+    config: PPOConfig,
+    *,
+    policy: Annotated[PolicyRef, From("sft")],
+    reference: Annotated[PolicyRef, From("sft", when=lambda config: config.uses_reference, instead="policy")],
+    prompts: Annotated[PromptsRef, From("prepare_data.prompts")],
+    reward_models: Annotated[Mapping[str, RewardModelRef], From({"reward_model": "reward_model"})],
+    demonstrations: Annotated[
+        DemonstrationsRef | None, From("prepare_data.demonstrations", when=lambda config: config.ptx is not None)
+    ] = None,
+) -> PolicyRef:
+    """Policy optimization of `policy` on `prompts`, kept close to `reference`, which is not needed if no setting uses it.
+
+    `demonstrations` are for `config.ptx`."""
+
+
+@stage(
+    version=2,
+    code="strict",
+    engines=("trainer",),
+    section="evaluate.evaluate",
+    page="evaluation.md",
+    metrics=measured.evaluate,
+)
+def evaluate(
+    config: EvaluateConfig,
+    *,
+    generations: Annotated[
+        Mapping[str, GenerationsRef], From({"sft": "evaluate/sft/generate", "ppo": "evaluate/ppo/generate"})
+    ],
+    reference: Annotated[PolicyRef, From("sft")],
+    reward_model: Annotated[RewardModelRef | None, From("reward_model")] = None,
+) -> ReportRef:
+    """One report over the `generations` of several policies; an empty `reward_model` leaves its column out."""
+
+
+@stage(
+    version=1,
+    code="strict",
+    engines=(),
+    page="evaluation.md",
+    metrics=measured.fixed("prompts", "slices"),
+    files=prompt_files,
+)
+def suite_prompts(config: SuitePromptsConfig) -> PromptsRef:
+    """The prompts of a suite, from a local file."""
+
+
+@stage(version=1, code="warn", engines=(), page="evaluation.md", metrics=measured.fixed(), files=policy_files)
+def import_policy(config: ImportPolicyConfig) -> PolicyRef:
+    """A policy from outside, to be evaluated beside those of the pipeline."""
+
+
+@stage(version=3, code="warn", engines=("trainer",), page="evaluation.md", metrics=measured.suite, files=measured_files)
+def evaluate_suite(
+    config: AnswerSuiteConfig,
+    *,
+    generations: Annotated[GenerationsRef, From("generate")],
+    opponent: Annotated[GenerationsRef | None, From("", when=lambda config: config.type == "judge")] = None,
+    reward_model: Annotated[
+        RewardModelRef | None, From("reward_model", when=lambda config: config.type == "reward_model")
+    ] = None,
+) -> ReportRef:
+    """One suite on the `generations` of one policy; a judge compares them with those of `opponent`."""
+
+
+@stage(
+    version=2,
+    code="warn",
+    engines=("trainer", "sampler"),
+    page="evaluation.md",
+    metrics=measured.suite,
+    files=harness_files,
+)
+def evaluate_harness(config: HarnessSuite, *, policy: Annotated[PolicyRef, From("ppo")]) -> ReportRef:
+    """Tasks of EleutherAI's evaluation harness on one `policy`."""
+
+
+@stage(version=1, code="strict", engines=(), page="evaluation.md", metrics=measured.report_suites)
+def report_suites(
+    config: ReportSuitesConfig, *, results: Annotated[Mapping[str, ReportRef], From({"suite/sft": "evaluate_suite"})]
+) -> ReportRef:
+    """One report over the `results` of all suites and policies, named `<suite>/<policy>`."""
+
+
+@stage(
+    version=1,
+    code="strict",
+    engines=("registry",),
+    section="publish",
+    page="stages.md",
+    metrics=measured.fixed("gate/passed", "gate/checks"),
+)
+def publish(
+    config: PublishConfig,
+    *,
+    policy: Annotated[PolicyRef, From("ppo")],
+    report: Annotated[ReportRef, From("evaluate")],
+    champion: Annotated[PolicyRef | None, From("")] = None,
+) -> PublishedRef:
+    """Gate, model card and registration of `policy`, which has to beat `champion` if `config.challenge` says so; if empty, the current one."""

@@ -31,7 +31,7 @@ from rlhf_core.types import (
     PromptsRef,
     StepsRef,
 )
-from stages.config.measured import measured
+from stages.table import numbers_of
 
 R = TypeVar("R", bound=ArtifactRef)
 Pipeline = Callable[[PipelineConfig, Stages], object]
@@ -163,7 +163,7 @@ def check_gates(config: PipelineConfig, pipeline: Pipeline, specs: Mapping[str, 
             near = nearest(gate.after, list(specs))
             remedy = near if near.startswith("did you mean") else "name one of them"
             raise ConfigError(explain(f"gates[{index}].after", gate.after, rule, remedy))
-        numbers = measured(specs[gate.after], specs)
+        numbers = numbers_of(specs[gate.after], specs)
         known = [] if numbers is None else [*numbers.record, *numbers.report]
         if gate.metric and numbers is not None and not is_named(gate.metric, known):
             rule = f"{gate.after} measures no such number"

@@ -33,7 +33,7 @@ from rlhf_core.stage.stopping import RunHalted
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.types import ArtifactRef
-from stages.config.measured import measured
+from stages.table import numbers_of
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
@@ -360,7 +360,7 @@ def goal_of(
     if label == "evaluate" and not policy.startswith("best-of") and policy not in policies:
         rule = f"the runs evaluate no policy {policy!r}"
         raise ConfigError(explain("--metric", metric, rule, nearest(policy, policies)))
-    found = [measured(run[label], run) for run in runs if label in run]
+    found = [numbers_of(run[label], run) for run in runs if label in run]
     known = list(dict.fromkeys(one for numbers in found if numbers is not None for one in numbers.record))
     if None not in found and not is_named(name, known):
         rule = f"{label} records no such metric"

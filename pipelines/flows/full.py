@@ -35,6 +35,7 @@ from rlhf_core.types import (
     RolloutsRef,
     StepsRef,
 )
+from stages import table
 from stages.config.condition import ConditionConfig
 from stages.config.import_policy import ImportPolicyConfig
 
@@ -62,16 +63,16 @@ class LifecycleState:
 
 def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
     """Run every stage that the profile has a section for; return the policies by name, in the order they were made."""
-    data = stages.prepare_data("prepare_data", config.prepare_data)
+    data = stages.run(table.prepare_data, "prepare_data", config.prepare_data)
     state = LifecycleState(data, {"base": part(data, "base", PolicyRef)})
     if config.import_reward_model:  # first, so that an unusable one is found before anything is trained
-        state.reward_models["reward_model"] = stages.import_reward_model(
-            "import_reward_model", config.import_reward_model, policy=state.policies["base"]
+        state.reward_models["reward_model"] = stages.run(
+            table.import_reward_model, "import_reward_model", config.import_reward_model, policy=state.policies["base"]
         )
     if config.sft:
         demonstrations = part(data, "demonstrations", DemonstrationsRef)
-        state.policies["sft"] = stages.sft(
-            "sft", config.sft, policy=state.policies["base"], demonstrations=demonstrations
+        state.policies["sft"] = stages.run(
+            table.sft, "sft", config.sft, policy=state.policies["base"], demonstrations=demonstrations
         )
     train_reward_models(config, stages, state)
     learn_from_own_answers(config, stages, state)
@@ -84,7 +85,8 @@ def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
         report = stages.group("evaluation", evaluation, after=read)
         if config.publish:
             policy = state.policies[published(config, state)]
-            stages.publish("publish", config.publish, policy=policy, report=report, champion=champion)
+            decided = config.publish.model_copy(update={"decisions": stages.decisions()})
+            stages.run(table.publish, "publish", decided, policy=policy, report=report, champion=champion)
     return state.policies
 
 
@@ -119,13 +121,17 @@ def train_reward_models(config: PipelineConfig, stages: Stages, state: Lifecycle
     if config.reward_model:
         preferences = part(state.data, "preferences", PreferencesRef)
         for label, member in config.reward_model.stage_configs().items():
-            trained = stages.reward_model(label, member, policy=state.sft_or_base, preferences=preferences)
+            trained = stages.run(table.reward_model, label, member, policy=state.sft_or_base, preferences=preferences)
             state.reward_models[label] = trained
             state.reward_models.setdefault("reward_model", trained)  # of an ensemble the first serves as the only one
     if config.process_reward_model:
         steps = part(state.data, "steps", StepsRef)
-        state.reward_models["process_reward_model"] = stages.process_reward_model(
-            "process_reward_model", config.process_reward_model, policy=state.sft_or_base, steps=steps
+        state.reward_models["process_reward_model"] = stages.run(
+            table.process_reward_model,
+            "process_reward_model",
+            config.process_reward_model,
+            policy=state.sft_or_base,
+            steps=steps,
         )
 
 
@@ -166,7 +172,7 @@ def ask_conditioned(
     config: ConditionConfig, stages: Stages, rollouts: RolloutsRef, label: str, prompts: PromptsRef
 ) -> PromptsRef:
     """Return the prompts that request the best level of the rewards in `rollouts`."""
-    return stages.condition_prompts(label, config, rollouts=rollouts, prompts=prompts)
+    return stages.run_as(PromptsRef, table.condition, label, config, rollouts=rollouts, prompts=prompts)
 
 
 def optimize_preferences(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
@@ -174,7 +180,9 @@ def optimize_preferences(config: PipelineConfig, stages: Stages, state: Lifecycl
     if config.dpo:
         start = state.policies[config.dpo.start_from]
         preferences = part(state.data, "preferences", PreferencesRef)
-        state.policies["dpo"] = stages.dpo("dpo", config.dpo, policy=start, reference=start, preferences=preferences)
+        state.policies["dpo"] = stages.run(
+            table.dpo, "dpo", config.dpo, policy=start, reference=start, preferences=preferences
+        )
     if config.iterative_dpo:
         state.policies["iterative_dpo"] = iterate_dpo(
             config.iterative_dpo,
@@ -206,7 +214,8 @@ def optimize_policy(config: PipelineConfig, stages: Stages, state: LifecycleStat
         )
     if config.ppo:
         start = state.policies[config.ppo.start_from]
-        state.policies["ppo"] = stages.ppo(
+        state.policies["ppo"] = stages.run(
+            table.ppo,
             "ppo",
             config.ppo,
             policy=start,
@@ -234,12 +243,14 @@ def sample_and_imitate(
     reward_models: dict[str, RewardModelRef],
 ) -> PolicyRef:
     """Run rejection sampling (arXiv 2307.09288, section 3.2.3): SFT on the best of n of the policy's own answers."""
-    generations = stages.generate("rejection_sampling/generate", config.generate, policy=policy, prompts=prompts)
-    rollouts = stages.score(
-        "rejection_sampling/score", config.score, generations=generations, reward_models=reward_models
+    generations = stages.run(
+        table.generate, "rejection_sampling/generate", config.generate, policy=policy, prompts=prompts
     )
-    best = stages.select_demonstrations("rejection_sampling/select", config.select, rollouts=rollouts)
-    return stages.sft("rejection_sampling/sft", config.sft, policy=policy, demonstrations=best)
+    rollouts = stages.run(
+        table.score, "rejection_sampling/score", config.score, generations=generations, reward_models=reward_models
+    )
+    best = stages.run_as(DemonstrationsRef, table.select, "rejection_sampling/select", config.select, rollouts=rollouts)
+    return stages.run(table.sft, "rejection_sampling/sft", config.sft, policy=policy, demonstrations=best)
 
 
 def condition_and_imitate(
@@ -251,10 +262,16 @@ def condition_and_imitate(
     reward_models: dict[str, RewardModelRef],
 ) -> tuple[PolicyRef, RolloutsRef]:
     """Run conditional SFT (arXiv 2308.12050) on the policy's own answers; return the policy and the rollouts."""
-    generations = stages.generate("conditional_sft/generate", config.generate, policy=policy, prompts=prompts)
-    rollouts = stages.score("conditional_sft/score", config.score, generations=generations, reward_models=reward_models)
-    levels = stages.condition_demonstrations("conditional_sft/condition", config.condition, rollouts=rollouts)
-    return stages.sft("conditional_sft/sft", config.sft, policy=policy, demonstrations=levels), rollouts
+    generations = stages.run(
+        table.generate, "conditional_sft/generate", config.generate, policy=policy, prompts=prompts
+    )
+    rollouts = stages.run(
+        table.score, "conditional_sft/score", config.score, generations=generations, reward_models=reward_models
+    )
+    levels = stages.run_as(
+        DemonstrationsRef, table.condition, "conditional_sft/condition", config.condition, rollouts=rollouts
+    )
+    return stages.run(table.sft, "conditional_sft/sft", config.sft, policy=policy, demonstrations=levels), rollouts
 
 
 def distill(
@@ -267,16 +284,20 @@ def distill(
 ) -> PolicyRef:
     """Distill the teachers, and those from outside, into the student `policy`, on its own answers or on demonstrations."""
     outside = {
-        name: stages.import_policy(f"distill/{name}/import", ImportPolicyConfig(model=model))
+        name: stages.run(table.import_policy, f"distill/{name}/import", ImportPolicyConfig(model=model))
         for name, model in config.external.items()
     }
     known = {**teachers, **outside}
-    taught_by = {name: known[name] for name in config.teachers} or known[config.teacher]
-    if config.on_policy:
-        prompts = part(data, "prompts", PromptsRef)
-        return stages.distill("distill", config, policy=policy, teachers=taught_by, prompts=prompts)
-    demonstrations = part(data, "demonstrations", DemonstrationsRef)
-    return stages.distill("distill", config, policy=policy, teachers=taught_by, demonstrations=demonstrations)
+    return stages.run(
+        table.distill,
+        "distill",
+        config,
+        policy=policy,
+        teacher=None if config.teachers else known[config.teacher],
+        teachers={name: known[name] for name in config.teachers},
+        demonstrations=None if config.on_policy else part(data, "demonstrations", DemonstrationsRef),
+        prompts=part(data, "prompts", PromptsRef) if config.on_policy else None,
+    )
 
 
 def sample_policies(
@@ -293,7 +314,8 @@ def sample_policies(
     for name, policy in policies.items():
         samples = best_of[name] if name in best_of else config.generate.samples_per_prompt
         generate = config.generate.model_copy(update={"samples_per_prompt": samples})
-        generations[name] = stages.generate(
+        generations[name] = stages.run(
+            table.generate,
             f"evaluate/{name}/generate",
             generate,
             policy=policy,
@@ -311,7 +333,8 @@ def compare_policies(
     reward_models: dict[str, RewardModelRef],
 ) -> ReportRef:
     """Compare the policies by their answers to the held-out prompts."""
-    return stages.evaluate(
+    return stages.run(
+        table.evaluate,
         "evaluate",
         config.evaluate.of(answers),
         generations=answers,

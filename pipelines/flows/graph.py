@@ -1,14 +1,11 @@
-"""Define the stages as typed calls. A pipeline is a function over `Stages`, which both runs and plans call.
-
-The inputs and engines of a stage are in its row of `stages.table`; the calls here give the built-in stages types.
-"""
+"""Run declared stages. A pipeline is a function over `Stages`, which both runs and plans call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 from pydantic import BaseModel
 
@@ -17,55 +14,20 @@ from pipelines.services.home import Home
 from pipelines.services.user_servers import registry
 from rlhf_core.config.agents import AgentConfig, EpisodeLimits
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.rewards.model import check_reward_models
 from rlhf_core.schema.base import Config, keyed
 from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.store.fingerprint import hash_file
-from rlhf_core.types import (
-    ArtifactRef,
-    ComparisonsRef,
-    DemonstrationsRef,
-    GenerationsRef,
-    PolicyRef,
-    PreferencesRef,
-    PreparedDataRef,
-    ProcessRewardModelRef,
-    PromptsRef,
-    PublishedRef,
-    ReportRef,
-    RewardModelRef,
-    RolloutsRef,
-    StepsRef,
-)
+from rlhf_core.types import ArtifactRef
 from rlhf_core.user_code.dependencies import user_code_digest
-from stages.config.collect_preferences import CollectPreferencesConfig
-from stages.config.compare_reward_models import CompareRewardModelsConfig
-from stages.config.condition import ConditionConfig
-from stages.config.distill import DistillConfig
-from stages.config.dpo import DPOConfig
-from stages.config.evaluate import EvaluateConfig
-from stages.config.evaluate_harness import HarnessSuite
-from stages.config.evaluate_suite import AnswerSuite
-from stages.config.generate import GenerateConfig
-from stages.config.import_policy import ImportPolicyConfig
-from stages.config.import_reward_model import ImportRewardModelConfig
-from stages.config.merge_preferences import MergePreferencesConfig
-from stages.config.prepare_data import PrepareDataConfig
-from stages.config.process_reward_model import ProcessRewardModelConfig
-from stages.config.propose_comparisons import ProposeComparisonsConfig
-from stages.config.publish import GateNote, PublishConfig
-from stages.config.report_suites import ReportSuitesConfig
-from stages.config.reward_model import RewardModelConfig
-from stages.config.score import ScoreConfig
-from stages.config.select import SelectConfig
-from stages.config.sft import SFTConfig
-from stages.config.suite_prompts import SuitePromptsConfig
-from stages.table import STAGES, Input, Stage
+from stages.config.publish import GateNote
+from stages.table import Input, Stage
 
+P = ParamSpec("P")
 R = TypeVar("R", bound=ArtifactRef)
+S = TypeVar("S", bound=ArtifactRef)
 T = TypeVar("T")
 GivenInput: TypeAlias = ArtifactRef | Mapping[str, ArtifactRef] | None
 """An input that a pipeline passes to a stage; None if it is left out."""
@@ -92,7 +54,7 @@ def ungrouped(label: str, body: Callable[[], T], *, after: Iterable[ArtifactRef]
 
 @dataclass(frozen=True)
 class Stages:
-    """Every stage as a typed call. `label` names the node in tables, graphs and the tracker, not in the key."""
+    """Runs stages of `stages.table`. `label` names the node in tables, graphs and the tracker, not in the key."""
 
     run_stage: RunStage
     seed: int
@@ -103,203 +65,22 @@ class Stages:
     """Returns the verdicts of the gates so far, for the model card."""
     group: RunGroup = ungrouped
 
-    def prepare_data(self, label: str, config: PrepareDataConfig) -> PreparedDataRef:
-        return self.run("prepare_data", label, config, PreparedDataRef)
+    def run(self, stage: Stage[P, R], label: str, *config: P.args, **given: P.kwargs) -> R:
+        """Run a stage with its configuration and its inputs as declared, and return its artifact.
 
-    def sft(self, label: str, config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsRef) -> PolicyRef:
-        return self.run("sft", label, config, PolicyRef, policy=policy, demonstrations=demonstrations)
+        Inputs that the stage does not read under this configuration are left out. Raises TypeError for inputs that the
+        stage does not take, and ConfigError, before any stage runs, if something that the configuration needs is missing.
 
-    def reward_model(
-        self, label: str, config: RewardModelConfig, *, policy: PolicyRef, preferences: PreferencesRef
-    ) -> RewardModelRef:
-        return self.run("reward_model", label, config, RewardModelRef, policy=policy, preferences=preferences)
-
-    def import_reward_model(self, label: str, config: ImportRewardModelConfig, *, policy: PolicyRef) -> RewardModelRef:
-        return self.run("import_reward_model", label, config, RewardModelRef, policy=policy)
-
-    def process_reward_model(
-        self, label: str, config: ProcessRewardModelConfig, *, policy: PolicyRef, steps: StepsRef
-    ) -> ProcessRewardModelRef:
-        return self.run("process_reward_model", label, config, ProcessRewardModelRef, policy=policy, steps=steps)
-
-    def generate(
-        self,
-        label: str,
-        config: GenerateConfig,
-        *,
-        policy: PolicyRef,
-        prompts: PromptsRef,
-        asked: PromptsRef | None = None,
-    ) -> GenerationsRef:
-        return self.run("generate", label, config, GenerationsRef, policy=policy, prompts=prompts, asked=asked)
-
-    def score(
-        self,
-        label: str,
-        config: ScoreConfig,
-        *,
-        generations: GenerationsRef,
-        reward_models: dict[str, RewardModelRef],
-    ) -> RolloutsRef:
-        return self.run("score", label, config, RolloutsRef, generations=generations, reward_models=reward_models)
-
-    def select_demonstrations(self, label: str, config: SelectConfig, *, rollouts: RolloutsRef) -> DemonstrationsRef:
-        return self.run("select", label, config, DemonstrationsRef, rollouts=rollouts)
-
-    def select_pairs(self, label: str, config: SelectConfig, *, rollouts: RolloutsRef) -> PreferencesRef:
-        return self.run("select", label, config, PreferencesRef, rollouts=rollouts)
-
-    def condition_demonstrations(
-        self, label: str, config: ConditionConfig, *, rollouts: RolloutsRef
-    ) -> DemonstrationsRef:
-        return self.run("condition", label, config, DemonstrationsRef, rollouts=rollouts)
-
-    def condition_prompts(
-        self, label: str, config: ConditionConfig, *, rollouts: RolloutsRef, prompts: PromptsRef
-    ) -> PromptsRef:
-        return self.run("condition", label, config, PromptsRef, rollouts=rollouts, prompts=prompts)
-
-    def propose_comparisons(
-        self, label: str, config: ProposeComparisonsConfig, *, rollouts: Mapping[str, RolloutsRef]
-    ) -> ComparisonsRef:
-        return self.run("propose_comparisons", label, config, ComparisonsRef, rollouts=rollouts)
-
-    def collect_preferences(
-        self, label: str, config: CollectPreferencesConfig, *, comparisons: ComparisonsRef
-    ) -> PreferencesRef:
-        return self.run("collect_preferences", label, config, PreferencesRef, comparisons=comparisons)
-
-    def merge_preferences(
-        self, label: str, config: MergePreferencesConfig, *, preferences: Mapping[str, PreferencesRef]
-    ) -> PreferencesRef:
-        return self.run("merge_preferences", label, config, PreferencesRef, preferences=preferences)
-
-    def compare_reward_models(
-        self,
-        label: str,
-        config: CompareRewardModelsConfig,
-        *,
-        reward_models: Mapping[str, RewardModelRef],
-        preferences: PreferencesRef,
-    ) -> ReportRef:
-        return self.run(
-            "compare_reward_models", label, config, ReportRef, reward_models=reward_models, preferences=preferences
-        )
-
-    def distill(
-        self,
-        label: str,
-        config: DistillConfig,
-        *,
-        policy: PolicyRef,
-        teachers: PolicyRef | Mapping[str, PolicyRef],
-        demonstrations: DemonstrationsRef | None = None,
-        prompts: PromptsRef | None = None,
-    ) -> PolicyRef:
-        given = {"demonstrations": demonstrations, "prompts": prompts}
-        taught_by = {"teacher" if isinstance(teachers, PolicyRef) else "teachers": teachers}
-        return self.run("distill", label, config, PolicyRef, policy=policy, **taught_by, **given)
-
-    def dpo(
-        self, label: str, config: DPOConfig, *, policy: PolicyRef, reference: PolicyRef, preferences: PreferencesRef
-    ) -> PolicyRef:
-        return self.run("dpo", label, config, PolicyRef, policy=policy, reference=reference, preferences=preferences)
-
-    def ppo(
-        self,
-        label: str,
-        config: PPOConfig,
-        *,
-        policy: PolicyRef,
-        reference: PolicyRef,
-        prompts: PromptsRef,
-        reward_models: dict[str, RewardModelRef],
-        demonstrations: DemonstrationsRef | None = None,
-    ) -> PolicyRef:
-        return self.run(
-            "ppo",
-            label,
-            config,
-            PolicyRef,
-            policy=policy,
-            reference=reference,
-            prompts=prompts,
-            reward_models=reward_models,
-            demonstrations=demonstrations,
-        )
-
-    def evaluate(
-        self,
-        label: str,
-        config: EvaluateConfig,
-        *,
-        generations: dict[str, GenerationsRef],
-        reference: PolicyRef,
-        reward_model: RewardModelRef | None,
-    ) -> ReportRef:
-        return self.run(
-            "evaluate",
-            label,
-            config,
-            ReportRef,
-            generations=generations,
-            reference=reference,
-            reward_model=reward_model,
-        )
-
-    def suite_prompts(self, label: str, config: SuitePromptsConfig) -> PromptsRef:
-        return self.run("suite_prompts", label, config, PromptsRef)
-
-    def import_policy(self, label: str, config: ImportPolicyConfig) -> PolicyRef:
-        return self.run("import_policy", label, config, PolicyRef)
-
-    def evaluate_suite(
-        self,
-        label: str,
-        config: AnswerSuite,
-        *,
-        generations: GenerationsRef,
-        opponent: GenerationsRef | None = None,
-        reward_model: RewardModelRef | None = None,
-    ) -> ReportRef:
-        return self.run(
-            "evaluate_suite",
-            label,
-            config,
-            ReportRef,
-            generations=generations,
-            opponent=opponent,
-            reward_model=reward_model,
-        )
-
-    def evaluate_harness(self, label: str, config: HarnessSuite, *, policy: PolicyRef) -> ReportRef:
-        return self.run("evaluate_harness", label, config, ReportRef, policy=policy)
-
-    def report_suites(self, label: str, config: ReportSuitesConfig, *, results: Mapping[str, ReportRef]) -> ReportRef:
-        return self.run("report_suites", label, config, ReportRef, results=results)
-
-    def publish(
-        self,
-        label: str,
-        config: PublishConfig,
-        *,
-        policy: PolicyRef,
-        report: ReportRef,
-        champion: PolicyRef | None = None,
-    ) -> PublishedRef:
-        decided = config.model_copy(update={"decisions": self.decisions()})
-        return self.run("publish", label, decided, PublishedRef, policy=policy, report=report, champion=champion)
-
-    def run(self, name: str, label: str, config: Config, kind: type[R], **given: GivenInput) -> R:
-        """Run the stage `name` of the table and return its artifact, of type `kind`.
-
-        `given` are its inputs by name; None, and inputs that the stage does not read under this configuration, are left
-        out. Raises TypeError for inputs that the stage does not take, and ConfigError, before any stage runs, if
-        something that the configuration needs is missing.
+        >>> stages.run(table.sft, "sft", config, policy=base, demonstrations=rows)   # doctest: +SKIP
         """
-        stage = STAGES[name]
+        return self.run_as(stage.output, stage, label, *config, **given)
+
+    def run_as(self, kind: type[S], stage: Stage[P, Any], label: str, *args: P.args, **given: P.kwargs) -> S:
+        """Run a stage as `run` does, where the type of its artifact depends on the configuration or the inputs."""
+        (config,) = args
+        assert isinstance(config, Config)
         path = label.replace("/", ".")
-        inputs = inputs_of(stage, config, given)
+        inputs = inputs_of(stage, config, cast(dict[str, GivenInput], given))
         files = {} if stage.files is None else dict(stage.files(config))
         self._check_reward_models(path, config, inputs)
         self._check_episodes(path, config)
@@ -346,8 +127,8 @@ class Stages:
             raise ConfigError(explain(f"{path}.agent.max_episode_tokens", agent.max_episode_tokens, rule, remedy))
 
 
-def inputs_of(stage: Stage, config: Config, given: Mapping[str, GivenInput]) -> dict[str, StageInput]:
-    """Return the `given` inputs that the stage reads under `config`; raise TypeError if its row has no such input."""
+def inputs_of(stage: Stage[..., Any], config: Config, given: Mapping[str, GivenInput]) -> dict[str, StageInput]:
+    """Return the `given` inputs that the stage reads under `config`; raise TypeError if it has no such input."""
     unknown = given.keys() - stage.inputs.keys()
     if unknown:
         raise TypeError(f"{stage.name}: has no input {', '.join(sorted(unknown))}")

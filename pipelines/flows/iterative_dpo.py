@@ -6,7 +6,8 @@ from functools import partial
 
 from pipelines.flows.graph import Stages
 from pipelines.flows.sections import IterativeDPOConfig
-from rlhf_core.types import PolicyRef, PromptsRef, RewardModelRef
+from rlhf_core.types import PolicyRef, PreferencesRef, PromptsRef, RewardModelRef
+from stages import table
 
 
 def iterate_dpo(
@@ -50,7 +51,9 @@ def dpo_round(
     """Run one round: generate -> score -> select (pairs) -> dpo. Every round uses new sampling seeds."""
     label = f"iterative_dpo/round_{number}"
     generate = config.generate.model_copy(update={"round": config.generate.round + number - 1})
-    generations = stages.generate(f"{label}/generate", generate, policy=policy, prompts=prompts)
-    rollouts = stages.score(f"{label}/score", config.score, generations=generations, reward_models=reward_models)
-    pairs = stages.select_pairs(f"{label}/select", config.select, rollouts=rollouts)
-    return stages.dpo(f"{label}/dpo", config.dpo, policy=policy, reference=reference, preferences=pairs)
+    generations = stages.run(table.generate, f"{label}/generate", generate, policy=policy, prompts=prompts)
+    rollouts = stages.run(
+        table.score, f"{label}/score", config.score, generations=generations, reward_models=reward_models
+    )
+    pairs = stages.run_as(PreferencesRef, table.select, f"{label}/select", config.select, rollouts=rollouts)
+    return stages.run(table.dpo, f"{label}/dpo", config.dpo, policy=policy, reference=reference, preferences=pairs)

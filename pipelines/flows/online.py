@@ -12,6 +12,7 @@ from functools import partial
 from pipelines.flows.graph import Stages
 from pipelines.flows.sections import OnlineConfig
 from rlhf_core.types import DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef, RolloutsRef
+from stages import table
 from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.merge_preferences import MergePreferencesConfig
 
@@ -96,8 +97,9 @@ def sampled(
 ) -> RolloutsRef:
     """Return answers of the current policy, scored by the current reward model. Each round draws new samples."""
     generate = config.generate.model_copy(update={"round": config.generate.round + number - 1})
-    generations = stages.generate(f"{label}/generate", generate, policy=state.policy, prompts=prompts)
-    return stages.score(
+    generations = stages.run(table.generate, f"{label}/generate", generate, policy=state.policy, prompts=prompts)
+    return stages.run(
+        table.score,
         f"{label}/score",
         config.score,
         generations=generations,
@@ -107,8 +109,10 @@ def sampled(
 
 def judged(config: OnlineConfig, stages: Stages, *, label: str, rollouts: RolloutsRef) -> PreferencesRef:
     """Return the pairs that annotators prefer among the answers."""
-    comparisons = stages.propose_comparisons(f"{label}/propose", config.propose, rollouts={"policy": rollouts})
-    return stages.collect_preferences(f"{label}/collect", config.collect, comparisons=comparisons)
+    comparisons = stages.run(
+        table.propose_comparisons, f"{label}/propose", config.propose, rollouts={"policy": rollouts}
+    )
+    return stages.run(table.collect_preferences, f"{label}/collect", config.collect, comparisons=comparisons)
 
 
 def refresh(
@@ -129,12 +133,15 @@ def refresh(
     state.preferences[f"round_{number}"] = collected
     pairs = collected
     if len(state.preferences) > 1:
-        pairs = stages.merge_preferences(f"{label}/pairs", MergePreferencesConfig(), preferences=state.preferences)
+        pairs = stages.run(
+            table.merge_preferences, f"{label}/pairs", MergePreferencesConfig(), preferences=state.preferences
+        )
     before = state.reward_model
-    state.reward_model = stages.reward_model(
-        f"{label}/reward_model", config.reward_model, policy=start, preferences=pairs
+    state.reward_model = stages.run(
+        table.reward_model, f"{label}/reward_model", config.reward_model, policy=start, preferences=pairs
     )
-    stages.compare_reward_models(
+    stages.run(
+        table.compare_reward_models,
         f"{label}/compare",
         CompareRewardModelsConfig(),
         reward_models={"before": before, "after": state.reward_model},
@@ -155,9 +162,12 @@ def optimized(
 ) -> PolicyRef:
     """Return the policy after a round: PPO on the reward model, or DPO on the pairs of the round."""
     if config.dpo is not None:
-        return stages.dpo(f"{label}/dpo", config.dpo, policy=state.policy, reference=reference, preferences=collected)
+        return stages.run(
+            table.dpo, f"{label}/dpo", config.dpo, policy=state.policy, reference=reference, preferences=collected
+        )
     assert config.ppo is not None  # the configuration has exactly one of them
-    return stages.ppo(
+    return stages.run(
+        table.ppo,
         f"{label}/ppo",
         config.ppo,
         policy=state.policy,

@@ -14,6 +14,7 @@ from pipelines.flows.graph import Stages
 from pipelines.flows.sections import EvaluationConfig
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.types import CHAMPION, GenerationsRef, PolicyRef, PromptsRef, ReportRef, RewardModelRef
+from stages import table
 from stages.config.evaluate_harness import HarnessSuite
 from stages.config.evaluate_suite import AnswerSuite, JudgeSuite, RewardModelSuite
 from stages.config.generate import GenerateConfig
@@ -42,11 +43,17 @@ class Candidates:
 def import_baselines(config: EvaluationConfig, stages: Stages, candidates: Candidates) -> None:
     """Add the policies of `[[evaluate.baselines]]`, with their answers to the held-out prompts if a suite reads these."""
     for baseline in config.baselines:
-        policy = stages.import_policy(f"evaluate/{baseline.name}/import", ImportPolicyConfig(model=baseline.model))
+        policy = stages.run(
+            table.import_policy, f"evaluate/{baseline.name}/import", ImportPolicyConfig(model=baseline.model)
+        )
         candidates.policies[baseline.name] = policy
         if any(reads_held_out(config, suite) for suite in config.suites):
-            candidates.held_out[baseline.name] = stages.generate(
-                f"evaluate/{baseline.name}/generate", config.generate, policy=policy, prompts=candidates.prompts
+            candidates.held_out[baseline.name] = stages.run(
+                table.generate,
+                f"evaluate/{baseline.name}/generate",
+                config.generate,
+                policy=policy,
+                prompts=candidates.prompts,
             )
 
 
@@ -60,7 +67,9 @@ def evaluate_suites(
         label = f"evaluate/suites/{suite.name}"
         if isinstance(suite, HarnessSuite):
             for name, policy in candidates.policies.items():
-                results[f"{suite.name}/{name}"] = stages.evaluate_harness(f"{label}/{name}", suite, policy=policy)
+                results[f"{suite.name}/{name}"] = stages.run(
+                    table.evaluate_harness, f"{label}/{name}", suite, policy=policy
+                )
         else:
             results |= evaluate_answers(config, suite, stages, candidates, reward_models)
     if not results:
@@ -75,7 +84,7 @@ def evaluate_suites(
             if isinstance(suite, JudgeSuite) and f"{suite.name}/{name}" in results
         },
     )
-    return stages.report_suites("evaluate/suites", about, results=results)
+    return stages.run(table.report_suites, "evaluate/suites", about, results=results)
 
 
 def evaluate_answers(
@@ -99,8 +108,13 @@ def evaluate_answers(
             if against not in answers:
                 continue  # the champion, before there is one; or a policy without a parent
             opponent = answers[against]
-        results[f"{suite.name}/{name}"] = stages.evaluate_suite(
-            f"{label}/{name}", measure, generations=generations, opponent=opponent, reward_model=model
+        results[f"{suite.name}/{name}"] = stages.run(
+            table.evaluate_suite,
+            f"{label}/{name}",
+            measure,
+            generations=generations,
+            opponent=opponent,
+            reward_model=model,
         )
     return results
 
@@ -131,9 +145,10 @@ def sample_candidates(
 ) -> dict[str, GenerationsRef]:
     """Draw the answers of every candidate to a suite's prompts."""
     label, own = f"evaluate/suites/{suite.name}", prompts_of(config, suite)
-    prompts = stages.suite_prompts(f"{label}/prompts", own) if own else candidates.prompts
+    prompts = stages.run(table.suite_prompts, f"{label}/prompts", own) if own else candidates.prompts
     return {
-        name: stages.generate(
+        name: stages.run(
+            table.generate,
             f"{label}/{name}/generate",
             generate,
             policy=policy,

@@ -1,6 +1,6 @@
 """Define each stage as a flow with a typed form. An input is the label of the stage that made it, a digest or a path.
 
-The flows of single stages are made from their rows in `stages.table`. A stage has the same key here as in the full
+The flows of single stages are made from their declarations in `stages.table`. A stage has the same key here as in the full
 pipeline, so each finds the other's results.
 """
 
@@ -51,7 +51,7 @@ class Settings(Config):
 # ---------------------------------------------------------------- single stages
 
 
-def stage_flow(stage: Stage) -> Flow[..., dict[str, str]]:
+def stage_flow(stage: Stage[..., Any]) -> Flow[..., dict[str, str]]:
     """Return the flow of a stage; its form has the configuration, the settings and a field for every input."""
     signature = form_signature(stage)
 
@@ -64,7 +64,7 @@ def stage_flow(stage: Stage) -> Flow[..., dict[str, str]]:
             inputs = {name: find.input(stage, name, form.arguments[name]) for name in stage.inputs_read(config)}
             if isinstance(config, PublishConfig) and inputs["champion"] is None:
                 inputs["champion"] = find.champion(config, inputs["policy"])
-            return stages.run(stage.name, stage.name, config, stage.output, **inputs)
+            return stages.run(stage, stage.name, config, **inputs)
 
         return _run(settings, stage.name, body)
 
@@ -77,7 +77,7 @@ def stage_flow(stage: Stage) -> Flow[..., dict[str, str]]:
     return flow(name=FLOW_NAME, flow_run_name=stage.name, persist_result=False)(alone)
 
 
-def form_signature(stage: Stage) -> Signature:
+def form_signature(stage: Stage[..., Any]) -> Signature:
     """Return the signature from which Prefect builds the form of a stage.
 
     >>> print(form_signature(STAGES["publish"]).parameters["report"])
@@ -170,7 +170,7 @@ class Find:
     def __call__(self, kind: type[R], name: str) -> R:
         return find_artifact(self._store, kind, name)
 
-    def input(self, stage: Stage, name: str, named: str | Mapping[str, str]) -> GivenInput:
+    def input(self, stage: Stage[..., Any], name: str, named: str | Mapping[str, str]) -> GivenInput:
         """Return the input that the form names for `name` of a stage; None for an optional input without a name."""
         row = stage.inputs[name]
         if isinstance(named, str):

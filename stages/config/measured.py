@@ -49,11 +49,6 @@ class Numbers(NamedTuple):
     report: Sequence[str] = ()
 
 
-def measured(spec: StageSpec, specs: Specs) -> Numbers | None:
-    """Return the names of the numbers of a stage, None for a stage that is not of the table."""
-    return _NAMES[spec.name](spec, specs) if spec.name in _NAMES else None
-
-
 def policy_numbers(*, gold: bool, reward_model: bool, champion: bool) -> list[str]:
     """Return the numbers of a policy in the report of `evaluate`, with the judge of the answers."""
     judges = [name for name, there in (("gold", gold), ("reward_model", reward_model)) if there]
@@ -69,7 +64,7 @@ def policy_numbers(*, gold: bool, reward_model: bool, champion: bool) -> list[st
 # ---------------------------------------------------------------- private
 
 
-def _prepare_data(spec: StageSpec, specs: Specs) -> Numbers:
+def prepare_data(spec: StageSpec, specs: Specs) -> Numbers:
     tokens = [f"tokens/{part}_{figure}" for part in ("prompt", "answer") for figure in ("mean", "max")]
     return Numbers([*tokens, "rows/*", "dropped/*", "masked/*", "ties/pairs", *_FACTS])
 
@@ -78,7 +73,7 @@ _FACTS = ("gold/demonstrations_mean", "gold/demonstrations_right", "annotator/ag
 """Of worlds."""
 
 
-def _training(*own: str) -> Callable[[StageSpec, Specs], Numbers]:
+def training(*own: str) -> Callable[[StageSpec, Specs], Numbers]:
     def names(spec: StageSpec, specs: Specs) -> Numbers:
         custom = getattr(getattr(spec.config, "loss", None), "type", "") == "custom"
         losses = ("*",) if custom else ROW_LOSS
@@ -112,12 +107,12 @@ def _of_suites(suites: Iterable[str]) -> list[str]:
     ]
 
 
-def _reward_model(spec: StageSpec, specs: Specs) -> Numbers:
+def reward_model(spec: StageSpec, specs: Specs) -> Numbers:
     headline = ("accuracy", "accuracy_low", "accuracy_high", "prompts", "ece", "length_correlation", "temperature")
     ends = ("", "_low", "_high")
     config: Any = spec.config
     record = [
-        *_training("train_pairs", "dropped_pairs")(spec, specs).record,
+        *training("train_pairs", "dropped_pairs")(spec, specs).record,
         *(f"held_out/{name}" for name in headline),
         *(f"held_out/{name}{end}" for name in CALIBRATION for end in ends),
         *(f"probes/*/*{end}" for end in (*ends, "_prompts")),
@@ -126,31 +121,31 @@ def _reward_model(spec: StageSpec, specs: Specs) -> Numbers:
     return Numbers(record, _of_model("", suites=()))
 
 
-def _process_reward_model(spec: StageSpec, specs: Specs) -> Numbers:
+def process_reward_model(spec: StageSpec, specs: Specs) -> Numbers:
     rates = [f"{name}{end}" for name in ("accuracy", "first_error_accuracy") for end in ("", "_low", "_high")]
     more = ("first_error_accuracy_with_error", "first_error_accuracy_without_error", "answers", "steps", "right_steps")
     headline = (*rates, "prompts", "f1", "ece")
-    training = _training("train_answers", "train_steps", "dropped_answers")(spec, specs).record
-    return Numbers([*training, *(f"held_out/{name}" for name in headline)], [*headline, *more])
+    of_training = training("train_answers", "train_steps", "dropped_answers")(spec, specs).record
+    return Numbers([*of_training, *(f"held_out/{name}" for name in headline)], [*headline, *more])
 
 
-def _score(spec: StageSpec, specs: Specs) -> Numbers:
+def score(spec: StageSpec, specs: Specs) -> Numbers:
     names = ("mean", "std", "min", "max", "best", "undecided", "invalid")
     return Numbers([*(f"reward/{name}" for name in names), "reward_component/*"])
 
 
-def _select(spec: StageSpec, specs: Specs) -> Numbers:
+def select(spec: StageSpec, specs: Specs) -> Numbers:
     kept = ("prompts", "truncated", "invalid", "too_few", "ties", "below_margin", "margin", *SPLITS)
     rewards = [f"reward/{name}" for name in ("all", "selected", "chosen", "rejected")]
     return Numbers([*kept, *rewards, "length/chosen", "length/rejected"])
 
 
-def _propose_comparisons(spec: StageSpec, specs: Specs) -> Numbers:
+def propose_comparisons(spec: StageSpec, specs: Specs) -> Numbers:
     shares = [f"{name}/{which}" for name in ("margin", "disagreement") for which in ("all", "asked")]
     return Numbers(["prompts", "candidates", "pairs", "comparisons", *shares])
 
 
-def _collect_preferences(spec: StageSpec, specs: Specs) -> Numbers:
+def collect_preferences(spec: StageSpec, specs: Specs) -> Numbers:
     by_judge = [f"judge/{name}" for name in (*BY_JUDGE, "malformed", "failed", "questions")]
     pairs = ("ties", "disagreed", "unjudged", *SPLITS, "judgments/trusted", "judgments/all")
     report = [
@@ -162,7 +157,7 @@ def _collect_preferences(spec: StageSpec, specs: Specs) -> Numbers:
     return Numbers([*pairs, "alpha", *JUDGED, *by_judge], report)
 
 
-def _compare_reward_models(spec: StageSpec, specs: Specs) -> Numbers:
+def compare_reward_models(spec: StageSpec, specs: Specs) -> Numbers:
     config: Any = spec.config
     names, suites = list(_input(spec, "reward_models")), config.suites
     over = [(name, other) for name in names for other in names if name != other]
@@ -179,7 +174,7 @@ def _compare_reward_models(spec: StageSpec, specs: Specs) -> Numbers:
     return Numbers(record, report)
 
 
-def _ppo(spec: StageSpec, specs: Specs) -> Numbers:
+def ppo(spec: StageSpec, specs: Specs) -> Numbers:
     config: Any = spec.config
     evaluated = evaluation_metrics(config.rewards, config.evaluate.independent) if config.evaluate else ()
     complaints = [f"monitor/{monitor.label}" for monitor in config.monitors]
@@ -188,7 +183,7 @@ def _ppo(spec: StageSpec, specs: Specs) -> Numbers:
     return Numbers(["steps", *guarded, *steps, *evaluated])
 
 
-def _evaluate(spec: StageSpec, specs: Specs) -> Numbers:
+def evaluate(spec: StageSpec, specs: Specs) -> Numbers:
     config: Any = spec.config
     names = list(_input(spec, "generations"))
     names += [f"best-of-{n} ({name})" for name, n in config.best_of.items() if name in names]
@@ -222,14 +217,14 @@ def _measures(spec: StageSpec) -> tuple[str, ...]:
     return ("*/*",) if spec.name == "evaluate_harness" else _suite_measures(spec.config)  # type: ignore[arg-type]
 
 
-def _suite(spec: StageSpec, specs: Specs) -> Numbers:
+def suite(spec: StageSpec, specs: Specs) -> Numbers:
     names = _measures(spec)
     record = ["prompts", *(f"{name}{end}" for name in names for end in ("", *(f"_{end}" for end in ENDS)))]
     report = [f"{where}/{name}/{figure}" for where in ("measures", "slices/*") for name in names for figure in MEAN]
     return Numbers(record, [*report, "level", "facts/*"])
 
 
-def _report_suites(spec: StageSpec, specs: Specs) -> Numbers:
+def report_suites(spec: StageSpec, specs: Specs) -> Numbers:
     record, report = list[str](), ["level", "regressions/*"]
     kinds = ("", *(f"_{end}" for end in ENDS))
     for name in _input(spec, "results"):
@@ -245,37 +240,10 @@ def _report_suites(spec: StageSpec, specs: Specs) -> Numbers:
     return Numbers(record, report)
 
 
-def _fixed(*names: str) -> Callable[[StageSpec, Specs], Numbers]:
+def fixed(*names: str) -> Callable[[StageSpec, Specs], Numbers]:
     return lambda spec, specs: Numbers(names)
 
 
 def _input(spec: StageSpec, name: str) -> Mapping[str, Any]:
     value = spec.inputs[name] if name in spec.inputs else {}
     return value if isinstance(value, Mapping) else {}
-
-
-_NAMES: Mapping[str, Callable[[StageSpec, Specs], Numbers]] = {
-    "prepare_data": _prepare_data,
-    "sft": _training("train_samples", "dropped_answers"),
-    "reward_model": _reward_model,
-    "import_reward_model": _fixed("probe/mean", "probe/std", "probes"),
-    "process_reward_model": _process_reward_model,
-    "generate": _fixed(*SAMPLES),
-    "score": _score,
-    "select": _select,
-    "condition": _fixed("prompts", "level", "level_*", *SPLITS, "truncated", "invalid"),
-    "propose_comparisons": _propose_comparisons,
-    "collect_preferences": _collect_preferences,
-    "merge_preferences": _fixed(*SPLITS, "moved", "duplicates"),
-    "compare_reward_models": _compare_reward_models,
-    "distill": _training("train_samples"),
-    "dpo": _training("train_pairs", "dropped_pairs", "train_answers", "dropped_answers"),
-    "ppo": _ppo,
-    "evaluate": _evaluate,
-    "suite_prompts": _fixed("prompts", "slices"),
-    "import_policy": _fixed(),
-    "evaluate_suite": _suite,
-    "evaluate_harness": _suite,
-    "report_suites": _report_suites,
-    "publish": _fixed("gate/passed", "gate/checks"),
-}

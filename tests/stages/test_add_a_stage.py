@@ -1,4 +1,4 @@
-"""The stage of docs/add_a_stage.md, as it stands there: its row makes a flow, and it runs."""
+"""The stage of docs/add_a_stage.md, as it stands there: its declaration makes a flow, and it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import stages.config
-import stages.table
 from pipelines.flows.graph import Stages
 from pipelines.prefect_flows.stage_flows import stage_flow
 from rlhf_core.config.engines import RuntimeConfig
@@ -21,8 +20,7 @@ from rlhf_core.stage.key import StageSpec, key_payload
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import code_digest
 from rlhf_core.types import ArtifactRef, DemonstrationsRef
-from stages.config import measured
-from stages.table import Stage
+from stages import table
 from tests.support.training import demonstrations
 from tests.support.workshop import Workshop
 
@@ -30,10 +28,10 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add_a_stage.md").read_te
 
 
 @pytest.fixture
-def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    """The row of the page, with its two modules where Python finds them."""
+def declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The declaration of the page, with its two modules where Python finds them."""
     blocks = re.findall(r"```python\n# (\S+\.py)[^\n]*\n(.*?)```", PAGE, flags=re.DOTALL)
-    (config_path, config), (stage_path, stage), (_, row), (_, names) = blocks[:4]
+    (config_path, config), (stage_path, stage), (_, declaration) = blocks[:3]
     (tmp_path / "config").mkdir()
     assert (config_path, stage_path) == ("stages/config/shorten.py", "stages/shorten.py")
     (tmp_path / "config" / "shorten.py").write_text(config)
@@ -42,31 +40,30 @@ def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     stages.config.__path__.append(str(tmp_path / "config"))
     importlib.invalidate_caches()
     kind = importlib.import_module("stages.config.shorten").ShortenConfig
-    made: Stage = eval(row, vars(stages.table) | {"ShortenConfig": kind})
-    monkeypatch.setattr(measured, "_NAMES", {**measured._NAMES, **eval(f"{{{names}}}", vars(measured))})
-    monkeypatch.setattr(stages.table, "STAGES", table := {**stages.table.STAGES, made.name: made})
-    monkeypatch.setattr("pipelines.flows.graph.STAGES", table)
-    monkeypatch.setattr("tests.support.workshop.STAGES", table)
-    yield made
+    monkeypatch.setattr(table, "ShortenConfig", kind, raising=False)
+    exec(f"from __future__ import annotations\n{declaration}", vars(table))
+    yield table.STAGES["shorten"]
+    del table.STAGES["shorten"]
+    del vars(table)["shorten"]
     stages.__path__.remove(str(tmp_path))
     stages.config.__path__.remove(str(tmp_path / "config"))
     for name in ("stages.shorten", "stages.config.shorten"):
         sys.modules.pop(name, None)
 
 
-def test_the_stage_of_the_page_runs(row: Stage, tmp_path: Path) -> None:
+def test_the_stage_of_the_page_runs(declared: Any, tmp_path: Path) -> None:
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     given = demonstrations(shop.store, tmp_path)
     rows = read_demonstrations(shop.store.path(given) / "train.parquet")
     longest = sorted(len(one.messages[-1].content) for one in rows)[len(rows) // 2]
-    made, decision = shop.run("shorten", row.config(max_characters=longest), {"demonstrations": given})
+    made, decision = shop.run("shorten", declared.config(max_characters=longest), {"demonstrations": given})
     kept = read_demonstrations(shop.store.path(made) / "train.parquet")
     assert kept == [one for one in rows if len(one.messages[-1].content) <= longest]
     assert shop.metrics(decision)["train"] == len(kept)
 
 
-def test_its_row_makes_its_form_and_a_pipeline_can_call_it(row: Stage) -> None:
-    form = stage_flow(row).parameters.model_dump_for_openapi()
+def test_its_declaration_makes_its_form_and_a_pipeline_can_call_it(declared: Any) -> None:
+    form = stage_flow(declared).parameters.model_dump_for_openapi()
     assert list(form["properties"]) == ["config", "settings", "demonstrations"]
     assert form["definitions"]["ShortenConfig"]["properties"]["max_characters"]["default"] == 200
     specs: list[StageSpec] = []
@@ -76,6 +73,6 @@ def test_its_row_makes_its_form_and_a_pipeline_can_call_it(row: Stage) -> None:
 
     given = DemonstrationsRef(uri="store://one", digest="one")
     pipeline = Stages(kept, seed=17, runtime=RuntimeConfig())
-    pipeline.run("shorten", "shorten", row.config(), DemonstrationsRef, demonstrations=given)
+    pipeline.run(declared, "shorten", declared.config(), demonstrations=given)
     assert specs[0].inputs == {"demonstrations": given}
     assert key_payload(specs[0])["code"] == code_digest("stages.shorten")

@@ -21,8 +21,10 @@ from rlhf_core.stage.key import key_payload, payload_key
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import module_digests
 from rlhf_core.types import ArtifactRef
-from stages.table import STAGES, Stage, always
+from stages import table
+from stages.table import STAGES, always
 
+Stage = table.Stage[..., Any]
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
     "prepare_data": "dacca8e7da809051",
@@ -57,11 +59,11 @@ Refactoring must not change these keys.
 
 @pytest.fixture(params=STAGES.values(), ids=STAGES)
 def stage(request: pytest.FixtureRequest) -> Stage:
-    row: Stage = request.param
-    return row
+    declared: Stage = request.param
+    return declared
 
 
-def test_the_table_has_a_row_for_every_stage_and_a_stage_for_every_row() -> None:
+def test_every_stage_is_declared_and_every_declaration_has_a_stage() -> None:
     assert {path.stem for path in (ROOT / "stages").glob("[a-z]*.py")} == {*STAGES, "table"}
 
 
@@ -93,7 +95,7 @@ def test_planning_imports_no_stage_and_nothing_that_computes(tmp_path: Path) -> 
     assert {"torch", "transformers", "numpy", "pyarrow", "ray", "vllm", "prefect", "mlflow"} & imported == set()
 
 
-def test_a_row_has_the_inputs_and_the_output_of_the_function_that_runs(stage: Stage) -> None:
+def test_a_declaration_has_the_inputs_and_the_output_of_the_function_that_runs(stage: Stage) -> None:
     run = importlib.import_module(stage.module).run
     types_of = get_type_hints(run)
     defaults = {name: one.default for name, one in inspect.signature(run).parameters.items()}
@@ -114,7 +116,7 @@ def parts_of(kind: Any) -> list[Any]:
     return list(get_args(kind)) if get_origin(kind) in (Union, types.UnionType) else [kind]
 
 
-def test_a_row_has_the_engines_that_the_code_of_the_stage_leases(stage: Stage) -> None:
+def test_a_declaration_has_the_engines_that_the_code_of_the_stage_leases(stage: Stage) -> None:
     leased = {engine for module in module_digests(stage.module) for engine in engines_in(module)}
     assert set(stage.engines) == leased
 
@@ -137,7 +139,7 @@ def test_a_stage_does_not_import_the_table_whose_changes_would_change_its_key(st
     assert "stages.table" not in module_digests(stage.module)
 
 
-def test_a_row_has_a_page_in_the_documents_that_names_the_stage(stage: Stage) -> None:
+def test_a_declaration_has_a_page_in_the_documents_that_names_the_stage(stage: Stage) -> None:
     text = (ROOT / "docs" / stage.page).read_text().lower()
     assert stage.name in text or stage.name.replace("_", " ") in text
 

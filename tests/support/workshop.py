@@ -19,8 +19,7 @@ from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryStageTracker
 from rlhf_core.types import ArtifactRef, Completion, FinishReason, Generation, Message, Prompt, Rollout
-from stages.config.measured import measured
-from stages.table import STAGES
+from stages.table import STAGES, numbers_of
 
 RUNTIME = RuntimeConfig(type="local", trainer=TrainerConfig(engine="torch"), sampler=HFSamplerConfig())
 SHAPE = InitModel(vocab_size=320, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate_size=64, max_positions=64)
@@ -58,7 +57,7 @@ class Workshop:
 
     def _check_measured(self, spec: StageSpec, ref: ArtifactRef, decision: Decision) -> None:
         """Fail for a number that the stage does not name beforehand: gates and sweeps could not ask for it."""
-        names = measured(spec, {})
+        names = numbers_of(spec, {})
         assert names is not None
         report = self.store.path(ref) / "report.json"
         found = dict(numbers(json.loads(report.read_text()))) if report.is_file() else {}

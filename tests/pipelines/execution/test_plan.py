@@ -10,8 +10,6 @@ from pipelines.flows.profile import load_profile, profile_names
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
-from stages.config.measured import _NAMES
-from stages.table import STAGES
 from tests.support.small_pipeline import two_toys, write_mini
 from tests.support.toy_stage import NoEngines, RecordingTracker
 
@@ -138,7 +136,3 @@ def test_a_gate_on_a_number_that_its_stage_does_not_measure_is_refused(
         error = rf"gates\[0\]\.metric = '{wrong}': {after} measures no such number; did you mean {near}"
         with pytest.raises(ConfigError, match=error):
             plan(config, ArtifactStore(tmp_path), until=until)
-
-
-def test_every_stage_says_what_it_measures() -> None:
-    assert set(_NAMES) == set(STAGES)

@@ -16,6 +16,7 @@ from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import canonical_json
 from rlhf_core.types import ArtifactRef, PolicyRef, PublishedRef, ReportRef
+from stages import table
 from stages.publish import PublishConfig
 from tests.support.records import provenance
 
@@ -27,7 +28,9 @@ def publish() -> StageSpec:
         specs.append(spec)
 
     policy, report = PolicyRef(uri="store://p", digest="p"), ReportRef(uri="store://r", digest="r")
-    Stages(kept, seed=17, runtime=RuntimeConfig()).publish("publish", PublishConfig(), policy=policy, report=report)
+    Stages(kept, seed=17, runtime=RuntimeConfig()).run(
+        table.publish, "publish", PublishConfig(), policy=policy, report=report
+    )
     return specs[0]
 
 
