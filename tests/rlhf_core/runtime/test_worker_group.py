@@ -1,0 +1,191 @@
+"""Worker groups over small actors of a real Ray: what a caller sees when a worker fails, hangs or dies."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rlhf_core.errors import (
+    DataError,
+    SamplerLostError,
+    SamplingError,
+    TrainerLostError,
+    TrainingError,
+    WorkerLostError,
+)
+from rlhf_core.runtime.connection import connect
+from rlhf_core.runtime.worker_group import WorkerGroup
+
+pytestmark = pytest.mark.engine
+
+
+class Worker:
+    def double(self, value: int) -> int:
+        return 2 * value
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def refuse(self) -> None:
+        raise DataError("rows = 3: too few; add some")
+
+    def fail_or_die_later(self, dies: bool) -> None:
+        if dies:
+            time.sleep(1)  # its death is noticed after the failure of the rank that worked with it
+            os._exit(9)
+        raise RuntimeError("connection closed by peer")
+
+    def read(self, refs: list[object]) -> None:
+        import ray
+
+        ray.get(refs[0])
+
+    def exhaust(self) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    def divide(self) -> float:
+        return 1 / 0
+
+    def die(self) -> None:
+        os._exit(9)
+
+    def die_or_wait(self, dies: bool) -> None:
+        if dies:
+            os._exit(9)
+        time.sleep(60)
+
+
+@pytest.fixture(scope="module")
+def new_group() -> Iterator[Callable[..., WorkerGroup]]:
+    import ray
+
+    owned = connect(2)
+    remote = ray.remote(Worker)
+
+    def make(
+        workers: int, *, timeout_s: float = 60.0, error: type = TrainingError, ray_lost: Callable[[], str] = str
+    ) -> WorkerGroup:
+        actors = [remote.options(num_cpus=0).remote() for _ in range(workers)]
+        return WorkerGroup("trainer", actors, error, timeout_s=timeout_s, log_folder="/logs", ray_lost=ray_lost)
+
+    yield make
+    if owned:
+        ray.shutdown()
+
+
+def test_results_come_in_rank_order(new_group: Callable[..., WorkerGroup]) -> None:
+    group = new_group(2)
+    assert group.call_each("policy", "double", [(3,), (4,)]) == [6, 8]
+    assert group.call_first("policy", "double", 5) == 10
+    group.kill()
+
+
+def test_the_calls_of_several_threads_reach_all_actors_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    # ranks that did the calls of two threads in different orders would wait for each other in their collectives
+    class Method:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def remote(self, value: int) -> int:
+            self.seen.append(value)
+            time.sleep(0.001)  # here the other thread would come in between
+            return value
+
+    class Actor:
+        def __init__(self) -> None:
+            self.note = Method()
+
+    actors = [Actor() for _ in range(3)]
+    group = WorkerGroup("trainer", actors, TrainingError, timeout_s=60.0, log_folder="/logs", ray_lost=str)
+    monkeypatch.setattr(group, "_gather", lambda role, method, refs: refs)
+
+    def call(first: int) -> None:
+        for value in range(first, first + 20):
+            assert group.call("policy", "note", value) == [value] * 3
+
+    threads = [threading.Thread(target=call, args=(first,)) for first in (0, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(actors[0].note.seen) == 40
+    assert actors[0].note.seen == actors[1].note.seen == actors[2].note.seen
+
+
+def test_our_own_errors_pass_as_they_are_and_others_name_role_worker_and_cause(
+    new_group: Callable[..., WorkerGroup],
+) -> None:
+    group = new_group(1)
+    with pytest.raises(DataError, match="rows = 3: too few; add some"):
+        group.call("policy", "refuse")
+    with pytest.raises(TrainingError, match=r"trainer\.policy = 'divide on worker 0': ZeroDivisionError"):
+        group.call("policy", "divide")
+    with pytest.raises(TrainingError, match=r"out of memory; lower runtime\.trainer\.micro_batch") as raised:
+        group.call("policy", "exhaust")
+    assert not isinstance(raised.value, WorkerLostError)  # it would fail again
+    assert not group.broken  # a single worker that raised is still in order
+    group.kill()
+
+
+def test_a_call_past_its_deadline_fails_and_its_worker_is_ended(new_group: Callable[..., WorkerGroup]) -> None:
+    group = new_group(1, timeout_s=60, error=SamplingError)
+    group.call("policy", "double", 1)  # wait for the process
+    group._timeout_s = 0.5
+    start = time.monotonic()
+    with pytest.raises(SamplerLostError, match=r"no answer within runtime.worker_timeout_s = 0.5"):
+        group.call("policy", "sleep", 30.0)
+    assert time.monotonic() - start < 10
+    assert group.broken
+
+
+def test_a_dead_rank_is_seen_while_the_others_wait_for_it(new_group: Callable[..., WorkerGroup]) -> None:
+    group = new_group(2)
+    group.call("policy", "double", 1)
+    start = time.monotonic()
+    with pytest.raises(TrainerLostError, match=r"die_or_wait on worker 1'.*worker died.*last checkpoint.*/logs"):
+        group.call_each("policy", "die_or_wait", [(False,), (True,)])
+    assert time.monotonic() - start < 20
+    with pytest.raises(TrainingError, match="its worker has been stopped"):
+        group.call("policy", "double", 1)
+
+
+def test_a_rank_that_failed_because_another_died_is_a_lost_worker(new_group: Callable[..., WorkerGroup]) -> None:
+    group = new_group(2)
+    group.call("policy", "double", 1)
+    with pytest.raises(TrainerLostError, match=r"fail_or_die_later on worker 1'.*worker died"):
+        group.call_each("policy", "fail_or_die_later", [(False,), (True,)])
+    assert group.broken
+
+
+def test_what_died_with_another_worker_is_a_lost_worker(new_group: Callable[..., WorkerGroup]) -> None:
+    import ray
+
+    owner = new_group(1)
+    owner.call("policy", "double", 1)
+    owner.kill()
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:  # it takes a moment to die
+            waiting = owner.actors[0].double.remote(1)
+            ray.get(waiting)
+    group = new_group(1)
+    with pytest.raises(TrainerLostError, match=r"read on worker 0'.*died"):
+        group.call("policy", "read", [waiting])
+    assert group.broken
+
+
+def test_a_call_that_waits_ends_soon_after_ray_is_lost(new_group: Callable[..., WorkerGroup]) -> None:
+    lost: list[str] = []
+    group = new_group(1, ray_lost=lambda: "".join(lost))
+    group.call("policy", "double", 1)
+    threading.Timer(1.0, lost.append, ["the raylet is gone"]).start()
+    start = time.monotonic()
+    with pytest.raises(TrainerLostError, match=r"trainer\.policy = 'sleep': the raylet is gone; run again.*/logs"):
+        group.call("policy", "sleep", 30.0)
+    assert time.monotonic() - start < 10
+    assert group.broken
+    lost.clear()
+    group.kill()
