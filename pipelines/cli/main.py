@@ -38,6 +38,7 @@ VERBS = {
     "status": "pipelines.cli.serve_verb:status",
     "run": "pipelines.cli.run_command:run",
     "sweep": "pipelines.cli.sweep_verb:sweep",
+    "data": "pipelines.cli.data_verb:data",
     "plan": "pipelines.cli.plan_verbs:plan",
     "explain": "pipelines.cli.plan_verbs:explain_stage",
     "diff": "pipelines.cli.diff_verb:diff",
@@ -136,6 +137,10 @@ def _parser() -> argparse.ArgumentParser:
     _profile_options(run)
     run.add_argument("--wait", action="store_true", help="wait for annotations and approvals, then continue")
     _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
+    data = command("data", "Show what data files hold: format, columns, dropped rows with reasons, two rows, tables.")
+    data.add_argument("files", nargs="*", metavar="FILE", help="file, folder or pattern, as `path` of a source")
+    data.add_argument("--profile", default="", help="describe the sources of this profile")
+    _set_option(data, "change a key of --profile")
     plan = command("plan", "Show which stages a run would execute or reuse, and why, without running them.")
     _profile_options(plan)
     explain = command("explain", "Explain why a stage will run or is reused, and what to do next.")
@@ -180,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     translator.add_argument("--lenient", action="store_true", help="list unknown flags instead of failing on them")
 
     _store_verbs(command("store", "List, verify, pin, clean up or share the artifact store."))
-    for verb in (plan, explain, diff, runs, status):
+    for verb in (data, plan, explain, diff, runs, status):
         _json_option(verb)
     return parser
 

@@ -33,7 +33,7 @@ from rlhf_core.data.exports import EXPORTS, preference_rows, read_record
 from rlhf_core.data.formats import Example, convert_all, examples_of
 from rlhf_core.data.limits import Drop, DropReport, Origin
 from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of
-from rlhf_core.data.sources import read
+from rlhf_core.data.sources import Record, read
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id, pseudonym
 from rlhf_core.errors import DataError
 from rlhf_core.types import Prompt, derive_seed
@@ -178,18 +178,23 @@ def _rows(source: Source, report: DropReport, malformed: list[Drop]) -> Iterator
     for record in read(source):
         report.rows_read[source.name] += 1
         try:
-            if record.problem:
-                raise DataError(record.problem)
-            # The columns of an export name fields inside its records.
-            format_name = format_name or exported(record.row)
-            row = record.row if format_name in EXPORTS else Reading(record.row, source.columns)
-            format_name = format_name or detect(row)
+            format_name, row = row_format(record, source, format_name)
             if source.format == "auto":
                 _refuse_others(row, format_name)
         except _MALFORMED as error:
             malformed.append(_malformed(source, record.origin, error))
             continue
         yield record.origin, format_name, row
+
+
+def row_format(record: Record, source: Source, known: str = "") -> tuple[str, Row]:
+    """Return the format of a record (`known`, if its source has one) and its columns. Raises DataError if it is none."""
+    if record.problem:
+        raise DataError(record.problem)
+    # The columns of an export name fields inside its records.
+    known = known or exported(record.row)
+    row = record.row if known in EXPORTS else Reading(record.row, source.columns)
+    return known or detect(row), row
 
 
 def _refuse_others(row: Row, format_name: str) -> None:

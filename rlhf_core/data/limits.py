@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import PurePath
 from typing import Any, TypeAlias
 
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate
@@ -41,6 +42,32 @@ class Drop:
         """The reason without its details."""
         return self.reason.partition(":")[0]
 
+    @property
+    def rule(self) -> str:
+        """The reason without details of the row; of a malformed row, what is wrong with it."""
+        kind, colon, said = self.reason.partition(": ")
+        return f"{kind}: {said.partition(':')[0]}" if kind == "malformed" and colon else kind
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why rows were left out: how many, where the first of them are, and the whole reason of the first."""
+
+    rule: str
+    rows: int
+    first: tuple[Origin, ...]
+    example: str
+
+    def __str__(self) -> str:
+        detail = self.example.removeprefix(self.rule).lstrip(": ")
+        said = f" ({'first: ' if self.rows > 1 else ''}{detail})" if detail else ""
+        lines = [f"{PurePath(one.file).name}:{one.line}" for one in self.first if one.line]
+        more = ["..."] if lines and self.rows > PLACES else []
+        return f"{self.rows:,} {self.rule}{said}{', at ' if lines else ''}{', '.join([*lines, *more])}"
+
+
+PLACES = 3  # rows that a reason names
+
 
 @dataclass(slots=True)
 class DropReport:
@@ -67,6 +94,22 @@ class DropReport:
     def counts(self) -> dict[str, int]:
         """Return the number of drops per kind of reason, most frequent first."""
         return dict(Counter(drop.kind for drop in self.drops).most_common())
+
+    def reasons(self, source: str = "") -> list[Reason]:
+        """Return why rows of `source` (all sources if empty) were left out, the most frequent reason first."""
+        found: dict[str, list[Drop]] = defaultdict(list)
+        for drop in self.drops:
+            if source in ("", drop.source):
+                found[drop.rule].append(drop)
+        return [
+            Reason(
+                rule,
+                len(drops),
+                tuple(one.origin for one in drops[:PLACES]),
+                drops[0].reason,
+            )
+            for rule, drops in sorted(found.items(), key=lambda item: -len(item[1]))
+        ]
 
     def check_malformed(self, source: str, malformed: Iterable[Drop], *, max_bad_fraction: float) -> None:
         """Raise DataError, naming the first malformed row, if more than `max_bad_fraction` of a source is malformed."""

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipelines.cli.main import main
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "qa.jsonl"
+    rows = [{"question": f"{n}+1?", "answer": f"#### {n + 1}", "id": n} for n in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{not JSON\n")
+    return path
+
+
+def test_a_file_is_described_without_a_profile(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", str(questions)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [
+        "qa.jsonl: 21 rows, format question_answer",
+        "  columns read: question, answer",
+        "  not read (rows): id (20)",
+        "  usable 20, dropped 1",
+    ]
+    assert lines[4].startswith("    1 malformed: not JSON") and lines[4].endswith("at qa.jsonl:21")
+    assert "    demonstrations 20" in lines and "    assistant: 【#### 1】" in lines
+    assert main(["data", str(questions), "--json"]) == 0
+    (source,) = json.loads(capsys.readouterr().out)["sources"]
+    assert (source["name"], source["usable"], source["tables"]["prompts"]) == ("qa.jsonl", 20, 20)
+    assert source["dropped"][0]["first"] == [{"file": str(questions), "line": 21}]
+
+
+def test_unknown_columns_get_the_line_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.csv").write_text("ask,reply\n2+2?,4\n")
+    (tmp_path / "other.csv").write_text("a,b,c\n1,2,3\n")
+    assert main(["data", str(tmp_path / "own.csv")]) == 0
+    assert '    columns = {prompt = "ask", completion = "reply"}\n' in capsys.readouterr().out
+    assert main(["data", str(tmp_path / "own.csv"), str(tmp_path / "other.csv")]) == 2
+    assert "malformed: unknown columns" in capsys.readouterr().out
+
+
+def test_the_sources_of_a_profile_are_described_with_their_tables(
+    questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "own.toml"
+    use = "{demonstrations = 0.5, prompts = 0.5}"
+    profile.write_text(
+        f'extends = "tiny/full"\n[prepare_data.data]\ntype = "files"\n[[prepare_data.data.sources]]\n'
+        f'name = "qa"\npath = "{questions}"\nuse = {use}\n'
+    )
+    assert main(["data", "--profile", str(profile), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = found["tables"]["rows"]
+    assert rows["demonstrations"] + rows["eval_demonstrations"] + rows["prompts"] == 20
+    strict = ["--set", "prepare_data.data.max_bad_fraction=0"]
+    assert main(["data", "--profile", str(profile), *strict]) == 2
+    assert "prepare_data would fail: data.sources[qa]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["data"], "rlhf data = []: files or a profile are needed"),
+        (["data", "--profile", "tiny/full"], "prepare_data.data.type = 'support': is a synthetic world"),
+    ],
+)
+def test_what_cannot_be_described_is_refused(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(line)

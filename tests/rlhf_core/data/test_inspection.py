@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.data import Source, Use
+from rlhf_core.data.inspection import SourceReport, guess_columns, inspect
+
+QA = {"question": "2+2?", "answer": "It is 4.\n#### 4"}
+
+
+def report(folder: Path, rows: list[dict[str, Any]], **options: Any) -> SourceReport:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    use = Use(demonstrations=0.2, preferences=0.2, prompts=0.2, eval_prompts=0.2, steps=0.2)
+    return inspect(Source(name="s", path=str(path), use=use, **options))
+
+
+def test_rows_are_counted_by_the_reason_that_drops_them_with_their_first_lines(tmp_path: Path) -> None:
+    pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "seen": 1}
+    same = [pair | {"chosen": "5", "prompt": f"{n}?"} for n in range(4)]
+    found = report(tmp_path, [pair, *same, pair, pair | {"chosen": "Four"}])
+    assert (found.format, found.rows_read, found.usable) == ("preference", 7, 2)
+    assert [str(reason) for reason in found.dropped] == [
+        "4 malformed: chosen equals rejected, at rows.jsonl:2, rows.jsonl:3, rows.jsonl:4, ...",
+        f"1 duplicate (of {tmp_path / 'rows.jsonl'}:1), at rows.jsonl:6",
+    ]
+    assert found.columns_read == ("prompt", "chosen", "rejected")
+    assert found.columns_not_read == {"seen": 3}  # of the rows that can be read, the duplicate among them
+    # Both rows have one prompt, which a table of prompts keeps once.
+    assert found.tables == {"demonstrations": 2, "preferences": 2, "prompts": 1, "eval_prompts": 1, "steps": 0}
+    assert found.empty == {"steps": "no judged steps: a prompt, completions and their labels are needed"}
+    assert found.rows[0] == "user: 2+2?\nchosen:\nassistant: 【4】\nrejected:\nassistant: 【5】"
+
+
+def test_a_demonstration_is_shown_with_every_answer_trained(tmp_path: Path) -> None:
+    turns = [("user", "2+2?"), ("assistant", "4"), ("user", "sure?"), ("assistant", "y" * 401)]
+    found = report(tmp_path, [{"messages": [{"role": role, "content": said} for role, said in turns]}])
+    assert found.rows == (
+        f"user: 2+2?\nassistant: 【4】\nuser: sure?\nassistant: 【{'y' * 400} ... (401 characters)】",
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "format_name"),
+    [
+        ({"Question ": "2+2?", "reply": "4"}, {"prompt": "Question ", "completion": "reply"}, "prompt_completion"),
+        ({"promt": "2+2?", "completion": "4"}, {"prompt": "promt"}, "prompt_completion"),
+        (
+            {"query": "2+2?", "better": "4", "worse": "5"},
+            {"prompt": "query", "chosen": "better", "rejected": "worse"},
+            "preference",
+        ),
+        ({"item": {"question": "2+2?", "answer": "4"}}, {"prompt": "item.question", "completion": "item.answer"}, ""),
+        ({"dialogue": [{"role": "user", "content": "Hi"}]}, {"messages": "dialogue"}, "messages"),
+        ({"a": "2+2?", "b": "4"}, {"prompt": "a", "completion": "b"}, "prompt_completion"),
+    ],
+)
+def test_columns_of_other_names_are_guessed_and_the_rows_read_with_them(
+    row: dict[str, Any], columns: dict[str, str], format_name: str, tmp_path: Path
+) -> None:
+    found = report(tmp_path, [row])
+    assert (found.guessed, found.format, found.usable) == (columns, format_name or "prompt_completion", 1)
+
+
+def test_nothing_is_guessed_for_rows_that_can_be_read_or_whose_names_mean_nothing(tmp_path: Path) -> None:
+    assert report(tmp_path, [QA]).guessed == {}
+    found = report(tmp_path, [{"a": "x", "b": "y", "c": "z"}])
+    assert (found.guessed, found.usable, found.format, found.columns_read) == ({}, 0, "", ())
+    assert guess_columns({}) == {}
+
+
+def test_a_source_that_cannot_be_read_has_the_error(tmp_path: Path) -> None:
+    rows = [{"prompt": "2+2?", "completion": "4", "label": number} for number in (0, 1)]
+    found = report(tmp_path, rows)
+    assert found.problem.startswith("data.sources[s].label_coding = 'auto': the labels are 0, 1")
+    assert inspect(Source(name="s", path=str(tmp_path / "no.jsonl"), use=Use(prompts=1.0))).problem.endswith(
+        "does not exist; check the path"
+    )
