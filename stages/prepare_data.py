@@ -51,9 +51,14 @@ from stages.config.prepare_data import (
     content_digests,
     files_at,
     local_files,
+    wanted_tables,
 )
 
 logger = logging.getLogger(__name__)
+
+MANY_DROPPED = 0.05
+"""Share of dropped rows from which the summary is a warning; `max_bad_fraction` has the same default."""
+MOST_REASONS = 8
 
 
 def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:
@@ -82,7 +87,9 @@ def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:
     (context.out / "preview.md").write_text(preview(tables, chat, rows=config.preview_rows), encoding="utf-8")
     _show(tables, report, config, context)
     context.progress(4, 4, "done")
-    return context.commit(PreparedDataRef, children=children, metrics=facts | _metrics(tables, report, chat))
+    made = context.commit(PreparedDataRef, children=children, metrics=facts | _metrics(tables, report, chat))
+    _summarize(tables, report, config, context.label, context.path(made))
+    return made
 
 
 @contextmanager
@@ -235,6 +242,40 @@ def _metrics(tables: Tables, report: DropReport, chat: ChatTemplate) -> dict[str
             metrics[f"tokens/{name}_mean"] = sum(lengths) / len(lengths)
             metrics[f"tokens/{name}_max"] = max(lengths)
     return metrics
+
+
+def _summarize(tables: Tables, report: DropReport, config: PrepareDataConfig, label: str, folder: Path) -> None:
+    """Log rows, drops by reason, tables without rows and the files to read; a warning if people should look at them."""
+    rows = {name: len(found) for name, found in tables.named().items() if found}
+    read, dropped = report.rows_read.total(), len(report.drops)
+    missing = _without_rows(tables, report, config)
+    lines = [
+        f"{label}: {dropped:,} of {read:,} rows are dropped ({dropped / max(read, 1):.0%})",
+        *map(str, report.reasons()[:MOST_REASONS]),
+        *missing,
+        f"tables: {', '.join(f'{name} {count:,}' for name, count in rows.items())}",
+        f"rows as the model sees them: {folder / 'preview.md'}",
+        f"every dropped row: {folder / 'validation.json'}",
+    ]
+    level = logging.WARNING if missing or dropped > MANY_DROPPED * read else logging.INFO
+    logger.log(level, "%s", "\n  ".join(lines))
+
+
+def _without_rows(tables: Tables, report: DropReport, config: PrepareDataConfig) -> list[str]:
+    """Return a line for each table that the configuration wants and for which no row is left."""
+    if not isinstance(config.data, Files):
+        return []
+    rows = tables.named()
+    lines = []
+    for table in wanted_tables(config.data):
+        if rows[table] or (table == "preferences" and tables.feedback):
+            continue
+        sources = [source for source in config.data.sources if getattr(source.use, table)]
+        reasons = sorted((one for source in sources for one in report.reasons(source.name)), key=lambda one: -one.rows)
+        count = sum(report.rows_read[source.name] for source in sources)
+        why = f"most are dropped as {reasons[0].rule}" if reasons else "its share of `use` is too small for them"
+        lines.append(f"no row is left for {table} of the {count:,} rows in {', '.join(s.name for s in sources)}: {why}")
+    return lines
 
 
 def _show(tables: Tables, report: DropReport, config: PrepareDataConfig, context: StageContext) -> None:

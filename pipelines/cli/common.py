@@ -66,6 +66,9 @@ KEY_METRICS = (
 )
 """Ends of metric names, the most informative first; the first one that a stage has is shown."""
 
+DROPPED = "dropped/all"
+"""Metric of `prepare_data` that is shown beside its rows."""
+
 
 def key_metric(metrics: Mapping[str, float]) -> str:
     """Return `name value` of the most informative metric of a stage, or "".
@@ -75,7 +78,8 @@ def key_metric(metrics: Mapping[str, float]) -> str:
     """
     name = min(metrics, key=_rank, default="")
     rank = _rank(name)
-    return f"{KEY_METRICS[rank]} {metrics[name]:.4g}" if rank < len(KEY_METRICS) else ""
+    dropped = f", dropped {metrics[DROPPED]:,.0f}" if metrics.get(DROPPED) else ""
+    return f"{KEY_METRICS[rank]} {metrics[name]:.4g}{dropped}" if rank < len(KEY_METRICS) else ""
 
 
 @lru_cache(maxsize=4096)  # a list of runs looks up the same names ten thousand times

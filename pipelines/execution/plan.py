@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from pipelines.execution.budget import check_comparisons
@@ -31,11 +32,13 @@ from rlhf_core.types import (
     PromptsRef,
     StepsRef,
 )
+from stages.config.prepare_data import PrepareDataConfig, wanted_tables
 from stages.table import numbers_of
 
 R = TypeVar("R", bound=ArtifactRef)
 Pipeline = Callable[[PipelineConfig, Stages], object]
 
+NONE_YET: Mapping[str, ArtifactRef] = MappingProxyType({})
 PENDING, HELD = "pending://", "held://"
 """Beginnings of the uris of placeholders: for a stage that has yet to run, and for one that a gate holds back."""
 
@@ -170,15 +173,23 @@ def check_gates(config: PipelineConfig, pipeline: Pipeline, specs: Mapping[str, 
             raise ConfigError(explain(f"gates[{index}].metric", gate.metric, rule, remedy_of(gate.metric, known)))
 
 
-def all_specs(config: PipelineConfig, pipeline: Pipeline) -> dict[str, StageSpec]:
-    """Return all stages of a pipeline by label, in order."""
+def all_specs(
+    config: PipelineConfig, pipeline: Pipeline, *, until: str = "", made: Mapping[str, ArtifactRef] = NONE_YET
+) -> dict[str, StageSpec]:
+    """Return all stages of a pipeline by label, in order, up to `until`.
+
+    Raises ConfigError if a stage needs a part that an artifact in `made` (label: artifact) does not have.
+    """
     specs: dict[str, StageSpec] = {}
 
     def note(spec: StageSpec, kind: type[R]) -> R:
         specs[spec.label] = spec
-        return placeholder(spec.label, kind)
+        if spec.label == until:
+            raise ReachedUntil
+        return expect(made[spec.label], kind, spec.label) if spec.label in made else placeholder(spec, kind)
 
-    pipeline(config, Stages(note, seed=config.seed, runtime=config.runtime))
+    with suppress(ReachedUntil):
+        pipeline(config, Stages(note, seed=config.seed, runtime=config.runtime))
     return specs
 
 
@@ -205,14 +216,14 @@ class Planner:
         verdict = None if self.gates is None else self.gates.hold(spec)
         if self.gates is not None and verdict is not None:
             self.stages.append(PlannedStage(spec.label, spec, Decision("BLOCKED", str(verdict), "", None)))
-            ref = placeholder(spec.label, kind, HELD)
+            ref = placeholder(spec, kind, HELD)
             self.gates.skip(spec, ref, verdict)
             return ref
         decision = self._decide(spec)
         record = self.store.record(decision.key) if decision.action == "HIT" else None
         if record is None:
             self.stages.append(PlannedStage(spec.label, spec, decision))
-            return placeholder(spec.label, kind)
+            return placeholder(spec, kind)
         made = expect(record.handle, kind, spec.label)
         verdicts = [] if self.gates is None else self.gates.judge(spec, made, record.metrics)
         self.stages.append(PlannedStage(spec.label, spec, decision, all(verdict.holds for verdict in verdicts)))
@@ -234,19 +245,20 @@ def expect(ref: ArtifactRef, kind: type[R], label: str) -> R:
     return ref
 
 
-def placeholder(label: str, kind: type[R], beginning: str = PENDING) -> R:
-    """Return a handle that stands for the result of the stage `label`, which does not exist."""
-    uri = beginning + label
+def placeholder(spec: StageSpec, kind: type[R], beginning: str = PENDING) -> R:
+    """Return a handle that stands for the result of a stage, which does not exist."""
+    uri = beginning + spec.label
     if kind is PreparedDataRef:
         parts = {
             "demonstrations": DemonstrationsRef(uri=uri, digest=uri),
             "preferences": PreferencesRef(uri=uri, digest=uri),
             "prompts": PromptsRef(uri=uri, digest=uri),
             "eval_prompts": PromptsRef(uri=uri, digest=uri),
-            "base": PolicyRef(uri=uri, digest=uri),
             "steps": StepsRef(uri=uri, digest=uri),
         }
-        return kind(uri=uri, digest=uri, **parts)
+        if isinstance(spec.config, PrepareDataConfig):  # what it cannot make is missed now, not after it has run
+            parts = {name: parts[name] for name in wanted_tables(spec.config.data)}
+        return kind(uri=uri, digest=uri, base=PolicyRef(uri=uri, digest=uri), **parts)
     return kind(uri=uri, digest=uri)
 
 

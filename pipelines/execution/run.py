@@ -28,7 +28,7 @@ from pipelines.execution.executor import (
     find_result,
 )
 from pipelines.execution.gates import Gatekeeper, StageHeld, champion_of, commands
-from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, placeholder
+from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, all_specs, placeholder
 from pipelines.execution.summary import description, headline, headline_metrics, run_name
 from pipelines.flows.graph import RunGroup, RunStage, Stages, ungrouped
 from pipelines.flows.profile import PipelineConfig, profile_digest
@@ -49,7 +49,7 @@ from rlhf_core.store.layout import write_json
 from rlhf_core.store.maintenance import forget_wait, note_wait
 from rlhf_core.store.typed_json import Stored, read_stored
 from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
-from rlhf_core.types import ArtifactRef
+from rlhf_core.types import ArtifactRef, PreparedDataRef
 
 # ---------------------------------------------------------------- forcing
 
@@ -245,21 +245,29 @@ class PipelineRun:
 
 @dataclass(frozen=True)
 class GatedStages:
-    """A `RunStage` that judges the gates after each stage, and goes on without the stages that they hold back."""
+    """A `RunStage` that judges the gates after each stage, and goes on without the stages that they hold back.
+
+    Raises ConfigError after `prepare_data` if a later stage needs a table that has no rows.
+    """
 
     run: PipelineRun
     run_stage: RunStage
+    pipeline: Pipeline
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
         spec = replace(spec, pipeline=self.run.context.config.name)
         try:
             ref = self.run_stage(spec, kind)
         except StageHeld:
-            verdict, missing = self.run.gates.hold(spec), placeholder(spec.label, kind, HELD)
+            verdict, missing = self.run.gates.hold(spec), placeholder(spec, kind, HELD)
             assert verdict is not None  # it is why the stage was held back
             self.run.gates.skip(spec, missing, verdict)
             return missing
         self.run.judge(spec, ref)
+        if isinstance(ref, PreparedDataRef) and self.run.outcomes[spec.label].decision.action != "HIT":
+            # A table that turned out empty is missed now, not when the stage that reads it begins, hours later.
+            options = self.run.context.options
+            all_specs(self.run.context.config, self.pipeline, until=options.until, made={spec.label: ref})
         return ref
 
 
@@ -299,7 +307,7 @@ def run_stages(
     status: Status = "KILLED"
     ended: BaseException | None = None
     try:
-        limited = UntilStage(GatedStages(run, run_stage), options.until)
+        limited = UntilStage(GatedStages(run, run_stage, pipeline), options.until)
         champion = champion_of(config, run.context.store)
         with suppress(ReachedUntil):
             stages = Stages(limited, config.seed, config.runtime, champion, decisions=run.gates.notes, group=group)

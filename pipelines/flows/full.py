@@ -365,6 +365,7 @@ def part(data: PreparedDataRef, name: str, kind: type[R]) -> R:
     if not isinstance(ref, kind):
         raise ConfigError(
             f"prepare_data.{name} = {ref!r}: a later stage needs {kind.__name__}; "
-            f"let prepare_data make {name}, or remove the section that reads it from the profile"
+            f"give {name} a share in `use` of a source, mend what drops its rows (`rlhf show prepare_data validation.json`), "
+            "or remove the section that reads it from the profile"
         )
     return ref

@@ -98,7 +98,7 @@ class DropReport:
     def reasons(self, source: str = "") -> list[Reason]:
         """Return why rows of `source` (all sources if empty) were left out, the most frequent reason first."""
         found: dict[str, list[Drop]] = defaultdict(list)
-        for drop in self.drops:
+        for drop in sorted(self.drops, key=lambda drop: (drop.origin.file, drop.origin.line)):
             if source in ("", drop.source):
                 found[drop.rule].append(drop)
         return [

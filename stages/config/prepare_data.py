@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from rlhf_core.config.data import DataConfig, Files, SupportWorld
+from rlhf_core.config.data import DataConfig, Files, SupportWorld, Use
 from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
 from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.file_types import is_hub, source_files
@@ -34,6 +34,14 @@ class PrepareDataConfig(Config):
     """Maximum number of tokens of prompt and answer together."""
     preview_rows: int = Field(8, ge=1)
     """Number of rows per table in `preview.md` and in the tracker."""
+
+
+def wanted_tables(data: DataConfig) -> list[str]:
+    """Return the tables of training and of held-out prompts that `data` makes unless all their rows are dropped."""
+    if isinstance(data, Files):
+        return [table for table in Use.model_fields if any(getattr(source.use, table) for source in data.sources)]
+    rows = data.model_dump()
+    return [table for table in Use.model_fields if rows.get(table)]
 
 
 def content_digests(config: PrepareDataConfig) -> dict[str, str]:

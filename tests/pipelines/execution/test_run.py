@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import multiprocessing
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +15,7 @@ from pipelines.execution.executor import Progress, RunContext, RunOptions, Stage
 from pipelines.execution.opening import open_run, store_of
 from pipelines.execution.plan import Pipeline, PlannedStage, plan
 from pipelines.execution.run import PipelineRun, run_stages
+from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
@@ -79,6 +82,52 @@ def test_the_executor_gets_the_stages_that_are_not_in_the_store_or_are_forced(tm
     with pytest.raises(LookupError):
         run_stages(run, two_toys, run.directly, tags={})
     assert executor.asked == ["second"]
+
+
+def own_data(folder: Path, *uses: str) -> list[str]:
+    """Return overrides with a source of 20 short and one of 20 long questions, used as `uses` says."""
+    sources = []
+    for name, words, use in zip(("short", "long"), (1, 200), uses, strict=True):
+        rows = [{"prompt": f"{'why ' * words}{n}?", "completion": f"So {n}."} for n in range(20)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sources.append(f'{{name = "{name}", path = "{folder / name}.jsonl", use = {{{use}}}}}')
+    return [f'prepare_data.data={{type = "files", sources = [{", ".join(sources)}]}}']
+
+
+def test_a_table_that_no_source_fills_is_missed_at_the_plan(tmp_path: Path) -> None:
+    own = own_data(tmp_path, "demonstrations = 1.0", "eval_prompts = 1.0")
+    config, store = load_profile(write_mini(tmp_path), own), ArtifactStore(tmp_path / "store")
+    with pytest.raises(
+        ConfigError, match=r"prepare_data\.prompts = None: a later stage needs PromptsRef; give prompts"
+    ):
+        plan(config, store)
+    assert [stage.label for stage in plan(config, store, until="sft")] == ["prepare_data", "sft"]
+
+
+def test_a_table_that_lost_all_rows_ends_the_run_before_the_next_stage(
+    tmp_path: Path, home: Home, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = own_data(tmp_path, "demonstrations = 1.0", "prompts = 0.5, eval_prompts = 0.5")
+    config, notes = load_profile(write_mini(tmp_path), own), Notes()
+    with (
+        open_run(config, lifecycle, RunOptions(), home=home, tracker=MemoryTracker(), listener=notes) as run,
+        pytest.raises(ConfigError, match=r"prepare_data\.prompts = None: a later stage needs PromptsRef"),
+    ):
+        run_stages(run, lifecycle, run.directly, tags={})
+    assert notes.of("started") == [("prepare_data", "RUN")]
+    folder = store_of(config, home).path(run.results["prepare_data"])
+    (summary,) = (one for one in caplog.records if one.name == "stages.prepare_data" and "dropped" in one.getMessage())
+    assert summary.levelname == "WARNING"
+    first, reason, *lost, tables, preview, report = summary.getMessage().split("\n  ")
+    assert first == "prepare_data: 20 of 40 rows are dropped (50%)"
+    assert re.fullmatch(
+        r"20 prompt too long \(first: \d+ tokens, at most 128\), at long.jsonl:1, long.jsonl:2, long.jsonl:3, \.\.\.",
+        reason,
+    )
+    why = "of the 20 rows in long: most are dropped as prompt too long"
+    assert lost == [f"no row is left for {table} {why}" for table in ("prompts", "eval_prompts")]
+    assert tables == "tables: demonstrations 20"
+    assert preview.endswith(f"{folder / 'preview.md'}") and report.endswith(f"{folder / 'validation.json'}")
 
 
 def test_the_tracker_is_told_of_the_model_that_a_stage_made(tmp_path: Path, home: Home) -> None:
