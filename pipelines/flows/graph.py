@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ class Stages:
         """Run a stage as `run` does, where the type of its artifact depends on the configuration or the inputs."""
         (config,) = args
         assert isinstance(config, Config)
-        path = label.replace("/", ".")
+        path = re.sub(r"\.round_\d+", "", label.replace("/", "."))  # as the profile has it
         inputs = inputs_of(stage, config, cast(dict[str, GivenInput], given))
         files = {} if stage.files is None else dict(stage.files(config))
         self._check_reward_models(path, config, inputs)
@@ -166,7 +167,8 @@ def reward_functions(config: Any, key: str) -> dict[str, str]:
     """Return dotted key -> function that a configuration names in a field called `function` or `gold`."""
     found: dict[str, str] = {}
     if isinstance(config, EpisodeLimits):
-        found |= {f"{key}.{function}": function for function in config.callables()}
+        for function in config.callables():
+            found[f"{key}.{_field_with(config, function)}"] = function
     elif isinstance(config, BaseModel):
         for name in type(config).model_fields:
             value = getattr(config, name)
@@ -181,3 +183,13 @@ def reward_functions(config: Any, key: str) -> dict[str, str]:
         for index, value in enumerate(config):
             found |= reward_functions(value, f"{key}[{index}]")
     return found
+
+
+def _field_with(agent: EpisodeLimits, function: str) -> str:
+    """Return the field of an agent that names a function, or the file of one: `environment`, `tools[1]`, `file`."""
+    for name, value in agent:
+        if isinstance(value, tuple) and function in value:
+            return f"{name}[{value.index(function)}]"
+        if value and value in (function, function.rpartition(":")[0]):
+            return name
+    return function

@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeGuard, get_args, get_origin
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from pipelines.flows.profile_paths import relative_to_profile
 from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig
 from pipelines.flows.sections import (
     POLICY_SECTIONS,
@@ -72,7 +73,7 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     tags = [given.get(tag) for tag in FIELD_OF] if isinstance(given, Mapping) else []
     if first["type"] == "value_error" and location and location[-1] in tags:
         location = location[:-1]  # the rule is about a whole table, and this is the tag of its union
-    keys = _real_keys(location, tree)
+    keys = _real_keys(location, tree, model)
     dotted = ".".join(keys)
     if first["type"] == "extra_forbidden":
         tag, others = _types_with(keys, model)
@@ -151,11 +152,14 @@ def _types_with(keys: Sequence[str], model: type[BaseModel]) -> tuple[str, list[
 
 def _models_at(keys: Sequence[str], model: type[BaseModel]) -> list[type[BaseModel]]:
     """Return the models that can stand at the place of `keys`."""
-    models = [model]
+    models, is_named = [model], False
     for key in keys:
-        if not key.isdigit():  # a place in a list, whose models were found with the list
-            fields = [_fields(one)[key].annotation for one in models if key in _fields(one)]
-            models = [found for annotation in fields for found in _models_in(annotation)]
+        if key.isdigit() or is_named:  # a place in a list or a name in a table, whose models were found with it
+            is_named = False
+            continue
+        fields = [_fields(one)[key].annotation for one in models if key in _fields(one)]
+        models = [found for annotation in fields for found in _models_in(annotation)]
+        is_named = any(get_origin(annotation) is dict for annotation in fields)
     return models
 
 
@@ -164,10 +168,15 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-def _real_keys(location: Sequence[int | str], tree: Any) -> list[str]:
-    """Return the keys of `location` that are in the file: pydantic adds the tag of the union that it chose."""
-    keys = []
+def _real_keys(location: Sequence[int | str], tree: Any, model: type[BaseModel]) -> list[str]:
+    """Return the keys of `location` that are in the file: pydantic adds the tag of each union behind the union's key."""
+    keys: list[str] = []
+    is_behind_tag = False
     for position, key in enumerate(location):
+        tags = [] if is_behind_tag else [name for one in _models_at(keys, model) for name in tag_of(one)[1]]
+        is_behind_tag = key in tags and position > 0 and len(tags) > 1
+        if is_behind_tag:
+            continue
         if isinstance(tree, Mapping) and key in tree:
             tree = tree[key]
         elif isinstance(tree, (list, tuple)) and isinstance(key, int):
@@ -472,6 +481,8 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error}; a profile is a TOML file in UTF-8") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}; strings are quoted, tables are [in.brackets]") from None
+    if not path.is_relative_to(shipped_profiles()) and path.parent != Path.cwd():
+        tree = relative_to_profile(tree, path.parent)
     if "extends" not in tree:
         return _with_current_names(tree, below={})
     named = tree.pop("extends")

