@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
 from rlhf_core.errors import RlhfError, nearest
@@ -28,11 +28,27 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PACKAGE = "rlhf-lifecycle"
 DESCRIPTION = """Train language models from human feedback as cached, resumable stages. A profile (a TOML file) holds all
 settings of a pipeline; `--set KEY=VALUE` changes one of them."""
-EPILOG = """`rlhf COMMAND --help` describes a command. Exit status: 0 success, 2 invalid input, 69 budget spent, 75 waiting for
-a person, 77 blocked by a gate, 130 interrupted."""
+EPILOG = """`rlhf COMMAND --help` describes a command, `rlhf --version` prints the version. Exit status: 0 success,
+2 invalid input, 69 budget spent, 75 waiting for a person, 77 blocked by a gate, 130 interrupted."""
+EXAMPLES = """examples:
+  rlhf init my_desk              a folder with a profile, a reward, rows and a README
+  rlhf plan tiny/full            which stages would run, and why
+  rlhf run tiny/full             run them; finished stages are reused"""
+GROUPS = {
+    "start": ("init", "profiles", "schema", "data", "doctor"),
+    "run": ("plan", "explain", "run", "sweep", "resume", "runs"),
+    "results": ("diff", "reproduce", "chat", "serve", "serve-reward", "store"),
+    "decisions": ("approve", "reject", "champion", "rollback"),
+    "services": ("up", "down", "status", "reconcile"),
+    "other tools": ("import-openrlhf",),
+}
+"""Headings of `rlhf --help`, and the commands below each."""
 STORE_HELP = "artifact store; default: the store of the {}"
 
 VERBS = {
+    "init": "pipelines.cli.start_verbs:init",
+    "profiles": "pipelines.cli.start_verbs:profiles",
+    "schema": "pipelines.cli.start_verbs:schema",
     "up": "pipelines.cli.serve_verb:up",
     "down": "pipelines.cli.serve_verb:down",
     "status": "pipelines.cli.serve_verb:status",
@@ -63,7 +79,11 @@ VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status, one of the constants above. Errors are printed in one line."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.verb is None:
+        parser.print_help()
+        return 0
     show_warnings()
     skip_last_collections()
     before = {number: signal.signal(number, _interrupt) for number in terminations()}
@@ -121,13 +141,22 @@ class _Version(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     # argparse, not cyclopts: `_verb` already imports a verb's module only when it runs, and `rlhf resume` rebuilds the
     # options of a run as a Namespace from its flow parameters. Completion alone is not worth a dependency.
-    parser = _Parser(prog="rlhf", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+    parser = _Parser(
+        prog="rlhf", usage="rlhf COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
+    )
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action=_Version, nargs=0, help=argparse.SUPPRESS)
+    verbs = parser.add_subparsers(dest="verb", prog="rlhf", metavar="COMMAND", help=argparse.SUPPRESS)
+    texts: dict[str, str] = {}
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
-        return verbs.add_parser(name, help=text, description=text)
+        texts[name] = text
+        return verbs.add_parser(name, description=text)
 
+    init = command("init", "Make a folder with a profile, a reward function, twenty rows and a README.")
+    init.add_argument("name", metavar="NAME", help="folder to make; its name is that of the runs, too")
+    command("profiles", "List the shipped profiles.")
+    command("schema", "Print the JSON Schema of a profile, from which editors complete its keys.")
     up = command("up", "Start Prefect, MLflow and the deployments on 127.0.0.1.")
     up.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
     command("down", "Stop the services that `rlhf up` started.")
@@ -187,7 +216,15 @@ def _parser() -> argparse.ArgumentParser:
     _store_verbs(command("store", "List, verify, pin, clean up or share the artifact store."))
     for verb in (data, plan, explain, diff, runs, status):
         _json_option(verb)
+    parser.description = "\n\n".join([DESCRIPTION, *_grouped(texts), EXAMPLES, EPILOG])
     return parser
+
+
+def _grouped(texts: Mapping[str, str]) -> Iterator[str]:
+    """Yield a paragraph for each group of commands; argparse lists all commands as one."""
+    width = max(map(len, texts)) + 2
+    for title, names in GROUPS.items():
+        yield "\n".join([f"{title}:", *(f"  {name:<{width}}{texts[name]}" for name in names)])
 
 
 def _json_option(parser: argparse.ArgumentParser) -> None:

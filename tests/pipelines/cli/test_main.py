@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelines.cli.main import VERBS, _parser, main
+from pipelines.cli.main import GROUPS, VERBS, _parser, main
 from pipelines.execution.plan import PlannedStage
 from pipelines.flows.profile import load_profile
 from rlhf_core.stage.decision import Decision, decide
@@ -225,6 +225,18 @@ def test_the_table_of_verbs_names_functions_that_take_the_options() -> None:
 def test_the_table_of_verbs_has_every_verb_of_the_parser() -> None:
     verbs = next(one for one in _parser()._actions if isinstance(one, argparse._SubParsersAction))
     assert set(VERBS) == {*verbs.choices, "store ls"}
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(verbs.choices)
+
+
+def test_without_a_command_the_commands_are_listed_in_groups_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert "\n  plan             Show which stages a run would execute" in printed
+    examples = re.findall(r"^  rlhf (.+?) {2,}", printed, flags=re.M)
+    assert len(examples) == 3 and all(_parser().parse_args(line.split()).verb for line in examples)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The files that `rlhf init` writes into a new folder."""
