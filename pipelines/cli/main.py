@@ -197,27 +197,31 @@ def _parser() -> argparse.ArgumentParser:
     runs = command("runs", "List the runs of this project, newest first, with the command that goes on with each.")
     _store_options(runs)
 
-    chat = command("chat", "Chat with a policy.")
+    _chat_verb(command("chat", "Chat with a policy."))
+    _serve_verb(command("serve", "Serve a policy with an OpenAI-compatible API on 127.0.0.1."))
+    _serve_reward_verb(command("serve-reward", "Serve a reward function or a reward model over HTTP."))
+    command("doctor", "Check this machine: versions, memory, disk, ports, engines.")
+
+    _import_verb(command("import-openrlhf", "Translate OpenRLHF command lines into a profile."))
+    _store_verbs(command("store", "List, verify, pin, clean up or share the artifact store."))
+    for verb in (data, plan, explain, diff, runs, status):
+        _json_option(verb)
+    return parser
+
+
+def _import_verb(translator: argparse.ArgumentParser) -> None:
+    translator.add_argument("script", help="shell script, or - for standard input")
+    translator.add_argument("--out", default="", metavar="FILE", help="profile to write; default: standard output")
+    translator.add_argument("--lenient", action="store_true", help="list unknown flags instead of failing on them")
+
+
+def _chat_verb(chat: argparse.ArgumentParser) -> None:
     chat.add_argument("policy", help="stage label (sft, ppo), digest, folder, `champion`, or URL of a server")
     chat.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the server's token")
     chat.add_argument("--once", metavar="TEXT", help="answer TEXT and exit")
     chat.add_argument("--max-tokens", type=int, default=64, help="maximum tokens per answer (default %(default)s)")
     chat.add_argument("--temperature", type=float, default=0.7, help="sampling temperature (default %(default)s)")
     _store_options(chat)
-    _serve_verb(command("serve", "Serve a policy with an OpenAI-compatible API on 127.0.0.1."))
-    _serve_reward_verb(command("serve-reward", "Serve a reward function or a reward model over HTTP."))
-    command("doctor", "Check this machine: versions, memory, disk, ports, engines.")
-
-    translator = command("import-openrlhf", "Translate OpenRLHF command lines into a profile.")
-    translator.add_argument("script", help="shell script, or - for standard input")
-    translator.add_argument("--out", default="", metavar="FILE", help="profile to write; default: standard output")
-    translator.add_argument("--lenient", action="store_true", help="list unknown flags instead of failing on them")
-
-    _store_verbs(command("store", "List, verify, pin, clean up or share the artifact store."))
-    for verb in (data, plan, explain, diff, runs, status):
-        _json_option(verb)
-    parser.description = "\n\n".join([DESCRIPTION, *_grouped(texts), EXAMPLES, EPILOG])
-    return parser
 
 
 def _grouped(texts: Mapping[str, str]) -> Iterator[str]:

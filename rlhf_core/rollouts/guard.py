@@ -635,9 +635,8 @@ class RunGuard:
         self._context.tracker.set_tags({f"monitor.{alarm.monitor}": text + said})
 
     def _exports_best(self) -> bool:
-        if self._ended:
-            return bool(self._ended["export"] == "best")
-        return self._evaluate is not None and self._evaluate.export == "best"
+        chosen = self._ended["export"] if self._ended else self._evaluate is not None and self._evaluate.export
+        return bool(chosen == "best")
 
     def _write_report(self, file: Path, exported: int) -> None:
         report = {
