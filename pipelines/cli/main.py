@@ -167,15 +167,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--wait", action="store_true", help="wait for annotations and approvals, then continue")
     _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
     data = command("data", "Show what data files hold: format, columns, dropped rows with reasons, two rows, tables.")
-    data.add_argument("files", nargs="*", metavar="FILE", help="file, folder or pattern, as `path` of a source")
-    data.add_argument("--profile", default="", help="describe the sources of this profile")
-    _set_option(data, "change a key of --profile")
+    _data_verb(data)
     plan = command("plan", "Show which stages a run would execute or reuse, and why, without running them.")
     _profile_options(plan)
     explain = command("explain", "Explain why a stage will run or is reused, and what to do next.")
-    explain.add_argument("stage", help="label of the stage, as in `rlhf plan`")
-    explain.add_argument("--all", action="store_true", help="print the whole key and the record, too")
-    _profile_options(explain, positional=False)
+    _explain_verb(explain)
     diff = command("diff", "Compare two runs, artifacts or profiles.")
     _diff_verb(diff)
     _reproduce_verb(command("reproduce", "Rebuild an artifact in an empty store and compare it byte for byte."))
@@ -184,9 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     _gate_verb(command("reject", "Reject an artifact at a gate; the stages that depend on it will not run."))
     champion = command("champion", "Show the champion of a registered model and the previous champions.")
     rollback = command("rollback", "Make the previous champion of a registered model its champion again.")
-    for verb in (champion, rollback):
-        verb.add_argument("name", nargs="?", default="", help="name of the registered model; default: the only one")
-    rollback.add_argument("--reason", required=True, help="reason, kept in the registry")
+    _registry_verbs(champion, rollback)
 
     text = "Mark runs whose process was killed as interrupted in Prefect, MLflow and the store."
     _store_options(command("reconcile", text))
@@ -206,7 +200,26 @@ def _parser() -> argparse.ArgumentParser:
     _store_verbs(command("store", "List, verify, pin, clean up or share the artifact store."))
     for verb in (data, plan, explain, diff, runs, status):
         _json_option(verb)
+    parser.description = "\n\n".join([DESCRIPTION, *_grouped(texts), EXAMPLES, EPILOG])
     return parser
+
+
+def _data_verb(data: argparse.ArgumentParser) -> None:
+    data.add_argument("files", nargs="*", metavar="FILE", help="file, folder or pattern, as `path` of a source")
+    data.add_argument("--profile", default="", help="describe the sources of this profile")
+    _set_option(data, "change a key of --profile")
+
+
+def _explain_verb(explain: argparse.ArgumentParser) -> None:
+    explain.add_argument("stage", help="label of the stage, as in `rlhf plan`")
+    explain.add_argument("--all", action="store_true", help="print the whole key and the record, too")
+    _profile_options(explain, positional=False)
+
+
+def _registry_verbs(champion: argparse.ArgumentParser, rollback: argparse.ArgumentParser) -> None:
+    for verb in (champion, rollback):
+        verb.add_argument("name", nargs="?", default="", help="name of the registered model; default: the only one")
+    rollback.add_argument("--reason", required=True, help="reason, kept in the registry")
 
 
 def _import_verb(translator: argparse.ArgumentParser) -> None:
