@@ -37,6 +37,7 @@ from pipelines.flows.sections import (
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.former_names import FORMER, renamed
 from rlhf_core.config.monitors import is_named, remedy_of
+from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.schema.base import FIELD_OF, OPERATIONAL, Config, added_option, by_type, tag_of
 from rlhf_core.secrets.redaction import hidden
@@ -426,10 +427,18 @@ def with_overrides(config: PipelineConfig, overrides: Sequence[str]) -> Pipeline
     """Return `config` with `dotted.key=value` changes; raise ConfigError as for a profile."""
     if not overrides:
         return config
-    tree = _with_current_names(config.model_dump(mode="json", exclude_none=True), below={})
+    tree = as_table(config)
     for override in overrides:
         _apply(tree, override)
     return parse(tree, origin=config.name)
+
+
+def as_table(config: BaseModel) -> dict[str, Any]:
+    """Return a profile, or one of its sections, as a file has it: without empty keys, and with present names alone."""
+    table = config.model_dump(mode="json", exclude_none=True)
+    if isinstance(config, PPOConfig):
+        return dict(renamed(table, below={}))
+    return _with_current_names(table, below={})
 
 
 def profile_digest(config: PipelineConfig) -> str:

@@ -29,7 +29,7 @@ from prefect.runner import Runner
 from prefect.runner import _scheduled_run_poller as poller
 from pydantic import BaseModel
 
-from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.flows.profile import PipelineConfig, as_table, load_profile
 from pipelines.prefect_flows import pipeline_flows, stage_flows, waiting
 from pipelines.prefect_flows.waiting import keep_resuming
 from pipelines.services.flow_runs import home_tag, interrupt, reconcile
@@ -132,7 +132,7 @@ def _deploy(flow: Flow[..., Any], name: str, parameters: dict[str, Any]) -> Any:
 
 
 def _plain(config: BaseModel, left_out: Collection[str] = ()) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude_none=True, exclude=set(left_out))
+    return {name: value for name, value in as_table(config).items() if name not in left_out}
 
 
 class InterruptingRunner(Runner):

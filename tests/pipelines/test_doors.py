@@ -19,7 +19,6 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
-from tests.rlhf_core.http.test_peers import NOBODY, asked_as
 
 from pipelines.services import servers
 from pipelines.services.home import SERVER_AUTH, Home, basic, quiet_environment, sign_in_link
@@ -29,6 +28,7 @@ from rlhf_core.agents.endpoint import Endpoint
 from rlhf_core.http import door
 from rlhf_core.http.door import CONNECTIONS, Door
 from rlhf_core.rewards.server import create_app
+from tests.rlhf_core.http.test_door import NOBODY, asked_as
 
 SECRET = "s3cret"
 OWN = "127.0.0.1:4200"
