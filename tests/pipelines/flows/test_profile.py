@@ -505,7 +505,7 @@ def test_a_key_does_not_depend_on_the_folder_in_which_a_profile_is_read(
     (team / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     (team / "own.toml").write_text(
         "extends = 'tiny/full'\n[prepare_data.data]\ntype = 'files'\n"
-        "[[prepare_data.data.sources]]\nname = 'rows'\npath = 'rows.jsonl'\nuse = {prompts = 1.0}\n"
+        "[[prepare_data.data.sources]]\nname = 'rows'\npath = 'rows.jsonl'\nuse = {demonstrations = 0.25, preferences = 0.25, prompts = 0.25, eval_prompts = 0.25}\n"
     )
 
     def key(folder: Path) -> str:
