@@ -153,7 +153,7 @@ class Builder:
         if spec.label == KILLED:
             _leave(self.store, spec, target)
             raise ReachedUntil
-        return placeholder(spec.label, kind)
+        return placeholder(spec, kind)
 
 
 def make_store(store: ArtifactStore, outside: Path) -> None:

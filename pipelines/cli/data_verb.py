@@ -68,7 +68,9 @@ def _files(data: DataConfig) -> Files:
     if not isinstance(data, Files):
         rule = "is a synthetic world, whose rows a program writes"
         raise ConfigError(
-            explain("prepare_data.data.type", data.type, rule, "see its rows with `rlhf show prepare_data`")
+            explain(
+                "prepare_data.data.type", data.type, rule, "`rlhf run PROFILE --until prepare_data` writes its rows"
+            )
         )
     return data
 

@@ -254,11 +254,12 @@ def placeholder(spec: StageSpec, kind: type[R], beginning: str = PENDING) -> R:
             "preferences": PreferencesRef(uri=uri, digest=uri),
             "prompts": PromptsRef(uri=uri, digest=uri),
             "eval_prompts": PromptsRef(uri=uri, digest=uri),
+            "base": PolicyRef(uri=uri, digest=uri),
             "steps": StepsRef(uri=uri, digest=uri),
         }
         if isinstance(spec.config, PrepareDataConfig):  # what it cannot make is missed now, not after it has run
-            parts = {name: parts[name] for name in wanted_tables(spec.config.data)}
-        return kind(uri=uri, digest=uri, base=PolicyRef(uri=uri, digest=uri), **parts)
+            parts = {name: parts[name] for name in ("base", *wanted_tables(spec.config.data))}
+        return kind(uri=uri, digest=uri, **parts)
     return kind(uri=uri, digest=uri)
 
 

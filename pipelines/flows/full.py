@@ -365,7 +365,7 @@ def part(data: PreparedDataRef, name: str, kind: type[R]) -> R:
     if not isinstance(ref, kind):
         raise ConfigError(
             f"prepare_data.{name} = {ref!r}: a later stage needs {kind.__name__}; "
-            f"give {name} a share in `use` of a source, mend what drops its rows (`rlhf show prepare_data validation.json`), "
+            f"give {name} a share in `use` of a source, fix what drops its rows (listed in validation.json of prepare_data), "
             "or remove the section that reads it from the profile"
         )
     return ref

@@ -105,7 +105,8 @@ def _format(records: Sequence[Record], source: Source) -> str:
 def _tables(examples: Sequence[Example], *, min_margin: float) -> tuple[dict[str, int], dict[str, str]]:
     """Return the rows that each table would have if all examples went there, and why the others would have none."""
     joined = pair_unpaired(best_against_worst(examples, DropReport(), min_margin=min_margin))
-    counts, empty = {}, {}
+    counts: dict[str, int] = {}
+    empty: dict[str, str] = {}
     for table in TABLES:
         found = examples if table == "steps" else joined
         reasons = Counter(misfit(example, table) for example in found)
@@ -196,6 +197,6 @@ def _names(row: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str]
 
 def _spelled(spellings: Sequence[str], names: Mapping[str, str]) -> str:
     """Return the column with one of `spellings`, or else with a name that is nearly the first; empty if none has."""
-    plain = {said: name for name, said in reversed(names.items())}
+    plain = {said: name for name, said in reversed(list(names.items()))}
     near = difflib.get_close_matches(spellings[0], plain, n=1, cutoff=0.75)
     return next((plain[one] for one in (*spellings, *near) if one in plain), "")
