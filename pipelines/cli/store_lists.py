@@ -35,7 +35,7 @@ def runs(options: argparse.Namespace) -> None:
         check_schema(home.store)
     if options.json:
         rows = [asdict(one) | {"seconds": one.seconds, "next": one.following} for one in found]
-        print_json({"runs": [{name: row[name] for name in row if name != "owner"} for row in rows]})
+        print_json({"runs": rows})
         return
     if not found:
         print_line(console, f"no run is recorded in {home.root}: start one with `rlhf run tiny/full`")

@@ -166,7 +166,7 @@ def headline(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
 
     "" if no stage has one of `HEADLINES`.
     """
-    for label, outcome in reversed(outcomes.items()):
+    for label, outcome in reversed(list(outcomes.items())):
         measures = of_report(read_report(store.path(outcome.ref)))
         last = next(reversed(measures), "").rpartition("/")[0]
         for name, measure in measures.items():

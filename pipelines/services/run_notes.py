@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 import shlex
@@ -13,11 +14,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from pipelines.services.home import Home
-from rlhf_core.processes.identity import user_name
+from rlhf_core.processes.identity import here, process_stat, process_state, user_name
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.layout import read_json, write_json
-from rlhf_core.store.leases import is_gone
-from rlhf_core.tracking import mlflow_client
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,10 @@ class RunRecord:
     until: str
     store: str
     user: str
-    owner: dict[str, str]
+    host: list[str]
+    """Machine, boot and process namespace, to which the numbers of processes belong."""
+    pid: int
+    pid_started: int
     began: float
     changed: float
     state: str = RUNNING
@@ -113,10 +115,10 @@ def new_note(
     home: Home, name: str, *, profile: str, digest: str, overrides: Sequence[str], until: str, store: Path
 ) -> RunNote:
     """Return the note of a run that begins; nothing is written before its first change."""
-    began = time.time()
+    began, started = time.time(), process_stat(os.getpid())
     record = RunRecord(
         secrets.token_hex(4), name, profile, digest, list(overrides), until, str(store.resolve()), user_name(),
-        mlflow_client.tags(), began, began,
+        list(here()), os.getpid(), -1 if started is None else started[1], began, began,
     )  # fmt: skip
     return RunNote(home, record)
 
@@ -148,5 +150,5 @@ def _with_closed(found: Sequence[RunRecord]) -> Iterator[RunRecord]:
 
 
 def _has_crashed(record: RunRecord) -> bool:
-    process = mlflow_client.from_tags(record.owner)
-    return record.state == RUNNING and process is not None and is_gone(process)
+    is_local = record.state == RUNNING and tuple(record.host) == here()
+    return is_local and process_state(record.pid, record.pid_started) == "gone"

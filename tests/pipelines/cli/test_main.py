@@ -24,7 +24,7 @@ from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.types import PolicyRef
-from tests.support.small_pipeline import write_mini
+from tests.support.small_pipeline import two_toys, write_mini
 from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
 
 HEAVY = ("torch", "transformers", "vllm", "ray", "deepspeed", "prefect", "mlflow")
@@ -96,6 +96,45 @@ def test_explain_prints_the_whole_key_where_all_of_it_is_wanted(here: Path, caps
     found = json.loads(said["--json",])
     assert (found["decision"], found["payload"]["seed"], found["record"]) == ("RUN", 17, None)
     assert found["next"] == lines[-1].removeprefix("next: ")
+
+
+@pytest.mark.parametrize(
+    ("state", "stage", "said", "command"),
+    [
+        ("made", "first", r"first: HIT: made .*\n(.*\n)*artifact: \w{12}, .* in 1 attempt\n", "chat"),
+        ("made", "second", r"second: RUN: first run\n", "run"),
+        (
+            "failed",
+            "second",
+            r"second: RESUME: from step 1 of attempt 1\n(.*\n)*attempts: 1, .*: step 2 went wrong\n",
+            "run",
+        ),
+        ("damaged", "first", r"first: RUN: its artifact cannot be used: .*total.txt has 0 bytes.*\n", "run"),
+    ],
+)
+def test_explain_ends_with_the_next_command(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *,
+    state: str, stage: str, said: str, command: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("pipelines.cli.plan_verbs.lifecycle", two_toys)
+    profile, store = str(write_mini(here)), ArtifactStore(here / "home" / "store")
+    made = {"runtime": NoEngines(), "tracker": RecordingTracker(), "progress": lambda *_: None}
+    handle, _ = execute(store, toy_spec(label="first", seed=17, pipeline="mini"), **made)
+    if state == "failed":
+        config = ToyConfig(kl_coef=0.1, trouble="raise:2")
+        with pytest.raises(ValueError, match="went wrong"):
+            execute(store, toy_spec(config, label="second", seed=17, inputs={"policy": handle}), **made)
+    elif state == "damaged":
+        (store.path(handle) / "total.txt").chmod(0o644)
+        (store.path(handle) / "total.txt").write_text("")
+    assert main(["explain", stage, "--profile", profile]) == 0
+    out = capsys.readouterr().out
+    *lines, last = out.splitlines()
+    assert re.match(said, out) and len(lines) < 15 and "->" not in out
+    following = (
+        f"chat {handle.digest[:12]} --profile {profile}" if command == "chat" else f"run {profile} --until {stage}"
+    )
+    assert last == f"next: rlhf {following}"
 
 
 def test_explain_names_what_the_key_cannot_see(

@@ -71,7 +71,7 @@ def test_a_run_whose_process_was_killed_has_crashed_and_files_of_other_versions_
     record = noted(home, "Running", flow_run=FLOW)
     path = next(folder(home).glob("*.json"))
     table = json.loads(path.read_text())
-    table["owner"]["owner.pid_started"] = "1"  # another process had this number
+    table["pid_started"] = 1  # another process had this number
     path.write_text(json.dumps(table))
     (folder(home) / "9.json").write_text('{"id": 1}')
     assert [(one.state, one.id) for one in run_records(home)] == [("Crashed", record.id)]
