@@ -12,6 +12,7 @@ import pytest
 from prefect.exceptions import CancelledRun
 
 from pipelines.cli import command_flow
+from pipelines.cli.run_command import run_options
 from pipelines.services.running import ServiceError
 from rlhf_core.stage.stopping import StageWaiting
 
@@ -43,7 +44,7 @@ def losing_prefect(monkeypatch: pytest.MonkeyPatch, *, before_the_body: bool) ->
 
 
 def run_flow() -> None:
-    run: Any = SimpleNamespace(started=0)
+    run: Any = SimpleNamespace(started=0, context=SimpleNamespace(options=SimpleNamespace(profile="tiny/full")))
     config: Any = SimpleNamespace(name="night")
     command_flow.run_flow(run, config, OPTIONS, None)
 
@@ -73,8 +74,11 @@ def test_a_profile_is_stored_with_its_whole_path_so_that_it_can_be_resumed_from_
 ) -> None:
     (tmp_path / "mine.toml").write_text("")
     monkeypatch.chdir(tmp_path)
-    assert command_flow.whereabouts("mine.toml") == str(tmp_path / "mine.toml")
-    assert command_flow.whereabouts("tiny/full") == "tiny/full"
+    found = {
+        name: run_options(argparse.Namespace(**vars(OPTIONS) | {"profile": name}))
+        for name in ("mine.toml", "tiny/full")
+    }
+    assert [one.profile for one in found.values()] == [str(tmp_path / "mine.toml"), "tiny/full"]
 
 
 def test_a_run_that_waits_says_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
