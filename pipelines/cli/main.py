@@ -182,15 +182,13 @@ def _parser() -> argparse.ArgumentParser:
     rollback = command("rollback", "Make the previous champion of a registered model its champion again.")
     _registry_verbs(champion, rollback)
 
-    text = "Mark runs whose process was killed as interrupted in Prefect, MLflow and the store."
-    _store_options(command("reconcile", text))
+    _store_options(command("reconcile", "Mark killed runs as interrupted in Prefect, MLflow and the store."))
     resume = command("resume", "Run an unfinished run again; finished stages are reused.")
     resume.add_argument(
-        "run", nargs="?", default="", help="name of the run, or beginning of its id; default: newest unfinished run"
+        "run", nargs="?", default="", help="name or beginning of the id; default: newest unfinished run"
     )
     runs = command("runs", "List the runs of this project, newest first, with the command that goes on with each.")
     _store_options(runs)
-
     _chat_verb(command("chat", "Chat with a policy."))
     _serve_verb(command("serve", "Serve a policy with an OpenAI-compatible API on 127.0.0.1."))
     _serve_reward_verb(command("serve-reward", "Serve a reward function or a reward model over HTTP."))
