@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 from pydantic import BaseModel
 
 from pipelines.flows.inputs import Opponents
+from pipelines.flows.trial import try_custom_functions
 from pipelines.services.home import Home
 from pipelines.services.user_servers import registry
 from rlhf_core.config.agents import AgentConfig, EpisodeLimits
@@ -97,6 +98,7 @@ class Stages:
         functions = reward_functions(config, path)
         for key, function in functions.items():  # now, not after earlier stages have run for hours
             user_code_digest(function, key=key)
+        try_custom_functions(config, path)
         callables = tuple(dict.fromkeys(functions.values()))
         spec = stage.spec(config, inputs, label=label, seed=self.seed, engines=engines, callables=callables)
         return self.run_stage(spec, kind)
