@@ -175,13 +175,11 @@ def _parser() -> argparse.ArgumentParser:
     diff = command("diff", "Compare two runs, artifacts or profiles.")
     _diff_verb(diff)
     _reproduce_verb(command("reproduce", "Rebuild an artifact in an empty store and compare it byte for byte."))
-
     _gate_verb(command("approve", "Approve an artifact at a gate; the stages that depend on it may run."))
     _gate_verb(command("reject", "Reject an artifact at a gate; the stages that depend on it will not run."))
     champion = command("champion", "Show the champion of a registered model and the previous champions.")
     rollback = command("rollback", "Make the previous champion of a registered model its champion again.")
     _registry_verbs(champion, rollback)
-
     _store_options(command("reconcile", "Mark killed runs as interrupted in Prefect, MLflow and the store."))
     resume = command("resume", "Run an unfinished run again; finished stages are reused.")
     resume.add_argument(
@@ -193,7 +191,6 @@ def _parser() -> argparse.ArgumentParser:
     _serve_verb(command("serve", "Serve a policy with an OpenAI-compatible API on 127.0.0.1."))
     _serve_reward_verb(command("serve-reward", "Serve a reward function or a reward model over HTTP."))
     command("doctor", "Check this machine: versions, memory, disk, ports, engines.")
-
     _import_verb(command("import-openrlhf", "Translate OpenRLHF command lines into a profile."))
     _store_verbs(command("store", "List, verify, pin, clean up or share the artifact store."))
     for verb in (data, plan, explain, diff, runs, status):
