@@ -46,7 +46,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/rlhf_core/training",
         "tests/rlhf_core/sampling/test_hf_sampler.py",
         "tests/rlhf_core/rewards/test_model.py",
-        "tests/rlhf_core/rewards/test_process_model.py",
         "tests/stages",
         "tests/durability/test_resume_diamond.py",
     ),
@@ -65,7 +64,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 SEVERAL_PROCESSES = (
     "tests/rlhf_core/training/test_bfloat16.py",
     "tests/rlhf_core/training/test_sequence_parallel.py",
-    "tests/rlhf_core/training/test_tensor_parallel_families.py",
+    "tests/rlhf_core/training/engines/test_tensor_parallel.py",
     "tests/rlhf_core/training/test_wide_head.py",
     "tests/stages/test_invariants_engines.py",
 )

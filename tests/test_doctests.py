@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipelines", "stages", "rlhf_core", "benchmarks", "campaigns")
 SKIPPED = {
+    "pipelines.flows.graph": (1, "a pipeline and artifacts"),
     "rlhf_core.agents.endpoint": (1, "an event loop and a policy that samples"),
     "rlhf_core.agents.process": (1, "processes of environments and a policy's tokenizer"),
     "rlhf_core.agents.programs": (1, "an event loop and a policy that samples"),

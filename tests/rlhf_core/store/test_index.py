@@ -147,7 +147,7 @@ def test_a_list_imports_nothing_that_takes_long(store: ArtifactStore) -> None:
     rows(store.layout)
     slow = ["pydantic", "torch", "prefect", "mlflow", "ray", "rlhf_core.store.records"]
     code = (
-        "import sys; from pipelines.cli.main import main; main(['runs', '--store', sys.argv[1]]); "
+        "import sys; from pipelines.cli.main import main; main(['store', 'ls', '--store', sys.argv[1]]); "
         f"print([name for name in {slow} if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, str(store.root)]

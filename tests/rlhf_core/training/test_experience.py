@@ -218,7 +218,7 @@ def test_without_a_reference_nothing_is_measured_of_it_and_a_penalty_is_an_error
     assert [row.ref_logprobs for row in policy_samples(made, result)] == [()] * 4
     measured = estimate_advantages(two_groups(), estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
     assert torch.equal(result.advantages_BT, measured.advantages_BT)
-    with pytest.raises(ConfigError, match=r"ppo\.kl_coef = 0\.1: the log-probs of a reference are missing"):
+    with pytest.raises(ConfigError, match=r"ppo\.kl\.coef = 0\.1: the log-probs of a reference are missing"):
         estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.1)
 
 
