@@ -11,10 +11,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.cli.common import console, print_json, short, store_folder
+from pipelines.cli.common import console, print_json, print_line, short, store_folder
 from pipelines.cli.display import PlainDisplay
 from pipelines.execution.diff import (
-    DIGITS,
     Difference,
     Side,
     answers,
@@ -29,7 +28,7 @@ from pipelines.execution.diff import (
 )
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run
-from pipelines.execution.plan import plan
+from pipelines.execution.plan import DIGITS, plan
 from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile
@@ -101,7 +100,7 @@ def reproduce(options: argparse.Namespace) -> int:
             raise ConfigError(explain(f"{stage.label}.annotator", "mlflow", rule, "name what does not depend on it"))
 
     wanted, display = RunOptions(until=label), PlainDisplay(console)
-    _say(f"{options.artifact}: {ours.digest[:DIGITS]}, made again in {folder}")
+    print_line(console, f"{options.artifact}: {ours.digest[:DIGITS]}, made again in {folder}")
     with (
         on_signals(),
         open_run(config, lifecycle, wanted, home=home, tracker=MemoryTracker(), listener=display) as run,
@@ -142,7 +141,7 @@ def _check_same(ours: Side, theirs: Side) -> None:
 
 
 def _print(ours: Side, theirs: Side, samples: int) -> None:
-    _say(f"A: {ours.name}   B: {theirs.name}")
+    print_line(console, f"A: {ours.name}   B: {theirs.name}")
     found = stage_differences(ours, theirs)
     _print_artifacts(ours, theirs)
     _print_config(ours, theirs)
@@ -150,8 +149,8 @@ def _print(ours: Side, theirs: Side, samples: int) -> None:
     _print_metrics(ours, theirs)
     for one in answers(ours, theirs, samples):
         _heading(f"prompt: {short(one.prompt, LONGEST_ANSWER)}")
-        _say(f"A: {short(one.ours, LONGEST_ANSWER)}")
-        _say(f"B: {short(one.theirs, LONGEST_ANSWER)}")
+        print_line(console, f"A: {short(one.ours, LONGEST_ANSWER)}")
+        print_line(console, f"B: {short(one.theirs, LONGEST_ANSWER)}")
 
 
 def _print_artifacts(ours: Side, theirs: Side) -> None:
@@ -182,9 +181,11 @@ def _print_stages(found: Sequence[Difference], ours: Side, theirs: Side) -> None
     )
     for one in found:
         for phrase in (*one.own, *one.inputs):
-            _say(f"{one.label}: {phrase}")
+            print_line(console, f"{one.label}: {phrase}")
     for reason in dict.fromkeys(unknown.values()):
-        _say(f"not compared, {reason}: {', '.join(label for label, why in unknown.items() if why == reason)}")
+        print_line(
+            console, f"not compared, {reason}: {', '.join(label for label, why in unknown.items() if why == reason)}"
+        )
 
 
 def _print_metrics(ours: Side, theirs: Side) -> None:
@@ -211,7 +212,3 @@ def _print_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def _heading(text: str) -> None:
     console.print()
     console.print(Text(text, style="bold"), highlight=False, soft_wrap=True)
-
-
-def _say(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -14,8 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.cli.common import key_metric
-from pipelines.execution.plan import Outlook, PlannedStage, duration
+from pipelines.cli.common import key_metric, print_line
+from pipelines.execution.plan import DIGITS, Outlook, PlannedStage, duration
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.stopping import RunHalted
 
@@ -76,7 +76,7 @@ class PlainDisplay:
 
     def expect(self, stages: Sequence[PlannedStage], found: Outlook) -> None:
         """Print how much is to be done."""
-        self._console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, str(found))
 
     def planned(self, label: str, decision: Decision) -> None:
         return None
@@ -102,10 +102,10 @@ class PlainDisplay:
         self._line(label, f"FAILED: {type(error).__name__}" if isinstance(error, Exception) else _end(error))
 
     def warn(self, text: str) -> None:
-        self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, f"warning: {text}")
 
     def _line(self, label: str, text: str) -> None:
-        self._console.print(f"{label}: {text}", markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, f"{label}: {text}")
 
 
 class LiveDisplay:
@@ -279,11 +279,7 @@ def print_decisions(rows: Sequence[tuple[str, Decision]], console: Console) -> N
     wide = max((len(label) for label, _ in rows), default=0)
     for label, decision in rows:
         line = f"{decision.action:<8} {label:<{wide}} {decision.key[:DIGITS] or '-':<{DIGITS}} {decision.reason}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-DIGITS = 12
-"""Digits of a key or digest that are shown, which other commands take for the whole."""
+        print_line(console, line)
 
 
 COLUMNS = {

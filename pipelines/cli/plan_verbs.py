@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipelines.cli.common import console, key_metric, print_json, print_line
-from pipelines.cli.display import DIGITS, print_decisions
+from pipelines.cli.display import print_decisions
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import plan_run, store_of
-from pipelines.execution.plan import PENDING, PlannedStage, check_labels, outlook, version_lines
+from pipelines.execution.plan import DIGITS, PENDING, PlannedStage, check_labels, outlook, version_lines
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pipelines.cli.common import console, store_folder
+from pipelines.cli.common import console, print_line, store_folder
 from pipelines.services.home import Home
 from pipelines.services.reconcile import reconcile_all, some_prefect, was_used
 from rlhf_core.store.artifacts import ArtifactStore
@@ -15,7 +15,7 @@ def reconcile(options: argparse.Namespace) -> None:
     home, count = Home.here(), 0
     for line in reconcile_all(home, [ArtifactStore(store_folder(options))]):
         count += 1
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, line)
     console.print("nothing to reconcile: every run shown as running is running" if not count else f"{count} corrected")
 
 
@@ -30,7 +30,7 @@ def resume(options: argparse.Namespace) -> None:
         from pipelines.execution.resume import resume as resume_flow_run
 
         found = resume_flow_run(options.run, served=served)
-    console.print(found.message, highlight=False, markup=False, soft_wrap=True)
+    print_line(console, found.message)
     if found.options is not None:
         from pipelines.cli import run_command  # 0.6 s, for a run that is to be run here
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipelines.cli.common import console
+from pipelines.cli.common import console, print_line
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_table
 from pipelines.execution.executor import Listener, RunOptions
 from pipelines.execution.local import LazyRuntime
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
         except StageWaiting as waiting:
             if not options.wait or not waiting.condition:
                 raise
-            console.print(f"{waiting}; Ctrl-C ends the wait", highlight=False, markup=False, soft_wrap=True)
+            print_line(console, f"{waiting}; Ctrl-C ends the wait")
             _await_people(waiting.condition)
         else:
             return

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from rich.console import Console
 
-from pipelines.cli.common import console, store_folder
+from pipelines.cli.common import console, print_line, store_folder
 from pipelines.flows.inputs import find_artifact
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
 from rlhf_core.data.chat import ChatTemplate
@@ -56,7 +56,7 @@ def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -
         url = f"http://{host}:{listener.getsockname()[1]}/get_reward"
         app = create_app(score, name=name, token=token, limits=limits)
         config = limited(app, timeout_graceful_shutdown=int(options.timeout_s) + 1)
-        console.print(f"{name} at {url}  (/health, /metrics)", highlight=False, markup=False, soft_wrap=True)
+        print_line(console, f"{name} at {url}  (/health, /metrics)")
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again for the signal that ended the server
             uvicorn.Server(config).run(sockets=[listener])
 

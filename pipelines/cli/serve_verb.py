@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from pipelines.cli.common import console, print_json, store_folder
+from pipelines.cli.common import console, print_json, print_line, store_folder
 from pipelines.execution.approving import Meant, answer_gate
 from pipelines.flows.inputs import find_artifact
 from pipelines.services import servers
@@ -160,13 +160,15 @@ def serve(options: argparse.Namespace) -> None:
     check_served(model)
     token = token_of(home, options.token_env)
     wanted = ServeOptions(options.port, options.max_model_len, options.kv_cache_gib, on_gpu=GPU.exists())
-    _say(f"{model.name} ({model.digest[:12]}): starting vLLM; its log is {home.logs / 'serve.log'}")
+    print_line(console, f"{model.name} ({model.digest[:12]}): starting vLLM; its log is {home.logs / 'serve.log'}")
     with policy_server(home, model, wanted, token) as note:
-        _say(f"{note.name} at {note.url}  (models: {note.name}, {note.digest[:12]})")
-        _say(f"token: in {f'the variable {options.token_env}' if options.token_env else home.serve_token}")
+        print_line(console, f"{note.name} at {note.url}  (models: {note.name}, {note.digest[:12]})")
+        print_line(
+            console, f"token: in {f'the variable {options.token_env}' if options.token_env else home.serve_token}"
+        )
         with suppress(KeyboardInterrupt):
             wait_for_end(note)
-    _say(f"the server has ended; its log is {home.logs / 'serve.log'}")
+    print_line(console, f"the server has ended; its log is {home.logs / 'serve.log'}")
 
 
 def check_numbers(options: argparse.Namespace) -> None:
@@ -225,10 +227,6 @@ def _adapter(named: str, policy: PolicyRef, store: ArtifactStore) -> Path:
     return found
 
 
-def _say(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
 # ---------------------------------------------------------------- answer a gate's question (`rlhf approve`, `rlhf reject`)
 
 
@@ -247,7 +245,7 @@ def _answer(options: argparse.Namespace, answer: Answer) -> None:
     request, said = answer_gate(meant, answer, reason=options.reason, store=options.store)
     asked = request.question
     line = f"gate {asked.gate}, {asked.condition['after']} {asked.digest[:12]}: {said}"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print_line(console, line)
     console.print(next_step(request), highlight=False, soft_wrap=True)
 
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from pipelines.cli.common import console
+from pipelines.cli.common import console, print_line, short
 from pipelines.cli.display import open_display
 from pipelines.cli.run_command import kept_log, prefect_server, run_options, run_profile, run_recorded
 from pipelines.execution.executor import Listener, Status, Tracker
@@ -202,12 +202,14 @@ def sweep(options: argparse.Namespace) -> int:
         say_table(rows, results)  # first: the plot or MLflow may fail
         folder = write(home.root / "sweeps" / work.id, results, goal)
         work.record(rows, results, goal, folder)
-    _say(f"table and plot: {folder}")
+    print_line(console, f"table and plot: {folder}")
     if len(results) < points.count:
-        _say(f"--optuna {points.count}: only {len(results)} different points were chosen")
+        print_line(console, f"--optuna {points.count}: only {len(results)} different points were chosen")
     status = EXIT_SOME_FAILED if any(result.error for result in results) else 0
     if goal is None:
-        _say("no point has a gold reward or reward-model score: name a number with --metric STAGE:METRIC")
+        print_line(
+            console, "no point has a gold reward or reward-model score: name a number with --metric STAGE:METRIC"
+        )
         return status
     check_metric(results, goal)
     best = best_of(results, goal)
@@ -235,7 +237,7 @@ def listed_points(options: argparse.Namespace) -> list[Point]:
     if options.random is not None:
         points = random_points(options.random, options.range, options.grid, seed=options.sweep_seed or 0)
         if len(points) < options.random:
-            _say(f"--random {options.random}: only {len(points)} different points were drawn")
+            print_line(console, f"--random {options.random}: only {len(points)} different points were drawn")
     else:
         points = grid_points(options.grid)
     return points
@@ -294,7 +296,7 @@ def rows_of(results: Sequence[PointResult], goal: Goal | None) -> list[list[str]
     for result in results:
         numbers = [str(measures[name]) if name in measures else "" for label, name in columns.values()
                    for measures in [result.measures.get(label, {})]]  # fmt: skip
-        state = _short(result.error) or "done"
+        state = short(result.error.partition("\n")[0], LONGEST_ERROR) or "done"
         counts = [str(len(result.hits)), str(len(result.computed))]
         rows.append([named(result.point), *counts, *numbers, f"{result.seconds:.1f}", state])
     return rows
@@ -315,28 +317,30 @@ def say_table(rows: Sequence[Sequence[str]], results: Sequence[PointResult]) -> 
     """Print the table, and how often each stage was computed."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:  # plain lines: a table of rich would leave out what a narrow terminal has no room for
-        _say("  ".join(map(str.ljust, row, widths)).rstrip())
+        print_line(console, "  ".join(map(str.ljust, row, widths)).rstrip())
     computed = Counter(label for result in results for label in result.computed)
     hits = sum(len(result.hits) for result in results)
     stages = ", ".join(f"{label} {count}" for label, count in computed.items())
-    _say(f"computed {computed.total()} stages ({stages or 'none'}); {hits} were hits")
+    print_line(console, f"computed {computed.total()} stages ({stages or 'none'}); {hits} were hits")
     for result in results:
         if result.error:
-            _say(f"no result: {named(result.point)}: {result.error}")
+            print_line(console, f"no result: {named(result.point)}: {result.error}")
 
 
 def say_best(results: Sequence[PointResult], best: PointResult, goal: Goal) -> None:
     """Print the best point and those whose intervals overlap with it."""
     word = "highest" if goal.direction == "max" else "lowest"
-    _say(f"best: {named(best.point)} ({word} {goal}: {goal.of(best)})")
+    print_line(console, f"best: {named(best.point)} ({word} {goal}: {goal.of(best)})")
     same = ties(results, best, goal)
     if same:
-        _say(f"exactly the same: {', '.join(named(other.point) for other in same)}; the first of them is taken")
+        print_line(
+            console, f"exactly the same: {', '.join(named(other.point) for other in same)}; the first of them is taken"
+        )
     others = [other for other in rivals(results, best, goal) if other not in same]
     if others:
         ours = goal.of(best)
         why = "its interval overlaps with" if ours and ours.has_interval else "without an interval it may equal"
-        _say(f"{why} {', '.join(named(other.point) for other in others)}: repeat with other seeds")
+        print_line(console, f"{why} {', '.join(named(other.point) for other in others)}: repeat with other seeds")
 
 
 def write(folder: Path, results: Sequence[PointResult], goal: Goal | None) -> Path:
@@ -386,19 +390,10 @@ def go_on(
     if not options.approve:
         words = ["rlhf", "run", options.profile, *(word for text in chosen for word in ("--set", text))]
         words += [f"--{name}" for name in ("strict-code", "strict-env") if getattr(options, name.replace("-", "_"))]
-        _say(f"a sweep publishes nothing; to publish the best: {shlex.join(words)}")
+        print_line(console, f"a sweep publishes nothing; to publish the best: {shlex.join(words)}")
         return
     # The digest of the profile as its file is: that is what `rlhf approve PROFILE sweep` looks for.
     asked_by = profile_digest(load_profile(options.profile))
     check_approved(config.name, best, goal, results, store, profile=asked_by)
     whole = {**vars(options), "overrides": chosen, "force": [], "until": ""}
     run_profile(argparse.Namespace(**whole), console)
-
-
-def _say(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _short(error: str) -> str:
-    line = error.partition("\n")[0]
-    return line if len(line) <= LONGEST_ERROR else f"{line[: LONGEST_ERROR - 3]}..."

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from pipelines.execution.opening import store_of
-from pipelines.execution.plan import PENDING, PlannedStage, plan
+from pipelines.execution.plan import DIGITS, PENDING, PlannedStage, plan
 from pipelines.execution.summary import Measure, stage_measures
 from pipelines.flows.inputs import find_artifact
 from pipelines.flows.profile import PipelineConfig, find_profile, load_profile
@@ -27,7 +27,6 @@ from rlhf_core.tracking.redaction import flatten
 from rlhf_core.types import ArtifactRef, GenerationsRef
 
 NOWHERE = "not there"
-DIGITS = 12
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ R = TypeVar("R", bound=ArtifactRef)
 Pipeline = Callable[[PipelineConfig, Stages], object]
 
 NONE_YET: Mapping[str, ArtifactRef] = MappingProxyType({})
+DIGITS = 12
+"""Digits of a key or digest that are shown, which other commands take for the whole."""
 PENDING, HELD = "pending://", "held://"
 """Beginnings of the uris of placeholders: for a stage that has yet to run, and for one that a gate holds back."""
 

@@ -68,9 +68,7 @@ def start_guard(held: int = 0, *, silent: bool = False) -> None:
         os.close(stream)
     ended = os.pidfd_open(worker)
     poll = select.poll()
-    poll.register(
-        held, 0
-    )  # polling for no event reports only the end of the input and leaves its content to the worker
+    poll.register(held, 0)  # for no event: only the end of the input is reported, and its content left to the worker
     poll.register(ended, select.POLLIN)
     while not (events := poll.poll(GUARD_LOOKS_EVERY_MS)):
         _reap_orphans(worker)
