@@ -19,7 +19,7 @@ from tests.rlhf_core.agents.scripted import WORLDS
 from tests.support.training import killed_and_resumed, series, shop_and_inputs, untimed
 from tests.support.workshop import Workshop
 
-OPENRLHF = {"type": "openrlhf", "file": str(Path(WORLDS).with_name("openrlhf_agent.py"))}
+OPENRLHF = {"type": "openrlhf", "file": str(Path(WORLDS).parents[1] / "integrations" / "openrlhf_agent.py")}
 
 
 def world(name: str, **settings: Any) -> dict[str, Any]:
