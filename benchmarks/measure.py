@@ -82,24 +82,30 @@ def comments(root: Path) -> float:
 
 
 def options(root: Path) -> int:
-    """Count the keys that a profile can set: the fields of all its tables, each once."""
+    """Count the keys that a profile can set: the fields of all its tables, each once where it is defined."""
     return len(fields_of_profiles())
 
 
 def fields_of_profiles() -> set[tuple[str, str]]:
-    """Return (table, key) of everything that a profile of the packages on the path can set."""
+    """Return (table, key) of everything that a profile of the packages on the path can set.
+
+    An inherited key is one of the table that defines it: sections and steps of a recipe have those of their stage.
+    """
     from pipelines.flows.profile import PipelineConfig
 
     found: set[tuple[str, str]] = set()
+    seen: list[typing.Any] = []
     waiting: list[typing.Any] = [PipelineConfig]
     while waiting:
         kind = waiting.pop()
         waiting += typing.get_args(kind)
-        fields = getattr(kind, "model_fields", {}) if isinstance(kind, type) else {}
-        for name, field in fields.items():
-            if (kind.__name__, name) not in found:
-                found.add((kind.__name__, name))
-                waiting.append(field.annotation)
+        if not isinstance(kind, type) or not hasattr(kind, "model_fields") or kind in seen:
+            continue
+        seen.append(kind)
+        for name, field in kind.model_fields.items():
+            owner = next(parent for parent in reversed(kind.__mro__) if name in getattr(parent, "__annotations__", {}))
+            found.add((owner.__name__, name))
+            waiting.append(field.annotation)
     return found
 
 

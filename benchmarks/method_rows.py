@@ -13,8 +13,9 @@ from typing import Any
 from pipelines.execution.executor import RunContext, RunOptions, Silent
 from pipelines.execution.local import LazyRuntime, LocalExecutor
 from pipelines.execution.run import PipelineRun
-from pipelines.flows.full import condition_and_imitate, evaluate_policies, part, sample_and_imitate
+from pipelines.flows.full import evaluate_policies, part
 from pipelines.flows.graph import Stages
+from pipelines.flows.own_answers import condition_and_imitate, sample_and_imitate
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.flows.sections import (
     ConditionalSFTConfig,
@@ -236,9 +237,10 @@ def best_of_own(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
         sample_and_imitate(
             config.rejection_sampling,
             stages,
-            policy=start.policy,
-            prompts=start.prompts,
-            reward_models=start.reward_models,
+            "rejection_sampling",
+            start.policy,
+            start.prompts,
+            start.reward_models,
         )
     )
 
@@ -248,7 +250,7 @@ def conditioning(section: ConditionalSFTConfig) -> Method:
 
     def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
         policy, rollouts = condition_and_imitate(
-            section, stages, policy=start.policy, prompts=start.prompts, reward_models=start.reward_models
+            section, stages, "conditional_sft", start.policy, start.prompts, start.reward_models
         )
         asked = stages.run_as(
             PromptsRef,

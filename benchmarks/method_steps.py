@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.method_rows import Bench
-from pipelines.flows.full import part, sample_and_imitate
+from pipelines.flows.full import part
+from pipelines.flows.own_answers import sample_and_imitate
 from rlhf_core.data.shards import read_rollouts
 from rlhf_core.data.worlds.arithmetic import exact_match
 from rlhf_core.types import (
@@ -56,7 +57,7 @@ def judge_of_steps(bench: Bench, seed: int) -> dict[str, float]:
     )
     models: dict[str, RewardModelRef] = {"process_reward_model": model}
     own = config.rejection_sampling
-    imitator = sample_and_imitate(own, stages, policy=sft, prompts=prompts, reward_models=models)
+    imitator = sample_and_imitate(own, stages, "rejection_sampling", sft, prompts, models)
     many = config.evaluate.generate.model_copy(update={"samples_per_prompt": BEST_OF})
 
     def answers(label: str, policy: PolicyRef) -> list[list[tuple[float, float]]]:

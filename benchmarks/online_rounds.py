@@ -95,6 +95,7 @@ def loop(section: OnlineConfig, stages: Stages, start: Start, arm: str) -> dict[
     made = run_online(
         section,
         stages,
+        "online",
         policy=start.policy,
         reference=start.policy,
         reward_start=start.policy,

@@ -14,7 +14,8 @@ from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import plan_run, store_of
 from pipelines.execution.plan import DIGITS, PENDING, PlannedStage, check_labels, outlook, version_lines
 from pipelines.flows.full import lifecycle
-from pipelines.flows.profile import load_profile
+from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.flows.recipe import drawn
 from pipelines.services.home import Home
 from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.stage.decision import last_record, target_of
@@ -32,7 +33,7 @@ MOST_NOTES = 3
 
 def plan(options: argparse.Namespace) -> None:
     """Print the decision for every stage, how many stages run, and how long they took last time."""
-    store, planned = _plan(options)
+    config, store, planned = _plan(options)
     found = outlook(planned, store)
     notes: dict[str, list[str]] = {}
     for stage in planned:
@@ -41,8 +42,14 @@ def plan(options: argparse.Namespace) -> None:
     if options.json:
         stages = [_decision(stage) | {"seconds": found.seconds.get(stage.label)} for stage in planned]
         counts = {"hits": found.hits, "to_run": len(found.seconds), "blocked": found.blocked, "seconds": found.total}
-        print_json({"profile": options.profile, "store": str(store.root), "stages": stages, "notes": notes} | counts)
+        graph = {step.name: {"stage": step.stage, "inputs": step.reads()} for step in config.steps()}
+        print_json(
+            {"profile": options.profile, "store": str(store.root), "graph": graph, "stages": stages, "notes": notes}
+            | counts
+        )
         return
+    for line in drawn(config.steps()) if config.recipe else ():
+        print_line(console, line)
     print_decisions([(stage.label, stage.decision) for stage in planned], console)
     for line, labels in notes.items():
         print_line(console, f"{', '.join(labels)}: {line}")
@@ -51,7 +58,7 @@ def plan(options: argparse.Namespace) -> None:
 
 def explain_stage(options: argparse.Namespace) -> None:
     """Print the decision for one stage with what it rests on, in 15 lines, and the next command."""
-    store, planned = _plan(options)
+    _, store, planned = _plan(options)
     check_labels(planned, {"explain": [options.stage]})
     stage = next(stage for stage in planned if stage.label == options.stage)
     record = store.record(stage.decision.key) if stage.decision.key else None
@@ -75,11 +82,11 @@ def explain_stage(options: argparse.Namespace) -> None:
     print_line(console, f"next: {following}")
 
 
-def _plan(options: argparse.Namespace) -> tuple[ArtifactStore, list[PlannedStage]]:
+def _plan(options: argparse.Namespace) -> tuple[PipelineConfig, ArtifactStore, list[PlannedStage]]:
     config = load_profile(options.profile, options.overrides)
     wanted = RunOptions(until=options.until, force=tuple(options.force), strict=_strictness(options))
     store = store_of(config, Home.here())
-    return store, plan_run(config, lifecycle, wanted, store=store)
+    return config, store, plan_run(config, lifecycle, wanted, store=store)
 
 
 def _decision(stage: PlannedStage) -> dict[str, Any]:

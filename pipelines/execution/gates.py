@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from pipelines.flows.graph import FindOutside
 from pipelines.flows.inputs import Opponents, find_artifact, parts
 from pipelines.flows.profile import PipelineConfig
+from pipelines.flows.recipe import REGISTERED, STORED, title
 from pipelines.flows.run_rules import OPPOSITE, GateConfig
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
@@ -26,9 +28,11 @@ from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunBlocked, RunHalted, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
-from rlhf_core.types import ArtifactRef, PolicyRef
+from rlhf_core.types import CHAMPION, ArtifactRef, PolicyRef
 from stages.config.publish import GateNote, PublishConfig
 from stages.table import STAGES
+
+R = TypeVar("R", bound=ArtifactRef)
 
 Outcome = Literal["passed", "warned", "blocked", "waiting", "approved", "rejected"]
 REPORT = "report.json"
@@ -287,3 +291,47 @@ def champion_for(publish: PublishConfig, store: ArtifactStore) -> Opponents | No
     with suppress(ArtifactError):  # needed only when the champion is made again; then it has no opponent
         return Opponents(current, find_artifact(store, PolicyRef, previous) if previous else None)
     return Opponents(current)
+
+
+# ---------------------------------------------------------------- inputs of a recipe from outside the run
+
+
+def outside_of(config: PipelineConfig, store: ArtifactStore) -> FindOutside:
+    """Return the function that finds artifacts of earlier runs: `store:DIGEST`, `champion`, `models:/NAME/VERSION`.
+
+    It raises ConfigError for an artifact that is not in the store, and TrackingError if the registry does not answer.
+    """
+
+    def find(key: str, name: str, kind: type[R]) -> R:
+        digest = name.removeprefix(STORED) if name.startswith(STORED) else registered(key, name, config)
+        try:
+            return find_artifact(store, kind, digest)
+        except ArtifactError:
+            rule = f"{title(kind)} of this digest ({digest[:12]}) is not in the store {store.root}"
+            raise ConfigError(explain(key, name, rule, "`rlhf store ls` lists what there is")) from None
+
+    return find
+
+
+def registered(key: str, name: str, config: PipelineConfig) -> str:
+    """Return the digest of a registered policy: `champion` (of `publish.name`), `models:/NAME@champion`, `models:/NAME/3`."""
+    from rlhf_core.tracking.champions import read_champions  # MLflow's parts, which most plans do without
+
+    model, version = CHAMPION, ""
+    if name == CHAMPION:
+        if config.publish is None:
+            raise ConfigError(
+                explain(
+                    key, name, "the profile has no [publish] that names the model", f'"models:/NAME@{CHAMPION}" does'
+                )
+            )
+        model = config.publish.name
+    else:
+        model, _, version = name.removeprefix(REGISTERED).partition("/")
+        model = model.removesuffix(f"@{CHAMPION}")
+    champions = read_champions(tracking_uri(Home.here()), model)
+    version = version or (champions.current if champions else "")
+    if champions is None or not champions.digests.get(version):
+        rule = f"the registry has no version {version!r} of {model}" if version else f"{model} has no champion"
+        raise ConfigError(explain(key, name, rule, f"`rlhf champion {model}` lists the versions"))
+    return champions.digests[version]

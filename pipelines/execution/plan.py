@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from pipelines.execution.budget import check_comparisons
-from pipelines.execution.gates import Gatekeeper, champion_of
+from pipelines.execution.gates import Gatekeeper, champion_of, outside_of
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig
@@ -80,7 +80,14 @@ def plan(
     with remembered_code(store.layout), suppress(ReachedUntil):
         pipeline(
             config,
-            Stages(planner, seed=config.seed, runtime=config.runtime, champion=champion, decisions=gates.notes),
+            Stages(
+                planner,
+                seed=config.seed,
+                runtime=config.runtime,
+                champion=champion,
+                decisions=gates.notes,
+                outside=outside_of(config, store),
+            ),
         )
     check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})
     check_gates(config, pipeline, {stage.label: stage.spec for stage in planner.stages}, until=until)
@@ -191,8 +198,13 @@ def all_specs(
         return expect(made[spec.label], kind, spec.label) if spec.label in made else placeholder(spec, kind)
 
     with suppress(ReachedUntil):
-        pipeline(config, Stages(note, seed=config.seed, runtime=config.runtime))
+        pipeline(config, Stages(note, seed=config.seed, runtime=config.runtime, outside=stand_in))
     return specs
+
+
+def stand_in(key: str, name: str, kind: type[R]) -> R:
+    """Return a handle that stands for an artifact from outside the run, which nobody looks up."""
+    return kind(uri=name, digest=name)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from pipelines.execution.executor import (
     Status,
     find_result,
 )
-from pipelines.execution.gates import Gatekeeper, StageHeld, champion_of, commands
+from pipelines.execution.gates import Gatekeeper, StageHeld, champion_of, commands, outside_of
 from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, all_specs, placeholder
 from pipelines.execution.summary import description, headline, headline_metrics, run_name
 from pipelines.flows.graph import RunGroup, RunStage, Stages, ungrouped
@@ -310,7 +310,15 @@ def run_stages(
         limited = UntilStage(GatedStages(run, run_stage, pipeline), options.until)
         champion = champion_of(config, run.context.store)
         with suppress(ReachedUntil):
-            stages = Stages(limited, config.seed, config.runtime, champion, decisions=run.gates.notes, group=group)
+            stages = Stages(
+                limited,
+                config.seed,
+                config.runtime,
+                champion,
+                decisions=run.gates.notes,
+                group=group,
+                outside=outside_of(config, run.context.store),
+            )
             pipeline(config, stages)
         run.gates.check()
         if not options.until:

@@ -1,4 +1,4 @@
-"""Run the whole lifecycle in the order of the figure: data, SFT, preferences, search, optimization, evaluation.
+"""Run the steps of a profile: data, the steps of the lifecycle or of a recipe, evaluation.
 
 prepare_data -> sft -> reward_model -+-> rejection sampling -+
              process_reward_model ---+-> conditional SFT ----+
@@ -9,16 +9,24 @@ prepare_data -> sft -> reward_model -+-> rejection sampling -+
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pipelines.flows.graph import Stages
-from pipelines.flows.iterative_dpo import iterate_dpo
 from pipelines.flows.online import run_online
+from pipelines.flows.own_answers import condition_and_imitate, iterate_dpo, sample_and_imitate
 from pipelines.flows.profile import PipelineConfig
-from pipelines.flows.sections import ConditionalSFTConfig, DistillationConfig, EvaluationConfig, RejectionSamplingConfig
+from pipelines.flows.recipe import PARTS, Step, listed
+from pipelines.flows.sections import (
+    ConditionalSFTConfig,
+    EvaluationConfig,
+    IterativeDPORounds,
+    OnlineRounds,
+    RejectionSamplingConfig,
+    RewardModelSection,
+)
 from pipelines.flows.suites import Candidates, Condition, evaluate_suites
 from rlhf_core.errors import ConfigError
 from rlhf_core.types import (
@@ -33,68 +41,102 @@ from rlhf_core.types import (
     ReportRef,
     RewardModelRef,
     RolloutsRef,
-    StepsRef,
 )
 from stages import table
 from stages.config.condition import ConditionConfig
-from stages.config.import_policy import ImportPolicyConfig
+from stages.table import STAGES
 
 R = TypeVar("R", bound=ArtifactRef)
 
 
 @dataclass
 class LifecycleState:
-    """The artifacts of the lifecycle so far.
+    """The artifacts of the lifecycle so far, by the name of the step that made them.
 
     `conditioned_prompts` holds the held-out prompts of policies that need them in other words, and `conditions` makes
     other prompts so.
     """
 
     data: PreparedDataRef
-    policies: dict[str, PolicyRef]
-    reward_models: dict[str, RewardModelRef] = field(default_factory=dict)
+    artifacts: dict[str, ArtifactRef]
     conditioned_prompts: dict[str, PromptsRef] = field(default_factory=dict)
     conditions: dict[str, Condition] = field(default_factory=dict)
 
     @property
-    def sft_or_base(self) -> PolicyRef:
-        return self.policies["sft"] if "sft" in self.policies else self.policies["base"]
+    def reward_models(self) -> dict[str, RewardModelRef]:
+        """The reward models so far."""
+        return {name: ref for name, ref in self.artifacts.items() if isinstance(ref, RewardModelRef)}
+
+    def one(self, stages: Stages, step: Step, name: str, kind: type[R]) -> R:
+        """Return the input `name` of a step."""
+        (read,) = listed(step.inputs[name])
+        return self.find(stages, f"{step.path}.{name}", read, kind)
+
+    def many(self, stages: Stages, step: Step, name: str, kind: type[R]) -> dict[str, R]:
+        """Return the input `name` of a step that takes several artifacts, by the names that the stage uses."""
+        names = step.inputs[name]
+        assert isinstance(names, Mapping)
+        return {used: self.find(stages, f"{step.path}.{name}", read, kind) for used, read in names.items()}
+
+    def find(self, stages: Stages, key: str, name: str, kind: type[R]) -> R:
+        """Return an artifact by the name of its step, as a part of the prepared data, or from outside the run."""
+        if name in self.artifacts:
+            found = self.artifacts[name]
+        elif name.removeprefix("prepare_data.") in PARTS:
+            return part(self.data, name.removeprefix("prepare_data."), kind)
+        else:
+            return stages.outside(key, name, kind)
+        assert isinstance(found, kind)
+        return found
 
 
 def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
-    """Run every stage that the profile has a section for; return the policies by name, in the order they were made."""
+    """Run the steps of a profile and the evaluation; return the policies by name, in the order they were made."""
+    stages = replace(stages, recipe=frozenset(config.recipe))
     data = stages.run(table.prepare_data, "prepare_data", config.prepare_data)
     state = LifecycleState(data, {"base": part(data, "base", PolicyRef)})
-    if config.import_reward_model:  # first, so that an unusable one is found before anything is trained
-        state.reward_models["reward_model"] = stages.run(
-            table.import_reward_model, "import_reward_model", config.import_reward_model, policy=state.policies["base"]
-        )
-    if config.sft:
-        demonstrations = part(data, "demonstrations", DemonstrationsRef)
-        state.policies["sft"] = stages.run(
-            table.sft, "sft", config.sft, policy=state.policies["base"], demonstrations=demonstrations
-        )
-    train_reward_models(config, stages, state)
-    learn_from_own_answers(config, stages, state)
-    optimize_preferences(config, stages, state)
-    optimize_policy(config, stages, state)
+    for step in config.steps():
+        if step.stage == "conditional_sft":
+            learn_conditionally(step, stages, state, evaluated=config.evaluate is not None)
+        else:
+            GROUP_RUNS.get(step.stage, run_stage)(step, stages, state)
+    policies = {name: ref for name, ref in state.artifacts.items() if name in config.policies()}
+    evaluated = {name: ref for name, ref in policies.items() if isinstance(ref, PolicyRef)}
     if config.evaluate:
-        champion = opponent(config, stages, state)
-        evaluation = partial(evaluate_lifecycle, config.evaluate, stages, state, champion)
-        read = [*state.policies.values(), *state.reward_models.values(), *state.conditioned_prompts.values()]
+        published = config.published()
+        champion = None if stages.champion is None else stages.champion.of(evaluated[published])
+        settings = with_parents(config.evaluate, config.steps())
+        evaluation = partial(evaluate_lifecycle, settings, stages, state, evaluated, champion)
+        read = [*evaluated.values(), *state.reward_models.values(), *state.conditioned_prompts.values()]
         report = stages.group("evaluation", evaluation, after=read)
         if config.publish:
-            policy = state.policies[published(config, state)]
             decided = config.publish.model_copy(update={"decisions": stages.decisions()})
-            stages.run(table.publish, "publish", decided, policy=policy, report=report, champion=champion)
-    return state.policies
+            stages.run(table.publish, "publish", decided, policy=evaluated[published], report=report, champion=champion)
+    return evaluated
+
+
+def with_parents(config: EvaluationConfig, steps: Sequence[Step]) -> EvaluationConfig:
+    """Return the evaluation, in which a policy of the recipe is compared with the one that it started from."""
+    started = {
+        name: str(step.inputs["policy"])
+        for step in steps
+        if step.key and step.output is PolicyRef and "policy" in step.inputs
+        for name in step.made
+    }
+    return config.model_copy(
+        update={"evaluate": config.evaluate.model_copy(update={"parents": started | config.evaluate.parents})}
+    )
 
 
 def evaluate_lifecycle(
-    config: EvaluationConfig, stages: Stages, state: LifecycleState, champion: PolicyRef | None
+    config: EvaluationConfig,
+    stages: Stages,
+    state: LifecycleState,
+    policies: dict[str, PolicyRef],
+    champion: PolicyRef | None,
 ) -> ReportRef:
     """Sample and compare all policies on the held-out prompts, and run the suites; return the comparison's report."""
-    policies = state.policies if champion is None else state.policies | {CHAMPION: champion}
+    policies = policies if champion is None else policies | {CHAMPION: champion}
     prompts = part(state.data, "eval_prompts", PromptsRef)
     answers = sample_policies(
         config, stages, policies=policies, prompts=prompts, conditioned_prompts=state.conditioned_prompts
@@ -106,66 +148,101 @@ def evaluate_lifecycle(
     return report
 
 
-def published(config: PipelineConfig, state: LifecycleState) -> str:
-    """Return the name of the policy that is published: the one that the profile names, or the last."""
-    return (config.publish.policy if config.publish else "") or list(state.policies)[-1]
+def run_stage(step: Step, stages: Stages, state: LifecycleState) -> None:
+    """Run a step that is one stage, or one of a stage's members each."""
+    declared, given = STAGES[step.stage], dict[str, Any]()
+    for name in step.reads():
+        kind = step.kinds[name]
+        given[name] = state.many(stages, step, name, kind) if declared.inputs[name].many else None
+        if given[name] is None and listed(step.inputs[name]):
+            given[name] = state.one(stages, step, name, kind)
+    configs = (
+        step.config.stage_configs(step.name)
+        if isinstance(step.config, RewardModelSection)
+        else {step.name: step.config}
+    )
+    for label, config in configs.items():
+        made = stages.run_as(step.output, declared, label, config, **given)
+        state.artifacts[step.alias or label] = made
+        if step.name in step.made:  # of an ensemble the first serves as the only one
+            state.artifacts.setdefault(step.name, made)
 
 
-def opponent(config: PipelineConfig, stages: Stages, state: LifecycleState) -> PolicyRef | None:
-    """Return the champion that the published policy has to beat; None if there is none."""
-    return None if stages.champion is None else stages.champion.of(state.policies[published(config, state)])
+def learn_from_best(step: Step, stages: Stages, state: LifecycleState) -> None:
+    """Fine-tune on the best of the policy's own answers."""
+    assert isinstance(step.config, RejectionSamplingConfig)
+    inputs = own_answers(step, stages, state)
+    imitate = partial(sample_and_imitate, step.config, stages, step.name, *inputs)
+    state.artifacts[step.name] = stages.group(step.name, imitate, after=flat(inputs))
 
 
-def train_reward_models(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
-    """Train the reward model and the process reward model, both from the SFT policy (or the base without SFT)."""
-    if config.reward_model:
-        preferences = part(state.data, "preferences", PreferencesRef)
-        for label, member in config.reward_model.stage_configs().items():
-            trained = stages.run(table.reward_model, label, member, policy=state.sft_or_base, preferences=preferences)
-            state.reward_models[label] = trained
-            state.reward_models.setdefault("reward_model", trained)  # of an ensemble the first serves as the only one
-    if config.process_reward_model:
-        steps = part(state.data, "steps", StepsRef)
-        state.reward_models["process_reward_model"] = stages.run(
-            table.process_reward_model,
-            "process_reward_model",
-            config.process_reward_model,
-            policy=state.sft_or_base,
-            steps=steps,
-        )
+def learn_conditionally(step: Step, stages: Stages, state: LifecycleState, *, evaluated: bool) -> None:
+    """Fine-tune on the policy's own answers conditioned on their scores; if `evaluated`, word held-out prompts so."""
+    assert isinstance(step.config, ConditionalSFTConfig)
+    inputs = own_answers(step, stages, state)
+    imitate = partial(condition_and_imitate, step.config, stages, step.name, *inputs)
+    state.artifacts[step.name], rollouts = stages.group(step.name, imitate, after=flat(inputs))
+    if evaluated:
+        ask = partial(ask_conditioned, step.config.condition, stages, rollouts)
+        held_out = part(state.data, "eval_prompts", PromptsRef)
+        state.conditioned_prompts[step.name] = ask(f"{step.name}/ask", held_out)
+        state.conditions[step.name] = ask
 
 
-def learn_from_own_answers(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
-    """Fine-tune on the best of the policy's own answers, or on all of them conditioned on their scores."""
-    if config.rejection_sampling:
-        prompts = part(state.data, "prompts", PromptsRef)
-        imitate = partial(
-            sample_and_imitate,
-            config.rejection_sampling,
-            stages,
-            policy=state.sft_or_base,
-            prompts=prompts,
-            reward_models=state.reward_models,
-        )
-        read = [state.sft_or_base, prompts, *state.reward_models.values()]
-        state.policies["rejection_sampling"] = stages.group("rejection_sampling", imitate, after=read)
-    if config.conditional_sft:
-        prompts = part(state.data, "prompts", PromptsRef)
-        condition = partial(
-            condition_and_imitate,
-            config.conditional_sft,
-            stages,
-            policy=state.sft_or_base,
-            prompts=prompts,
-            reward_models=state.reward_models,
-        )
-        read = [state.sft_or_base, prompts, *state.reward_models.values()]
-        state.policies["conditional_sft"], rollouts = stages.group("conditional_sft", condition, after=read)
-        if config.evaluate:
-            ask = partial(ask_conditioned, config.conditional_sft.condition, stages, rollouts)
-            held_out = part(state.data, "eval_prompts", PromptsRef)
-            state.conditioned_prompts["conditional_sft"] = ask("conditional_sft/ask", held_out)
-            state.conditions["conditional_sft"] = ask
+def learn_from_pairs(step: Step, stages: Stages, state: LifecycleState) -> None:
+    """Run rounds of DPO on pairs of the policy's own answers."""
+    assert isinstance(step.config, IterativeDPORounds)
+    state.artifacts[step.name] = iterate_dpo(step.config, stages, step.name, *own_answers(step, stages, state))
+
+
+def learn_online(step: Step, stages: Stages, state: LifecycleState) -> None:
+    """Run rounds of the online loop."""
+    assert isinstance(step.config, OnlineRounds)
+    start = state.one(stages, step, "policy", PolicyRef)
+    is_mixed = step.config.ppo is not None and step.config.ppo.ptx is not None
+    state.artifacts |= run_online(
+        step.config,
+        stages,
+        step.name,
+        policy=start,
+        reference=start,
+        reward_start=state.one(stages, step, "reward_start", PolicyRef),
+        reward_model=state.one(stages, step, "first_reward_model", RewardModelRef),
+        preferences=(
+            state.data.preferences
+            if not step.key
+            else state.one(stages, step, "preferences", PreferencesRef)
+            if step.inputs["preferences"]
+            else None
+        ),
+        prompts=state.one(stages, step, "prompts", PromptsRef),
+        demonstrations=state.one(stages, step, "demonstrations", DemonstrationsRef) if is_mixed else None,
+    )
+
+
+GROUP_RUNS: Mapping[str, Callable[[Step, Stages, LifecycleState], None]] = {
+    "rejection_sampling": learn_from_best,
+    "iterative_dpo": learn_from_pairs,
+    "online": learn_online,
+}
+"""Functions of the steps that run several stages."""
+
+
+def own_answers(
+    step: Step, stages: Stages, state: LifecycleState
+) -> tuple[PolicyRef, PromptsRef, dict[str, RewardModelRef]]:
+    """Return the inputs of a step that learns from a policy's own answers: policy, prompts, reward models."""
+    return (
+        state.one(stages, step, "policy", PolicyRef),
+        state.one(stages, step, "prompts", PromptsRef),
+        state.many(stages, step, "reward_models", RewardModelRef),
+    )
+
+
+def flat(inputs: tuple[PolicyRef, PromptsRef, dict[str, RewardModelRef]]) -> list[ArtifactRef]:
+    """Return the artifacts among the inputs of `own_answers`."""
+    policy, prompts, reward_models = inputs
+    return [policy, prompts, *reward_models.values()]
 
 
 def ask_conditioned(
@@ -173,131 +250,6 @@ def ask_conditioned(
 ) -> PromptsRef:
     """Return the prompts that request the best level of the rewards in `rollouts`."""
     return stages.run_as(PromptsRef, table.condition, label, config, rollouts=rollouts, prompts=prompts)
-
-
-def optimize_preferences(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
-    """Run DPO on the prepared pairs, and iterative DPO on pairs of the policy's own answers, round by round."""
-    if config.dpo:
-        start = state.policies[config.dpo.start_from]
-        preferences = part(state.data, "preferences", PreferencesRef)
-        state.policies["dpo"] = stages.run(
-            table.dpo, "dpo", config.dpo, policy=start, reference=start, preferences=preferences
-        )
-    if config.iterative_dpo:
-        state.policies["iterative_dpo"] = iterate_dpo(
-            config.iterative_dpo,
-            stages,
-            policy=state.policies[config.iterative_dpo.start_from],
-            prompts=part(state.data, "prompts", PromptsRef),
-            reward_models=state.reward_models,
-        )
-
-
-def optimize_policy(config: PipelineConfig, stages: Stages, state: LifecycleState) -> None:
-    """Run the online loop, policy optimization on rewards, and distillation into a student."""
-    if config.online:
-        start = state.policies[config.online.start_from]
-        state.policies |= run_online(
-            config.online,
-            stages,
-            policy=start,
-            reference=start,
-            reward_start=state.sft_or_base,
-            reward_model=state.reward_models["reward_model"],
-            preferences=state.data.preferences,
-            prompts=part(state.data, "prompts", PromptsRef),
-            demonstrations=(
-                part(state.data, "demonstrations", DemonstrationsRef)
-                if config.online.ppo and config.online.ppo.ptx
-                else None
-            ),
-        )
-    if config.ppo:
-        start = state.policies[config.ppo.start_from]
-        state.policies["ppo"] = stages.run(
-            table.ppo,
-            "ppo",
-            config.ppo,
-            policy=start,
-            reference=start,
-            prompts=part(state.data, "prompts", PromptsRef),
-            reward_models=state.reward_models,
-            demonstrations=part(state.data, "demonstrations", DemonstrationsRef) if config.ppo.ptx else None,
-        )
-    if config.distill:
-        state.policies["distill"] = distill(
-            config.distill,
-            stages,
-            policy=state.policies[config.distill.start_from],
-            teachers={name: state.policies[name] for name in config.distill.sections()},
-            data=state.data,
-        )
-
-
-def sample_and_imitate(
-    config: RejectionSamplingConfig,
-    stages: Stages,
-    *,
-    policy: PolicyRef,
-    prompts: PromptsRef,
-    reward_models: dict[str, RewardModelRef],
-) -> PolicyRef:
-    """Run rejection sampling (arXiv 2307.09288, section 3.2.3): SFT on the best of n of the policy's own answers."""
-    generations = stages.run(
-        table.generate, "rejection_sampling/generate", config.generate, policy=policy, prompts=prompts
-    )
-    rollouts = stages.run(
-        table.score, "rejection_sampling/score", config.score, generations=generations, reward_models=reward_models
-    )
-    best = stages.run_as(DemonstrationsRef, table.select, "rejection_sampling/select", config.select, rollouts=rollouts)
-    return stages.run(table.sft, "rejection_sampling/sft", config.sft, policy=policy, demonstrations=best)
-
-
-def condition_and_imitate(
-    config: ConditionalSFTConfig,
-    stages: Stages,
-    *,
-    policy: PolicyRef,
-    prompts: PromptsRef,
-    reward_models: dict[str, RewardModelRef],
-) -> tuple[PolicyRef, RolloutsRef]:
-    """Run conditional SFT (arXiv 2308.12050) on the policy's own answers; return the policy and the rollouts."""
-    generations = stages.run(
-        table.generate, "conditional_sft/generate", config.generate, policy=policy, prompts=prompts
-    )
-    rollouts = stages.run(
-        table.score, "conditional_sft/score", config.score, generations=generations, reward_models=reward_models
-    )
-    levels = stages.run_as(
-        DemonstrationsRef, table.condition, "conditional_sft/condition", config.condition, rollouts=rollouts
-    )
-    return stages.run(table.sft, "conditional_sft/sft", config.sft, policy=policy, demonstrations=levels), rollouts
-
-
-def distill(
-    config: DistillationConfig,
-    stages: Stages,
-    *,
-    policy: PolicyRef,
-    teachers: Mapping[str, PolicyRef],
-    data: PreparedDataRef,
-) -> PolicyRef:
-    """Distill the teachers, and those from outside, into the student `policy`, on its own answers or on demonstrations."""
-    outside = {
-        name: stages.run(table.import_policy, f"distill/{name}/import", ImportPolicyConfig(model=model))
-        for name, model in config.external.items()
-    }
-    known = {**teachers, **outside}
-    return stages.run(
-        table.distill,
-        "distill",
-        config,
-        policy=policy,
-        teacher=None if config.teachers else known[config.teacher],
-        teachers={name: known[name] for name in config.teachers},
-        demonstrations=None if config.on_policy else part(data, "demonstrations", DemonstrationsRef),
-        prompts=part(data, "prompts", PromptsRef) if config.on_policy else None,
-    )
 
 
 def sample_policies(

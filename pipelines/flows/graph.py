@@ -54,6 +54,17 @@ def ungrouped(label: str, body: Callable[[], T], *, after: Iterable[ArtifactRef]
     return body()
 
 
+class FindOutside(Protocol):
+    """A function that returns an artifact from outside the run: `store:DIGEST`, `champion`. `key` is named in errors."""
+
+    def __call__(self, key: str, name: str, kind: type[R]) -> R: ...
+
+
+def nothing_outside(key: str, name: str, kind: type[R]) -> R:
+    """Raise ConfigError: there is no store to look into."""
+    raise ConfigError(explain(key, name, "there is no store to look it up in", "name a step"))
+
+
 @dataclass(frozen=True)
 class Stages:
     """Runs stages of `stages.table`. `label` names the node in tables, graphs and the tracker, not in the key."""
@@ -66,6 +77,9 @@ class Stages:
     decisions: Callable[[], tuple[GateNote, ...]] = tuple
     """Returns the verdicts of the gates so far, for the model card."""
     group: RunGroup = ungrouped
+    recipe: frozenset[str] = frozenset()
+    """Names of the steps that the profile configures in tables `[recipe.NAME]`."""
+    outside: FindOutside = nothing_outside
 
     def run(self, stage: Stage[P, R], label: str, *config: P.args, **given: P.kwargs) -> R:
         """Run a stage with its configuration and its inputs as declared, and return its artifact.
@@ -82,6 +96,8 @@ class Stages:
         (config,) = args
         assert isinstance(config, Config)
         path = re.sub(r"\.round_\d+", "", label.replace("/", "."))  # as the profile has it
+        if label.partition("/")[0] in self.recipe:
+            path = f"recipe.{path}"
         inputs = inputs_of(stage, config, cast(dict[str, GivenInput], given))
         files = {} if stage.files is None else dict(stage.files(config))
         self._check_reward_models(path, config, inputs)

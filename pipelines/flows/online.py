@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pipelines.flows.graph import Stages
-from pipelines.flows.sections import OnlineConfig
+from pipelines.flows.sections import OnlineRounds
 from rlhf_core.types import DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef, RolloutsRef
 from stages import table
 from stages.config.compare_reward_models import CompareRewardModelsConfig
@@ -27,8 +27,9 @@ class LoopState:
 
 
 def run_online(
-    config: OnlineConfig,
+    config: OnlineRounds,
     stages: Stages,
+    name: str,
     *,
     policy: PolicyRef,
     reference: PolicyRef,
@@ -38,7 +39,7 @@ def run_online(
     prompts: PromptsRef,
     demonstrations: DemonstrationsRef | None = None,
 ) -> dict[str, PolicyRef]:
-    """Return the policy of every round by name (`online_1`, ...); every round's artifacts stay in the store.
+    """Return the policy of every round by name (`<name>_1`, ...); every round's artifacts stay in the store.
 
     Reward models are trained from `reward_start`. `preferences` are pairs that are there before the first round, and
     `demonstrations` are for `config.ppo.ptx`.
@@ -51,6 +52,7 @@ def run_online(
             config,
             stages,
             state,
+            label=f"{name}/round_{number}",
             number=number,
             reference=reference,
             reward_start=reward_start,
@@ -58,15 +60,16 @@ def run_online(
             demonstrations=demonstrations,
         )
         read = [state.policy, state.reward_model, *state.preferences.values(), reward_start, prompts]
-        policies[f"online_{number}"] = stages.group(f"online/round_{number}", one_round, after=read)
+        policies[f"{name}_{number}"] = stages.group(f"{name}/round_{number}", one_round, after=read)
     return policies
 
 
 def run_round(
-    config: OnlineConfig,
+    config: OnlineRounds,
     stages: Stages,
     state: LoopState,
     *,
+    label: str,
     number: int,
     reference: PolicyRef,
     reward_start: PolicyRef,
@@ -74,7 +77,6 @@ def run_round(
     demonstrations: DemonstrationsRef | None,
 ) -> PolicyRef:
     """Run one round, and return its policy, which is also that of `state` then."""
-    label = f"online/round_{number}"
     rollouts = sampled(config, stages, state, label=label, number=number, prompts=prompts)
     collected = judged(config, stages, label=label, rollouts=rollouts)
     if config.refresh:
@@ -93,7 +95,7 @@ def run_round(
 
 
 def sampled(
-    config: OnlineConfig, stages: Stages, state: LoopState, *, label: str, number: int, prompts: PromptsRef
+    config: OnlineRounds, stages: Stages, state: LoopState, *, label: str, number: int, prompts: PromptsRef
 ) -> RolloutsRef:
     """Return answers of the current policy, scored by the current reward model. Each round draws new samples."""
     generate = config.generate.model_copy(update={"round": config.generate.round + number - 1})
@@ -107,7 +109,7 @@ def sampled(
     )
 
 
-def judged(config: OnlineConfig, stages: Stages, *, label: str, rollouts: RolloutsRef) -> PreferencesRef:
+def judged(config: OnlineRounds, stages: Stages, *, label: str, rollouts: RolloutsRef) -> PreferencesRef:
     """Return the pairs that annotators prefer among the answers."""
     comparisons = stages.run(
         table.propose_comparisons, f"{label}/propose", config.propose, rollouts={"policy": rollouts}
@@ -116,7 +118,7 @@ def judged(config: OnlineConfig, stages: Stages, *, label: str, rollouts: Rollou
 
 
 def refresh(
-    config: OnlineConfig,
+    config: OnlineRounds,
     stages: Stages,
     state: LoopState,
     *,
@@ -150,7 +152,7 @@ def refresh(
 
 
 def optimized(
-    config: OnlineConfig,
+    config: OnlineRounds,
     stages: Stages,
     state: LoopState,
     *,

@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from pipelines.flows.profile_paths import relative_to_profile
+from pipelines.flows.recipe import Step, policies_of, steps_of
 from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig
 from pipelines.flows.sections import (
     POLICY_SECTIONS,
@@ -34,6 +35,7 @@ from pipelines.flows.sections import (
     RejectionSamplingConfig,
     RewardModelSection,
 )
+from pipelines.flows.steps import RecipeStep
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.former_names import FORMER, renamed
 from rlhf_core.config.monitors import is_named, remedy_of
@@ -246,6 +248,9 @@ class PipelineConfig(Config):
     online: OnlineConfig | None = None
     ppo: PolicyOptimizationConfig | None = None
     distill: DistillationConfig | None = None
+    recipe: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w-]*$")], RecipeStep] = added_option({})
+    """Steps by name, each a stage with its options and its inputs by name, beside the sections or instead of them
+    (docs/recipes.md)."""
     evaluate: EvaluationConfig | None = None
     publish: PublishConfig | None = None
     gates: Annotated[tuple[GateConfig, ...], OPERATIONAL] = added_option(())
@@ -285,6 +290,7 @@ class PipelineConfig(Config):
                     f"{section}.start_from = {config.start_from!r}: the profile has no [{config.start_from}]; "
                     "add that section or start from 'base'"
                 )
+        self.steps()
         if self.distill is not None:
             self._check_teachers(self.distill)
         if self.evaluate is not None:
@@ -387,11 +393,18 @@ class PipelineConfig(Config):
 
     def policies(self) -> list[str]:
         """Return the names of the policies that this pipeline makes and evaluates, in order."""
-        names = ["base", *(name for name in POLICY_SECTIONS if getattr(self, name) is not None)]
-        if self.online is None:
-            return names
-        place = names.index("online")
-        return names[:place] + [f"online_{number + 1}" for number in range(self.online.rounds)] + names[place + 1 :]
+        return ["base", *policies_of(self.steps())]
+
+    def steps(self) -> list[Step]:
+        """Return the steps of the pipeline, each after those that it reads."""
+        return steps_of(self)
+
+    def published(self) -> str:
+        """Return the policy that is published: the one that the profile names, or the last that no other starts from."""
+        if self.publish is not None and self.publish.policy:
+            return self.publish.policy
+        read = {name for step in self.steps() for names in step.reads().values() for name in names}
+        return [name for name in self.policies() if not self.recipe or name not in read][-1]
 
 
 # ---------------------------------------------------------------- loading
@@ -505,7 +518,7 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 def _with_current_names(tree: dict[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
     """Return a profile, or what is laid over the one `below`, with former keys under their present names."""
-    for *above, last in POLICY_TABLES:
+    for *above, last in policy_tables(tree):
         tables, under = _table_at(tree, above), _table_at(below, above)
         if isinstance(tables.get(last), Mapping):
             try:
@@ -513,6 +526,12 @@ def _with_current_names(tree: dict[str, Any], below: Mapping[str, Any]) -> dict[
             except ValueError as error:
                 raise ConfigError(f"{'.'.join([*above, last])}.{error}") from None
     return tree
+
+
+def policy_tables(tree: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return where a profile has the options of policy optimization."""
+    recipe = [("recipe", name) for name in _table_at(tree, ["recipe"])]
+    return [*POLICY_TABLES, *recipe, *((*step, "ppo") for step in recipe)]
 
 
 def _table_at(tree: Any, keys: Sequence[str]) -> Any:
@@ -600,7 +619,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     value = _value(key, text)
     *sections, last = keys = key.split(".")
     if any(
-        keys[: len(path)] == [*path] and set(keys[len(path) : len(path) + 1]) & FORMER.keys() for path in POLICY_TABLES
+        keys[: len(path)] == [*path] and set(keys[len(path) : len(path) + 1]) & FORMER.keys()
+        for path in policy_tables(tree)
     ):
         layer = reduce(lambda inner, name: {name: inner}, reversed(keys), value)
         tree.update(_merge(tree, _with_current_names(layer, below=tree)))

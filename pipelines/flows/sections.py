@@ -43,18 +43,18 @@ class RewardModelSection(RewardModelConfig):
     ensemble: Annotated[RewardEnsembleConfig | None, OPERATIONAL] = added_option(None)
     """Trains several reward models. Not part of the key, because each member's number and kind are."""
 
-    def stage_configs(self) -> dict[str, RewardModelConfig]:
-        """Return the configuration of each reward model by its label.
+    def stage_configs(self, name: str = "reward_model") -> dict[str, RewardModelConfig]:
+        """Return the configuration of each reward model by its label, which begins with the `name` of the step.
 
         >>> list(RewardModelSection(ensemble=RewardEnsembleConfig(members=2)).stage_configs())
         ['reward_model/1', 'reward_model/2']
         """
-        fields = {name: getattr(self, name) for name in RewardModelConfig.model_fields}
+        fields = {field: getattr(self, field) for field in RewardModelConfig.model_fields}
         if self.ensemble is None:
-            return {"reward_model": RewardModelConfig(**fields)}
+            return {name: RewardModelConfig(**fields)}
         members = self.ensemble.members
         return {
-            f"reward_model/{number}": RewardModelConfig(
+            f"{name}/{number}": RewardModelConfig(
                 **fields | {"member": Member(number=number, of=members, by=self.ensemble.by)}
             )
             for number in range(1, members + 1)
@@ -96,11 +96,10 @@ class OfflineDPOConfig(DPOConfig):
     """The policy that training starts from. Not part of the key, because the digest of the policy is."""
 
 
-class IterativeDPOConfig(Config):
+class IterativeDPORounds(Config):
     """Rounds of generate -> score -> select (pairs) -> dpo, each starting from the policy of the previous round."""
 
     rounds: int = Field(2, ge=1)
-    start_from: Literal["base", "sft", "rejection_sampling"] = "sft"
     reference: Literal["initial", "previous"] = "initial"
     """Reference policy: `initial` keeps every round close to the first policy, `previous` uses the last round's."""
     generate: GenerateConfig
@@ -109,17 +108,21 @@ class IterativeDPOConfig(Config):
     dpo: DPOConfig
 
     @model_validator(mode="after")
-    def _check_keep_best(self) -> IterativeDPOConfig:
+    def _check_keep_best(self) -> IterativeDPORounds:
         check_best("select.eval_fraction", self.select.eval_fraction, {"dpo.loop": self.dpo.loop})
         return self
 
 
-class OnlineConfig(Config):
+class IterativeDPOConfig(IterativeDPORounds):
+    """Rounds of DPO, and their first policy."""
+
+    start_from: Literal["base", "sft", "rejection_sampling"] = "sft"
+
+
+class OnlineRounds(Config):
     """Rounds of generate -> score -> propose -> collect -> reward model -> dpo or ppo, on the current policy's answers."""
 
     rounds: int = Field(3, ge=1)
-    start_from: Annotated[Literal["base", "sft", "rejection_sampling"], OPERATIONAL] = "sft"
-    """The first policy, which is also the reference of all rounds. Not part of the key, because its digest is."""
     refresh: bool = True
     """Whether each round trains a reward model on all pairs so far; otherwise `[reward_model]` serves in all rounds."""
     generate: GenerateConfig
@@ -134,7 +137,7 @@ class OnlineConfig(Config):
     """Optimization of the policy on the reward model of the round."""
 
     @model_validator(mode="after")
-    def _check_one_optimizer(self) -> OnlineConfig:
+    def _check_one_optimizer(self) -> OnlineRounds:
         if (self.dpo is None) == (self.ppo is None):
             found = "neither" if self.dpo is None else "both"
             raise ValueError(f"the profile has {found} of [online.dpo] and [online.ppo]; give one of them")
@@ -146,6 +149,13 @@ class OnlineConfig(Config):
         loops = {"dpo.loop": self.dpo.loop} if self.dpo else {}
         check_best("collect.eval_fraction", self.collect.eval_fraction, loops)
         return self
+
+
+class OnlineConfig(OnlineRounds):
+    """Rounds of the online loop, and their first policy."""
+
+    start_from: Annotated[Literal["base", "sft", "rejection_sampling"], OPERATIONAL] = "sft"
+    """The first policy, which is also the reference of all rounds. Not part of the key, because its digest is."""
 
 
 class PolicyOptimizationConfig(PPOConfig):

@@ -16,10 +16,9 @@ from pydantic import Field
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.gates import champion_for
 from pipelines.execution.opening import store_of
-from pipelines.flows.full import condition_and_imitate, sample_and_imitate
 from pipelines.flows.graph import GivenInput, Stages
 from pipelines.flows.inputs import find_artifact
-from pipelines.flows.iterative_dpo import iterate_dpo
+from pipelines.flows.own_answers import condition_and_imitate, iterate_dpo, sample_and_imitate
 from pipelines.flows.profile import PipelineConfig
 from pipelines.flows.sections import ConditionalSFTConfig, IterativeDPOConfig, RejectionSamplingConfig
 from pipelines.prefect_flows.pipeline_flows import run_served
@@ -113,9 +112,8 @@ def rejection_sampling(
 
     def body(stages: Stages, find: Find) -> PolicyRef:
         models = find.all(RewardModelRef, reward_models)
-        return sample_and_imitate(
-            config, stages, policy=find(PolicyRef, policy), prompts=find(PromptsRef, prompts), reward_models=models
-        )
+        name = "rejection_sampling"
+        return sample_and_imitate(config, stages, name, find(PolicyRef, policy), find(PromptsRef, prompts), models)
 
     return _run(settings, "rejection_sampling/sft", body)
 
@@ -132,9 +130,10 @@ def conditional_sft(
 
     def body(stages: Stages, find: Find) -> PolicyRef:
         models = find.all(RewardModelRef, reward_models)
-        return condition_and_imitate(
-            config, stages, policy=find(PolicyRef, policy), prompts=find(PromptsRef, prompts), reward_models=models
-        )[0]
+        name = "conditional_sft"
+        return condition_and_imitate(config, stages, name, find(PolicyRef, policy), find(PromptsRef, prompts), models)[
+            0
+        ]
 
     return _run(settings, "conditional_sft/sft", body)
 
@@ -151,9 +150,8 @@ def iterative_dpo(
 
     def body(stages: Stages, find: Find) -> PolicyRef:
         models = find.all(RewardModelRef, reward_models)
-        return iterate_dpo(
-            config, stages, policy=find(PolicyRef, policy), prompts=find(PromptsRef, prompts), reward_models=models
-        )
+        name = "iterative_dpo"
+        return iterate_dpo(config, stages, name, find(PolicyRef, policy), find(PromptsRef, prompts), models)
 
     return _run(settings, "iterative_dpo/round_1/dpo", body)
 

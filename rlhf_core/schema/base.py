@@ -88,7 +88,7 @@ class Config(BaseModel):
         return schema
 
 
-FIELD_OF = {"type": "type", "in": "in_"}
+FIELD_OF = {"stage": "stage", "type": "type", "in": "in_"}
 """Keys that choose among the types of a table, and their fields: `in` is no name in Python."""
 
 
@@ -99,9 +99,10 @@ def tag_of(model: type[BaseModel]) -> tuple[str, tuple[str, ...]]:
     >>> tag_of(ClipLoss), tag_of(CustomFunction)
     (('type', ('clip',)), ('', ()))
     """
-    for name, field in model.model_fields.items():
-        if (key := field.alias or name) in FIELD_OF and get_origin(field.annotation) is Literal:
-            return key, get_args(field.annotation)
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    for key in FIELD_OF:
+        if key in fields and get_origin(fields[key].annotation) is Literal:
+            return key, get_args(fields[key].annotation)
     return "", ()
 
 

@@ -13,7 +13,7 @@ from pipelines.cli.main import main
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run, open_tracker, store_of
 from pipelines.execution.run import run_stages
-from pipelines.flows.full import LifecycleState, lifecycle, opponent
+from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.inputs import Opponents
 from pipelines.flows.profile import PipelineConfig, load_profile
@@ -23,7 +23,7 @@ from pipelines.services.user_servers import tracking_uri
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.tracking.champions import read_champions
-from rlhf_core.types import PolicyRef, PreparedDataRef
+from rlhf_core.types import PolicyRef
 from stages.config.publish import PublishConfig
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
@@ -148,18 +148,11 @@ def test_the_deployment_of_the_stage_alone_looks_the_champion_up_too(
     assert (spec.inputs["champion"].digest if "champion" in spec.inputs else None) == found
 
 
-def test_a_champion_made_again_is_compared_as_before(tmp_path: Path) -> None:
-    config = load_profile(write_mini(tmp_path, PUBLISH))
-    old, new, data = (kind(uri=name, digest=name) for kind, name in zip((PolicyRef, PolicyRef, PreparedDataRef), "ond"))
-    state = LifecycleState(data, {"sft": new})
-
-    def met(champion: Opponents | None) -> PolicyRef | None:
-        stages = Stages(lambda spec, kind: kind(uri="x", digest="x"), seed=1, runtime=config.runtime, champion=champion)
-        return opponent(config, stages, state)
-
-    assert met(Opponents(old)) == old  # the run that wins
-    assert met(Opponents(new, old)) == old  # the same run once more: the same inputs, so a hit
-    assert met(Opponents(new)) is None and met(None) is None
+def test_a_champion_made_again_is_compared_as_before() -> None:
+    old, new = (PolicyRef(uri=name, digest=name) for name in "on")
+    assert Opponents(old).of(new) == old  # the run that wins
+    assert Opponents(new, old).of(new) == old  # the same run once more: the same inputs, so a hit
+    assert Opponents(new).of(new) is None
 
 
 def test_without_models_there_is_no_name_to_guess(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,364 @@
+"""The steps of a pipeline and their order: the tables `[recipe.NAME]` of a profile, and its sections, which are shorthand for steps.
+
+A step is a stage, or several stages that one section configures, with inputs by name. Names are those of other steps and of the parts
+of the prepared data. The order of tables in the file does not matter.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from pipelines.flows.sections import OnlineRounds, RewardModelSection
+from pipelines.flows.steps import RecipeStep
+from rlhf_core.config.rewards import EnsembleReward, ProcessRewardModelReward, RewardModelReward, RewardsConfig
+from rlhf_core.errors import explain, nearest
+from rlhf_core.schema.base import Config
+from rlhf_core.types import (
+    CHAMPION,
+    ArtifactRef,
+    DemonstrationsRef,
+    PolicyRef,
+    PreferencesRef,
+    PromptsRef,
+    RewardModelRef,
+    StepsRef,
+)
+from stages.config.import_policy import ImportPolicyConfig
+from stages.config.select import Pairs
+from stages.table import STAGES
+
+if TYPE_CHECKING:
+    from pipelines.flows.profile import PipelineConfig
+
+logger = logging.getLogger(__name__)
+
+Names: TypeAlias = str | Mapping[str, str]
+"""The name of an input, or several by the name that the stage uses."""
+
+PARTS: Mapping[str, type[ArtifactRef]] = {
+    "base": PolicyRef,
+    "demonstrations": DemonstrationsRef,
+    "preferences": PreferencesRef,
+    "prompts": PromptsRef,
+    "eval_prompts": PromptsRef,
+    "steps": StepsRef,
+}
+"""The parts of the prepared data."""
+STORED, REGISTERED = "store:", "models:/"
+"""Begin the names of inputs from earlier runs: by digest, and by name and version in the registry."""
+RESERVED = (*PARTS, CHAMPION, "parent", "suites", "evaluate", "evaluation", "publish", "prepare_data")
+
+GROUPS: Mapping[str, Mapping[str, type[ArtifactRef]]] = {
+    "rejection_sampling": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": RewardModelRef},
+    "conditional_sft": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": RewardModelRef},
+    "iterative_dpo": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": RewardModelRef},
+    "online": {
+        "policy": PolicyRef,
+        "reward_start": PolicyRef,
+        "first_reward_model": RewardModelRef,
+        "preferences": PreferencesRef,
+        "prompts": PromptsRef,
+        "demonstrations": DemonstrationsRef,
+    },
+}
+"""Inputs of the steps that run several stages, each of which ends with a policy."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the graph; `inputs` has the names of what it reads."""
+
+    name: str
+    stage: str
+    config: Config
+    inputs: Mapping[str, Names] = field(default_factory=dict)
+    key: str = ""
+    """Where the profile configures it; "" for a section of its own name."""
+    alias: str = ""
+    """The name under which other steps find what this one makes, if it is not its own."""
+
+    @property
+    def path(self) -> str:
+        """The key of the table that configures the step."""
+        return self.key or self.name
+
+    @property
+    def kinds(self) -> Mapping[str, type[ArtifactRef]]:
+        """The kind of artifact of each input."""
+        if self.stage in GROUPS:
+            return GROUPS[self.stage]
+        return {name: row.kind for name, row in STAGES[self.stage].inputs.items()}
+
+    @property
+    def output(self) -> type[ArtifactRef]:
+        """The kind of artifact that the step makes."""
+        if self.stage in GROUPS:
+            return PolicyRef
+        if self.stage == "select":
+            return PreferencesRef if isinstance(self.config, Pairs) else DemonstrationsRef
+        return STAGES[self.stage].output
+
+    @property
+    def made(self) -> list[str]:
+        """The names under which other steps find what this one makes."""
+        if isinstance(self.config, OnlineRounds):
+            return [f"{self.name}_{number + 1}" for number in range(self.config.rounds)]
+        if isinstance(self.config, RewardModelSection) and self.config.ensemble:
+            return [*self.config.stage_configs(self.name), self.name]
+        return [self.alias or self.name]
+
+    def reads(self) -> dict[str, list[str]]:
+        """Return the names that each input reads; those of inputs that the configuration does not use are left out."""
+        names = {name: listed(value) for name, value in self.inputs.items()}
+        if self.stage in GROUPS:
+            return names
+        rows = STAGES[self.stage].inputs
+        used = {name if row.when(self.config) else row.instead for name, row in rows.items()}
+        return {name: found for name, found in names.items() if name in used}
+
+
+def listed(names: Names) -> list[str]:
+    """Return the names of an input as a list, without empty ones."""
+    if isinstance(names, str):
+        return [names] if names else []
+    return list(names.values())
+
+
+def steps_of(profile: PipelineConfig) -> list[Step]:
+    """Return the steps of a profile in an order in which each comes after those that it reads.
+
+    Sections come in the order of the lifecycle, tables of the recipe in that of the file. Raises ValueError for a recipe
+    that has no such order, and for an input that there is not, or that is of another kind.
+    """
+    steps = [*section_steps(profile), *(recipe_step(name, config) for name, config in profile.recipe.items())]
+    check(steps)
+    return in_order(steps)
+
+
+def policies_of(steps: Sequence[Step]) -> list[str]:
+    """Return the names of the policies that are evaluated; of imported ones those that a step other than distillation reads."""
+    started = {
+        name for step in steps for kind, names in step.reads().items() for name in names if "teacher" not in kind
+    }
+    made = [(name, step) for step in steps if step.output is PolicyRef for name in step.made]
+    return [name for name, step in made if step.stage != "import_policy" or name in started]
+
+
+def section_steps(profile: PipelineConfig) -> Iterator[Step]:
+    """Yield the steps that the sections of a profile stand for, in the order of the lifecycle."""
+    start, models = "sft" if profile.sft else "base", dict[str, str]()
+    inputs: dict[str, Names] = {part: part for part in PARTS if part != "base"}
+
+    def step(name: str, **given: Names) -> Step:
+        made = Step(name, name, getattr(profile, name))
+        return replace(
+            made,
+            inputs={
+                kind: given[kind] if kind in given else inputs[kind]
+                for kind in made.kinds
+                if kind in given or kind in inputs
+            },
+        )
+
+    if profile.import_reward_model:
+        yield replace(step("import_reward_model", policy="base"), alias="reward_model")
+        models["reward_model"] = "reward_model"
+    if profile.sft:
+        yield step("sft", policy="base")
+    if profile.reward_model:
+        trained = step("reward_model", policy=start)
+        yield trained
+        models |= {name: name for name in trained.made}
+    if profile.process_reward_model:
+        yield step("process_reward_model", policy=start)
+        models["process_reward_model"] = "process_reward_model"
+    for name in ("rejection_sampling", "conditional_sft"):
+        if getattr(profile, name):
+            yield step(name, policy=start, reward_models=models)
+    if profile.dpo:
+        yield step("dpo", policy=profile.dpo.start_from, reference=profile.dpo.start_from)
+    if profile.iterative_dpo:
+        yield step("iterative_dpo", policy=profile.iterative_dpo.start_from, reward_models=models)
+    if profile.online:
+        first = models.get("reward_model", "")
+        yield step("online", policy=profile.online.start_from, reward_start=start, first_reward_model=first)
+    if profile.ppo:
+        yield step("ppo", policy=profile.ppo.start_from, reference=profile.ppo.start_from, reward_models=models)
+    if profile.distill:
+        outside = {name: f"distill/{name}/import" for name in profile.distill.external}
+        for name, model in profile.distill.external.items():
+            yield Step(outside[name], "import_policy", ImportPolicyConfig(model=model), key=f"distill.external.{name}")
+        teachers = {name: outside.get(name, name) for name in profile.distill.teachers}
+        teacher = "" if teachers else outside.get(profile.distill.teacher, profile.distill.teacher)
+        yield step("distill", policy=profile.distill.start_from, teacher=teacher, teachers=teachers)
+
+
+def recipe_step(name: str, config: RecipeStep) -> Step:
+    """Return the step of the table `[recipe.<name>]`."""
+    step = Step(name, config.stage, config, key=f"recipe.{name}")
+    inputs = {kind: getattr(config, kind) for kind in step.kinds if hasattr(config, kind)}
+    for followed in ("reference", "reward_start"):
+        if inputs.get(followed) == "":
+            inputs[followed] = inputs["policy"]
+    if "reward_models" in inputs:
+        inputs["reward_models"] = reward_models(step, inputs["reward_models"])
+    if "teachers" in inputs:  # with their weights
+        inputs["teachers"] = {teacher: teacher for teacher in inputs["teachers"]}
+    return replace(step, inputs=inputs)
+
+
+def reward_models(step: Step, given: Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
+    """Return the steps whose reward models a step reads, by the names in the terms of its `rewards`.
+
+    Without `given` names, a term names the step; a single given one also serves terms that name none.
+    """
+    if isinstance(given, Mapping):
+        return given
+    terms = models_in(rewards_of(step.config))
+    if not given:
+        return {model: model for model in terms}
+    unused = [name for name in given if name not in terms]
+    if len(given) == 1 and set(terms) <= {*given, "reward_model", "process_reward_model"}:
+        return dict.fromkeys(terms, given[0])
+    if unused:
+        rule = "no term of the rewards names this reward model"
+        raise ValueError(
+            explain(f"{step.key}.reward_models", list(given), rule, f'add a term with model = "{unused[0]}"')
+        )
+    return {model: model for model in terms}
+
+
+def rewards_of(config: Config) -> RewardsConfig:
+    """Return the rewards of a step: its own, or those of the stage that scores."""
+    found = getattr(getattr(config, "score", config), "rewards", None)
+    assert isinstance(found, RewardsConfig)
+    return found
+
+
+def models_in(rewards: RewardsConfig) -> list[str]:
+    """Return the names of the reward models in the terms, each once."""
+    names: list[str] = []
+    for term in rewards.terms.values():
+        if isinstance(term, (RewardModelReward, ProcessRewardModelReward)):
+            names.append(term.model)
+        elif isinstance(term, EnsembleReward):
+            names += term.models
+    return list(dict.fromkeys(names))
+
+
+# ---------------------------------------------------------------- checks and order
+
+
+def check(steps: Sequence[Step]) -> None:
+    """Raise ValueError for a name that two steps have, and for an input that there is not or that is of another kind."""
+    made = {name: step for step in steps for name in step.made}
+    for step in steps:
+        if not step.key.startswith("recipe."):
+            continue
+        if step.name in RESERVED:
+            raise ValueError(f"{step.key} = {{...}}: this name has another meaning; give the step another one")
+        twin = next((other for other in steps if other is not step and set(other.made) & set(step.made)), None)
+        if twin is not None:
+            rule = f"makes what {twin.key or f'[{twin.name}]'} makes"
+            raise ValueError(f"{step.key} = {{...}}: {rule}; give the step another name")
+        for name, names in step.reads().items():
+            if not names and name not in ("preferences", "teacher", "teachers", "reward_models", "demonstrations"):
+                raise ValueError(explain(f"{step.key}.{name}", "", "names no input", "name a step"))
+            for read in names:
+                check_input(step, name, read, made)
+    check_distillation(steps)
+    used = {name for step in steps for names in step.reads().values() for name in names}
+    for step in steps:
+        if step.key.startswith("recipe.") and step.output is not PolicyRef and used.isdisjoint(step.made):
+            logger.warning("%s: no other step reads what it makes", step.key)
+
+
+def check_input(step: Step, name: str, read: str, made: Mapping[str, Step]) -> None:
+    """Raise ValueError unless `read` names an artifact of the kind that the input `name` needs."""
+    wanted, key = step.kinds[name], f"{step.key}.{name}"
+    if read.startswith(STORED) and not re.fullmatch("[0-9a-f]{8,64}", read.removeprefix(STORED)):
+        raise ValueError(explain(key, read, "must be a digest of at least 8 digits", "`rlhf store ls` lists them"))
+    if read.startswith((STORED, REGISTERED)):
+        return
+    part = read.removeprefix("prepare_data.")
+    known: dict[str, type[ArtifactRef]] = {**PARTS, **{one: made[one].output for one in made}, CHAMPION: PolicyRef}
+    if read not in known and part not in PARTS:
+        usable = [one for one, kind in known.items() if issubclass(kind, wanted) and one != step.name]
+        raise ValueError(explain(key, read, "there is no such step", nearest(read, usable)))
+    found = known[read] if read in known else PARTS[part]
+    if not issubclass(found, wanted):
+        usable = [one for one, kind in known.items() if issubclass(kind, wanted) and one != step.name]
+        rule = f"is {title(found)}, and {name} must be {title(wanted)}"
+        raise ValueError(explain(key, read, rule, f"name one of {', '.join(usable)}" if usable else "add such a step"))
+
+
+def check_distillation(steps: Sequence[Step]) -> None:
+    """Raise ValueError for a distillation of the recipe without a teacher, with two kinds of them, or with itself."""
+    for step in steps:
+        if step.stage != "distill" or not step.key:
+            continue
+        teacher, teachers = listed(step.inputs["teacher"]), listed(step.inputs["teachers"])
+        if bool(teacher) == bool(teachers):
+            rule = "there is no teacher" if not teacher else "is not read beside teachers, which have the weights"
+            raise ValueError(explain(f"{step.key}.teacher", "".join(teacher), rule, "give teacher or teachers"))
+        for name in (*teacher, *teachers):
+            if name == step.inputs["policy"]:
+                raise ValueError(explain(f"{step.key}.policy", name, "is a teacher, too", "name another student"))
+
+
+def title(kind: type[ArtifactRef]) -> str:
+    """Return a kind of artifact in words.
+
+    >>> title(RewardModelRef)
+    'a reward model'
+    """
+    words = "".join(
+        f" {letter.lower()}" if letter.isupper() else letter for letter in kind.__name__.removesuffix("Ref")
+    )
+    plural = words.endswith("s")
+    return words.strip() if plural else f"a{words}"
+
+
+def in_order(steps: Sequence[Step]) -> list[Step]:
+    """Return the steps in an order in which each comes after those that it reads, and else in the given one.
+
+    Raises ValueError for a cycle.
+    """
+    makers = {name: step for step in steps for name in step.made}
+    waiting, ordered = list(steps), list[Step]()
+    while waiting:
+        ready = (step for step in waiting if not any(maker in waiting for maker in read_steps(step, makers)))
+        first = next(ready, None)
+        if first is None:
+            names = cycle(waiting, makers)
+            raise ValueError(
+                f"recipe.{names[0]} = {{...}}: {' -> '.join(names)} is a cycle; change an input of one of them"
+            )
+        waiting.remove(first)
+        ordered.append(first)
+    return ordered
+
+
+def read_steps(step: Step, makers: Mapping[str, Step]) -> list[Step]:
+    """Return the steps that a step reads from."""
+    return [makers[name] for names in step.reads().values() for name in names if name in makers]
+
+
+def cycle(steps: Sequence[Step], makers: Mapping[str, Step]) -> list[str]:
+    """Return the names along a cycle among `steps`, all of which read another one of them; first and last are the same."""
+    path = [steps[0]]
+    while path[-1] not in path[:-1]:
+        path.append(next(maker for maker in read_steps(path[-1], makers) if maker in steps))
+    return [step.name for step in path[path.index(path[-1]) :]][::-1]
+
+
+def drawn(steps: Sequence[Step]) -> Iterator[str]:
+    """Yield a line for each step with what it reads: the graph as `rlhf plan` shows it."""
+    width = max((len(step.name) for step in steps), default=0)
+    for step in steps:
+        read = dict.fromkeys(name for names in step.reads().values() for name in names)
+        yield f"{step.name:<{width}} <- {', '.join(read) or 'outside'} ({step.stage})"

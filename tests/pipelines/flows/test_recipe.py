@@ -1,0 +1,278 @@
+"""Recipes: steps by name and their inputs, and the sections of a profile as shorthand for them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.execution.plan import all_specs, plan
+from pipelines.flows.full import lifecycle
+from pipelines.flows.profile import load_profile, parse, shipped_profiles, with_overrides
+from pipelines.flows.recipe import drawn
+from rlhf_core.errors import ConfigError
+from rlhf_core.schema.base import keyed
+from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.run import execute
+from rlhf_core.store.artifacts import ArtifactStore
+from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
+
+MODELS = {"reward_models": ["reward_model"]}
+
+
+def as_recipe() -> dict[str, Any]:
+    """Return tiny/full with its sections written as steps, the last one first."""
+    tree = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
+    inputs: dict[str, dict[str, Any]] = {
+        "ppo": {"policy": "iterative_dpo", **MODELS},
+        "iterative_dpo": {"policy": "sft", **MODELS},
+        "rejection_sampling": {"policy": "sft", "prompts": "prepare_data.prompts", **MODELS},
+        "reward_model": {"policy": "sft"},
+        "sft": {"policy": "base"},
+    }
+    sections = {name: tree.pop(name) for name in inputs}
+    for table in sections.values():
+        table.pop("start_from", None)
+    tree["recipe"] = {name: {"stage": name, **sections[name], **given} for name, given in inputs.items()}
+    return tree
+
+
+def specs(tree: dict[str, Any], *overrides: str) -> dict[str, StageSpec]:
+    return all_specs(with_overrides(parse(tree, origin="recipe"), overrides), lifecycle)
+
+
+def read(spec: StageSpec, name: str) -> Any:
+    found = spec.inputs[name]
+    return {key: ref.uri for key, ref in found.items()} if isinstance(found, dict) else found.uri  # type: ignore[union-attr]
+
+
+def small(**steps: dict[str, Any]) -> dict[str, Any]:
+    """Return a profile of tiny/full's data with the steps of a recipe."""
+    tree = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
+    loop = {"sft": {"loop": {"batch_size": 4}}, "dpo": {}, "reward_model": {}}
+    return {
+        **{name: tree[name] for name in ("name", "runtime", "prepare_data")},
+        "recipe": {name: loop.get(step.get("stage", ""), {}) | step for name, step in steps.items()},
+    }
+
+
+SUM = {"type": "function", "function": "rlhf_core.rewards.library.math:math_reward"}
+PPO: dict[str, Any] = {
+    "stage": "ppo",
+    "steps": 2,
+    "samples_per_prompt": 4,
+    "advantage": {"type": "rloo"},
+    "rewards": {"terms": {"correct": SUM}},
+}
+OWN: dict[str, Any] = {"generate": {"samples_per_prompt": 2}, "score": {}}
+REJECTION: dict[str, Any] = {"stage": "rejection_sampling", **OWN, "select": {"type": "best_of_n"}, "sft": {}}
+
+
+def test_a_lifecycle_written_as_a_recipe_has_the_same_stages_and_keys() -> None:
+    ours, theirs = specs(as_recipe()), all_specs(load_profile("tiny/full"), lifecycle)
+    assert set(ours) == set(theirs) and len(ours) == 23
+    for label, spec in ours.items():
+        other = theirs[label]
+        assert keyed(spec.config) == keyed(other.config), label
+        assert (spec.inputs, spec.engines, spec.seed) == (other.inputs, other.engines, other.seed), label
+
+
+def test_the_shapes_of_published_recipes_can_be_written() -> None:
+    r1 = small(
+        cold_start={"stage": "sft", "policy": "base"},
+        reason={**PPO, "policy": "cold_start"},
+        rewrite={**REJECTION, "policy": "reason", "score": {"rewards": {"terms": {"correct": SUM}}}},
+        align={**PPO, "policy": "rewrite", "reference": "cold_start", "kl": {"coef": 0.1}},
+    )
+    found = specs(r1)
+    assert list(found)[1:] == [
+        "cold_start",
+        "reason",
+        "rewrite/generate",
+        "rewrite/score",
+        "rewrite/select",
+        "rewrite/sft",
+        "align",
+    ]
+    assert read(found["align"], "policy") == "pending://rewrite/sft"
+    assert read(found["align"], "reference") == "pending://cold_start"
+    rounds: dict[str, dict[str, Any]] = {
+        "sft": {"stage": "sft", "policy": "base"},
+        "rm": {"stage": "reward_model", "policy": "sft"},
+    }
+    start = "sft"
+    for number in (1, 2, 3):
+        best, pairs = f"best_{number}", f"dpo_{number}"
+        rounds[best] = {**REJECTION, "policy": start, "reward_models": ["rm"]}
+        rounds[pairs] = {"stage": "dpo", "policy": best}
+        start = pairs
+    llama = specs(small(**rounds))
+    assert read(llama["best_3/score"], "reward_models") == {"reward_model": "pending://rm"}
+    assert (
+        read(llama["dpo_3"], "policy") == "pending://best_3/sft"
+        and read(llama["best_3/generate"], "policy") == "pending://dpo_2"
+    )
+    branches = small(
+        distilled={"stage": "distill", "policy": "base", "teachers": {"math": 1.0, "desk": 2.0}},
+        math={**PPO, "policy": "base"},
+        desk={**PPO, "policy": "base", "steps": 3},
+    )
+    assert list(specs(branches))[1:] == ["math", "desk", "distilled"]
+    assert read(specs(branches)["distilled"], "teachers") == {"math": "pending://math", "desk": "pending://desk"}
+
+
+def test_answers_are_sampled_scored_and_selected_step_by_step() -> None:
+    found = specs(
+        small(
+            sft={"stage": "sft", "policy": "base"},
+            answers={"stage": "generate", "policy": "sft", "samples_per_prompt": 4},
+            scored={"stage": "score", "generations": "answers", "rewards": {"terms": {"correct": SUM}}},
+            pairs={"stage": "select", "type": "pairs", "rollouts": "scored"},
+            dpo={"stage": "dpo", "policy": "sft", "preferences": "pairs"},
+        )
+    )
+    assert list(found)[1:] == ["sft", "answers", "scored", "pairs", "dpo"]
+    assert read(found["dpo"], "preferences") == "pending://pairs"
+
+
+def test_a_step_of_a_recipe_may_read_a_section_and_is_compared_with_its_start() -> None:
+    tree = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
+    tree["recipe"] = {"polish": {"stage": "sft", "policy": "ppo", "loop": {"batch_size": 4}}}
+    del tree["publish"]
+    found = specs(tree, "recipe.polish.max_length=64")
+    assert found["polish"].config.model_dump()["max_length"] == 64
+    assert found["evaluate"].config.model_dump()["parents"]["polish"] == "ppo"
+    assert parse(tree, origin="").published() == "polish"
+
+
+RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "unknown input": (
+        {"a": {"stage": "sft", "policy": "bse"}},
+        r"recipe\.a\.policy = 'bse': there is no such step; did you mean base\?",
+    ),
+    "another kind": (
+        {"a": {"stage": "sft", "policy": "base"}, "b": {"stage": "dpo", "policy": "a", "preferences": "a"}},
+        r"recipe\.b\.preferences = 'a': is a policy, and preferences must be preferences; name one of preferences",
+    ),
+    "cycle": (
+        {
+            "a": {"stage": "sft", "policy": "b"},
+            "b": {"stage": "sft", "policy": "c"},
+            "c": {"stage": "sft", "policy": "a"},
+        },
+        r"recipe\.\w = \{\.\.\.\}: \w -> \w -> \w -> \w is a cycle; change an input",
+    ),
+    "itself": ({"a": {"stage": "sft", "policy": "a"}}, r"recipe\.a = \{\.\.\.\}: a -> a is a cycle"),
+    "reserved name": ({"base": {"stage": "sft", "policy": "base"}}, r"recipe\.base = .*another meaning"),
+    "no such stage": (
+        {"a": {"stage": "sfft", "policy": "base"}},
+        r"recipe\.a\.stage = 'sfft': there is no such type; did you mean",
+    ),
+    "no stage": (
+        {"a": {"policy": "base"}},
+        r"recipe\.a\.stage: missing, and it has no default; choose one of import_policy",
+    ),
+    "no policy": ({"a": {"stage": "sft"}}, r"recipe\.a\.policy: missing"),
+    "empty policy": ({"a": {"stage": "sft", "policy": ""}}, r"recipe\.a\.policy = '': names no input"),
+    "unknown option": (
+        {"a": {"stage": "sft", "policy": "base", "max_lenght": 3}},
+        r"recipe\.a\.max_lenght = 3: unknown key; did you mean recipe\.a\.max_length\?",
+    ),
+    "option of a nested table": (
+        {"a": {"stage": "sft", "policy": "base", "loop": {"batchsize": 3}}},
+        r"recipe\.a\.loop\.batchsize = 3: unknown key; did you mean recipe\.a\.loop\.batch_size\?",
+    ),
+    "unused reward model": (
+        {
+            "rm": {"stage": "reward_model", "policy": "base"},
+            "a": {**PPO, "policy": "base", "reward_models": ["rm", "rm"]},
+        },
+        r"recipe\.a\.reward_models = .*: no term of the rewards names this reward model",
+    ),
+    "no such reward model": (
+        {"a": {**PPO, "policy": "base", "rewards": {"terms": {"m": {"type": "reward_model", "model": "rm"}}}}},
+        r"recipe\.a\.reward_models = 'rm': there is no such step",
+    ),
+    "teacher and teachers": (
+        {
+            "a": {"stage": "distill", "policy": "base", "teacher": "t", "teachers": {"t": 1.0}},
+            "t": {"stage": "sft", "policy": "base"},
+        },
+        r"recipe\.a\.teacher = 't': is not read beside teachers",
+    ),
+    "no teacher": ({"a": {"stage": "distill", "policy": "base"}}, r"recipe\.a\.teacher = '': there is no teacher"),
+    "student is the teacher": (
+        {"a": {"stage": "distill", "policy": "t", "teacher": "t"}, "t": {"stage": "sft", "policy": "base"}},
+        r"recipe\.a\.policy = 't': is a teacher, too",
+    ),
+    "a label of the store": (
+        {"a": {"stage": "sft", "policy": "store:sft"}},
+        r"recipe\.a\.policy = 'store:sft': must be a digest",
+    ),
+    "no published model": (
+        {"a": {"stage": "sft", "policy": "champion "}},
+        r"recipe\.a\.policy = 'champion ': there is no such step; did you mean champion",
+    ),
+    "name with a slash": ({"a/b": {"stage": "sft", "policy": "base"}}, r"recipe"),
+}
+
+
+@pytest.mark.parametrize("case", RECIPE_ERRORS)
+def test_a_recipe_that_cannot_run_is_refused_by_its_key(case: str) -> None:
+    steps, message = RECIPE_ERRORS[case]
+    with pytest.raises(ConfigError, match=message):
+        parse(small(**steps), origin="recipe.toml")
+
+
+def test_a_step_whose_name_a_section_has_is_refused() -> None:
+    tree = as_recipe() | {"sft": {"loop": {"batch_size": 4}}}
+    with pytest.raises(
+        ConfigError, match=r"recipe\.sft = \{\.\.\.\}: makes what \[sft\] makes; give the step another name"
+    ):
+        parse(tree, origin="recipe.toml")
+
+
+def test_options_of_a_step_are_overridden_as_those_of_a_section() -> None:
+    found = specs(as_recipe(), "recipe.ppo.kl.coef=0.2", "recipe.ppo.steps=3", "recipe.rejection_sampling=none")
+    assert keyed(found["ppo"].config)["kl_coef"] == 0.2 and keyed(found["ppo"].config)["steps"] == 3
+    assert "rejection_sampling/sft" not in found
+
+
+def test_the_recipe_of_the_documentation_can_be_planned() -> None:
+    page = (shipped_profiles().parent / "docs/recipes.md").read_text(encoding="utf-8")
+    (written,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    config = parse(small() | tomllib.loads(written), origin="docs/recipes.md")
+    assert list(all_specs(config, lifecycle))[1:] == ["cold_start", "math", "helpful", "desk", "student"]
+    assert list(drawn(config.steps()))[-1] == "student    <- cold_start, math, desk, demonstrations (distill)"
+
+
+def test_an_input_may_be_an_artifact_of_an_earlier_run(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    spec = toy_spec(ToyConfig(), label="sft")
+    made, _ = execute(store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=lambda *_: None)[:2]
+    config = parse(small(more={"stage": "sft", "policy": f"store:{made.digest[:12]}"}), origin="")
+    planned = {stage.label: stage.spec for stage in plan(config, store)}
+    assert planned["more"].inputs["policy"] == made
+    absent = parse(small(more={"stage": "sft", "policy": "store:0123456789"}), origin="")
+    with pytest.raises(
+        ConfigError, match=r"recipe\.more\.policy = 'store:0123456789': a policy of this digest .* is not in the store"
+    ):
+        plan(absent, store)
+
+
+def test_what_no_step_reads_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    parse(small(rm={"stage": "reward_model", "policy": "base"}), origin="")
+    assert "recipe.rm: no other step reads what it makes" in caplog.text
+
+
+def test_errors_of_stages_name_the_table_of_the_step(tmp_path: Path) -> None:
+    bad = {
+        **PPO,
+        "policy": "base",
+        "rewards": {"terms": {"mine": {"type": "function", "function": "nowhere.py:reward"}}},
+    }
+    with pytest.raises(ConfigError, match=r"recipe\.mine\.rewards\.terms\.mine\.function"):
+        specs(small(mine=bad))
