@@ -17,42 +17,29 @@ from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from pipelines.flows.profile_paths import relative_to_profile
-from pipelines.flows.recipe import Step, policies_of, steps_of
+from pipelines.flows.recipe import GraphConfig
 from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig
 from pipelines.flows.sections import (
     POLICY_SECTIONS,
-    ConditionalSFTConfig,
     DistillationConfig,
     EvaluationConfig,
-    IterativeDPOConfig,
-    OfflineDPOConfig,
-    OnlineConfig,
-    PolicyOptimizationConfig,
-    RejectionSamplingConfig,
-    RewardModelSection,
 )
-from pipelines.flows.steps import RecipeStep
-from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.former_names import FORMER, renamed
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError, nearest
-from rlhf_core.schema.base import FIELD_OF, OPERATIONAL, Config, added_option, by_type, tag_of
+from rlhf_core.schema.base import FIELD_OF, OPERATIONAL, added_option, by_type, tag_of
 from rlhf_core.secrets.redaction import hidden
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import read_regular
 from rlhf_core.types import CHAMPION, encodable
 from stages.config.evaluate_suite import JudgeSuite
-from stages.config.import_reward_model import ImportRewardModelConfig
 from stages.config.measured import policy_numbers
-from stages.config.prepare_data import PrepareDataConfig
-from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.publish import PublishConfig
-from stages.config.sft import SFTConfig
 
 # ---------------------------------------------------------------- Format errors in a profile: *key = value: rule; remedy*
 
@@ -226,31 +213,9 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 # ---------------------------------------------------------------- Define the configuration of a pipeline run, and load it from a TOML profile
 
 
-class PipelineConfig(Config):
+class PipelineConfig(GraphConfig):
     """The configuration of a pipeline run."""
 
-    name: str = "rlhf"
-    """Name of the run and of the MLflow experiment."""
-    seed: int = Field(17, ge=0)
-    store: Annotated[str, OPERATIONAL] = ""
-    """Folder of the artifact store; if empty, `store` in the state folder (`.rlhf`, or `RLHF_HOME`)."""
-    runtime: RuntimeConfig = RuntimeConfig()
-    prepare_data: PrepareDataConfig
-    import_reward_model: ImportRewardModelConfig | None = None
-    """An external reward model, used instead of a trained one."""
-    sft: SFTConfig | None = None
-    reward_model: RewardModelSection | None = None
-    process_reward_model: ProcessRewardModelConfig | None = None
-    rejection_sampling: RejectionSamplingConfig | None = None
-    conditional_sft: ConditionalSFTConfig | None = None
-    dpo: OfflineDPOConfig | None = None
-    iterative_dpo: IterativeDPOConfig | None = None
-    online: OnlineConfig | None = None
-    ppo: PolicyOptimizationConfig | None = None
-    distill: DistillationConfig | None = None
-    recipe: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w-]*$")], RecipeStep] = added_option({})
-    """Steps by name, each a stage with its options and its inputs by name, beside the sections or instead of them
-    (docs/recipes.md)."""
     evaluate: EvaluationConfig | None = None
     publish: PublishConfig | None = None
     gates: Annotated[tuple[GateConfig, ...], OPERATIONAL] = added_option(())
@@ -390,14 +355,6 @@ class PipelineConfig(Config):
     def _evaluated(self) -> list[str]:
         challenged = self.publish is not None and self.publish.challenge is not None
         return [*self.policies(), *([CHAMPION] if challenged else [])]
-
-    def policies(self) -> list[str]:
-        """Return the names of the policies that this pipeline makes and evaluates, in order."""
-        return ["base", *policies_of(self.steps())]
-
-    def steps(self) -> list[Step]:
-        """Return the steps of the pipeline, each after those that it reads."""
-        return steps_of(self)
 
     def published(self) -> str:
         """Return the policy that is published: the one that the profile names, or the last that no other starts from."""

@@ -10,13 +10,26 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Annotated, TypeAlias
 
-from pipelines.flows.sections import OnlineRounds, RewardModelSection
+from pydantic import Field
+
+from pipelines.flows.sections import (
+    ConditionalSFTConfig,
+    DistillationConfig,
+    IterativeDPOConfig,
+    OfflineDPOConfig,
+    OnlineConfig,
+    OnlineRounds,
+    PolicyOptimizationConfig,
+    RejectionSamplingConfig,
+    RewardModelSection,
+)
 from pipelines.flows.steps import RecipeStep
+from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.rewards import EnsembleReward, ProcessRewardModelReward, RewardModelReward, RewardsConfig
 from rlhf_core.errors import explain, nearest
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.types import (
     CHAMPION,
     ArtifactRef,
@@ -28,11 +41,12 @@ from rlhf_core.types import (
     StepsRef,
 )
 from stages.config.import_policy import ImportPolicyConfig
+from stages.config.import_reward_model import ImportRewardModelConfig
+from stages.config.prepare_data import PrepareDataConfig
+from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.select import Pairs
+from stages.config.sft import SFTConfig
 from stages.table import STAGES
-
-if TYPE_CHECKING:
-    from pipelines.flows.profile import PipelineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -128,15 +142,45 @@ def listed(names: Names) -> list[str]:
     return list(names.values())
 
 
-def steps_of(profile: PipelineConfig) -> list[Step]:
-    """Return the steps of a profile in an order in which each comes after those that it reads.
+class GraphConfig(Config):
+    """The stages of a pipeline: the sections of a profile, and the tables of its recipe."""
 
-    Sections come in the order of the lifecycle, tables of the recipe in that of the file. Raises ValueError for a recipe
-    that has no such order, and for an input that there is not, or that is of another kind.
-    """
-    steps = [*section_steps(profile), *(recipe_step(name, config) for name, config in profile.recipe.items())]
-    check(steps)
-    return in_order(steps)
+    name: str = "rlhf"
+    """Name of the run and of the MLflow experiment."""
+    seed: int = Field(17, ge=0)
+    store: Annotated[str, OPERATIONAL] = ""
+    """Folder of the artifact store; if empty, `store` in the state folder (`.rlhf`, or `RLHF_HOME`)."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    prepare_data: PrepareDataConfig
+    import_reward_model: ImportRewardModelConfig | None = None
+    """An external reward model, used instead of a trained one."""
+    sft: SFTConfig | None = None
+    reward_model: RewardModelSection | None = None
+    process_reward_model: ProcessRewardModelConfig | None = None
+    rejection_sampling: RejectionSamplingConfig | None = None
+    conditional_sft: ConditionalSFTConfig | None = None
+    dpo: OfflineDPOConfig | None = None
+    iterative_dpo: IterativeDPOConfig | None = None
+    online: OnlineConfig | None = None
+    ppo: PolicyOptimizationConfig | None = None
+    distill: DistillationConfig | None = None
+    recipe: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w-]*$")], RecipeStep] = added_option({})
+    """Steps by name, each a stage with its options and its inputs by name, beside the sections or instead of them
+    (docs/recipes.md)."""
+
+    def steps(self) -> list[Step]:
+        """Return the steps, each after those that it reads.
+
+        Sections come in the order of the lifecycle, tables of the recipe in that of the file. Raises ValueError for a
+        recipe that has no such order, and for an input that there is not, or that is of another kind.
+        """
+        steps = [*section_steps(self), *(recipe_step(name, config) for name, config in self.recipe.items())]
+        check(steps)
+        return in_order(steps)
+
+    def policies(self) -> list[str]:
+        """Return the names of the policies that this pipeline makes and evaluates, in order."""
+        return ["base", *policies_of(self.steps())]
 
 
 def policies_of(steps: Sequence[Step]) -> list[str]:
@@ -148,7 +192,7 @@ def policies_of(steps: Sequence[Step]) -> list[str]:
     return [name for name, step in made if step.stage != "import_policy" or name in started]
 
 
-def section_steps(profile: PipelineConfig) -> Iterator[Step]:
+def section_steps(profile: GraphConfig) -> Iterator[Step]:
     """Yield the steps that the sections of a profile stand for, in the order of the lifecycle."""
     start, models = "sft" if profile.sft else "base", dict[str, str]()
     inputs: dict[str, Names] = {part: part for part in PARTS if part != "base"}
