@@ -145,7 +145,7 @@ def test_explain_names_what_the_key_cannot_see(
     stage = PlannedStage("ppo", toy_spec(callables=("mine.py:reward",)), decision)
     monkeypatch.chdir(here)
     store = ArtifactStore(here / "store")
-    monkeypatch.setattr("pipelines.cli.plan_verbs._plan", lambda options: (None, store, [stage]))
+    monkeypatch.setattr("pipelines.cli.plan_verbs._plan", lambda options: (SimpleNamespace(recipe={}), store, [stage]))
     handle = PolicyRef(uri=f"store://{'a' * 64}", digest="a" * 64)
     record = SimpleNamespace(
         unseen=("reads /a/b.json",), to_json=dict, environment={}, failures={},
