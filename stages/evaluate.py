@@ -17,7 +17,7 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_generations, read_index
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.evaluation import plots
-from rlhf_core.evaluation.comparison import Answers, best_of, challenges, improvement, summary, win_rate
+from rlhf_core.evaluation.comparison import Answers, best_of, by_source, challenges, improvement, summary, win_rate
 from rlhf_core.evaluation.intervals import ends
 from rlhf_core.evaluation.lineage import lineage
 from rlhf_core.evaluation.metrics import best_of_n_kl, log_ratios
@@ -170,6 +170,9 @@ def compare(config: EvaluateConfig, policies: Sequence[Answers], context: StageC
     by_name = {answers.name: answers for answers in policies}
     names = [answers.name for answers in policies if not answers.picked_from]
     rows = {answers.name: summary(answers, level=config.level) for answers in policies}
+    for answers in policies:
+        if parts := by_source(answers):
+            rows[answers.name]["sources"] = {name: summary(part, level=config.level) for name, part in parts.items()}
     for name, answers in by_name.items():
         parent = opponent(config, name, names)
         if parent and answers.rewards:
@@ -205,6 +208,13 @@ def headline(report: Mapping[str, Any]) -> dict[str, float]:
         for name, row in rows.items()
         for measure in HEADLINES
         if measure in row
+    }
+    means |= {
+        f"{name}/source/{source}/{measure}": part[measure]["mean"]
+        for name, row in rows.items()
+        for source, part in row.get("sources", {}).items()
+        for measure in HEADLINES
+        if measure in part
     }
     means |= {f"{name}/prompts": float(row["prompts"]) for name, row in rows.items()}
     return means | {f"{name}/failed": float(row["failed"]) for name, row in rows.items() if "failed" in row}

@@ -24,11 +24,12 @@ from typing import Any
 from rlhf_core.agents.process import Environments
 from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL
 from rlhf_core.config.policy import DynamicSampling, KLAsLoss, KLInReward, PartialRollouts, PPOConfig, PtxConfig
+from rlhf_core.config.rewards import check_sources
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import rows_at, shuffled_indices
 from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.data.tables import read_demonstrations, read_prompts
-from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.errors import ConfigError, DataError, explain, nearest
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import (
@@ -163,7 +164,7 @@ def open_parts(
     folder = context.path(policy)
     chat = ChatTemplate.load(folder)
     ends = stop_token_ids(folder, tokenizer_eos=chat.eos_id)
-    rows, held_out = hold_out(read_prompts(context.path(prompts)), config.evaluate)
+    rows, held_out = hold_out(sources_used(config, read_prompts(context.path(prompts))), config.evaluate)
     context.tracker.dataset("prompts", prompts.digest, "training")
     context.tracker.input_model(policy.digest)
     demonstrated = token_samples(config.ptx, chat, demonstrations, context)
@@ -207,6 +208,18 @@ def open_parts(
         demonstrated=demonstrated,
         ends=tuple(ends),
     )
+
+
+def sources_used(config: PPOConfig, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts of the sources in the mixture, or all; ConfigError for a source that there is not, or without a term."""
+    sources = {prompt.source for prompt in prompts}
+    for source in config.mixture:
+        if source not in sources:
+            rule = f"no prompt has this source; {nearest(source, sorted(sources))}"
+            raise ConfigError(f"ppo.mixture.{source} = {config.mixture[source]}: {rule}")
+    used = {source for source, share in config.mixture.items() if share} or sources
+    check_sources(config.rewards, used)
+    return [prompt for prompt in prompts if prompt.source in used]
 
 
 def lease_models(
@@ -260,6 +273,7 @@ def open_rollouts(
     """
     ahead, groups, size = config.ahead, config.prompts_per_step, config.samples_per_prompt
     drawn: dict[str, Any] = {"engine": engine, "chat": chat, "prompts": prompts, "sampling": config.sampling}
+    drawn["mixture"] = config.mixture
     drawn |= {"groups": groups, "group_size": size, "seed": seed}
     whole = WholeAnswers(**drawn, environments=environments)
     draw: DrawAnswers = whole

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
+from rlhf_core.config.rewards import check_sources
 from rlhf_core.data.shards import read_generations, read_index, read_rollouts, shards, write_index, write_rollouts
 from rlhf_core.errors import DataError, RewardError, explain
 from rlhf_core.interfaces import Metrics
@@ -38,6 +39,7 @@ def run(
     rows = read_generations(source)
     if not rows:
         raise DataError(explain("score.generations", generations.uri, "contains no generations", "generate again"))
+    check_sources(config.rewards, {row.prompt.source for row in rows})
     context.tracker.dataset("generations", generations.digest, "evaluation")
     for ref in reward_models.values():
         context.tracker.input_model(ref.digest)

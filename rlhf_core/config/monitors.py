@@ -58,7 +58,7 @@ def step_metrics(rewards: RewardsConfig, *, custom_loss: bool) -> tuple[str, ...
         *(f"mismatch/{name}" for name in MISMATCH),
         *(f"rollout/{name}" for name in ROLLOUT),
         *(f"reward_{kind}/{name}" for kind in ("component", "constant", "failed") for name in terms),
-        *("ptx/nll", "reward_extra/*", "episode/*"),
+        *("ptx/nll", "reward_extra/*", "episode/*", "source/*"),
     )
 
 

@@ -196,6 +196,9 @@ class PPOConfig(Config):
     prompts_per_step: int = Field(64, ge=1)
     samples_per_prompt: int = Field(1, ge=1)
     """Number of samples per prompt: the group size of estimators that compare them."""
+    mixture: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = added_option({})
+    """Share of the prompts of each step by their source, as `{gsm8k = 0.7, support = 0.3}`; they are divided by their sum.
+    Sources without a share are left out. Without a table, prompts come in the proportions of the data."""
     sampling: SamplingConfig = SamplingConfig()
     agent: AgentConfig | None = None
     """Agent that turns every answer into an episode of turns with an environment, tools or a program."""
@@ -264,6 +267,12 @@ class PPOConfig(Config):
     def _serialize(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         flat = recorded(handler(self))
         return {name: one for name, one in flat.items() if one is not None} if info.exclude_none else flat
+
+    @model_validator(mode="after")
+    def _check_mixture(self) -> PPOConfig:
+        if self.mixture and not any(self.mixture.values()):
+            raise ValueError("mixture = {...}: no source has a share; give one a positive share, or remove the table")
+        return self
 
     @model_validator(mode="after")
     def _check_minibatches(self) -> PPOConfig:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 from rlhf_core.secrets.redaction import hidden
@@ -38,6 +40,8 @@ class Term(Config):
     subtracts the mean and divides by the standard deviation; equal values become 0."""
     clip: float = Field(0.0, ge=0)
     """Bound to which absolute values are clipped; 0 does not clip."""
+    sources: tuple[str, ...] = added_option(())
+    """Sources of the prompts to which the term applies; empty for all. To other prompts it adds nothing, not 0."""
 
     @model_validator(mode="after")
     def _check_weight_schedule(self) -> Self:
@@ -380,6 +384,23 @@ def what_moves_rewards(rewards: RewardsConfig) -> str:
         if term.normalise != "none" and (term.weight or term.weight_end):
             return f"rewards.terms.{name}.normalise = {term.normalise!r}"
     return ""
+
+
+def check_sources(rewards: RewardsConfig, sources: Collection[str], *, key: str = "rewards") -> None:
+    """Raise ConfigError for a term that applies to none of the prompts' `sources`, and for a source without a term."""
+    for name, term in rewards.terms.items():
+        for source in term.sources:
+            if source not in sources:
+                rule = f"no prompt has this source; {nearest(source, sorted(sources))}"
+                raise ConfigError(f"{key}.terms.{name}.sources = {list(term.sources)}: {rule}")
+    counting = [term for term in rewards.terms.values() if term.weight or term.weight_end]
+    for source in sorted(sources):
+        if not any(not term.sources or source in term.sources for term in counting):
+            rule, remedy = (
+                "no term with a weight applies to prompts of this source",
+                "add it to the `sources` of a term",
+            )
+            raise ConfigError(explain(f"{key}.terms", source, rule, remedy))
 
 
 def what_compares_answers(rewards: RewardsConfig) -> str:

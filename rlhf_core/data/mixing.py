@@ -7,6 +7,7 @@ needs no cursor.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -109,6 +110,52 @@ def rows_from(first: int, rows: Sequence[T], *, count: int, seed: int) -> list[T
     epochs = range(positions[0] // size, positions[-1] // size + 1)
     orders = {epoch: shuffled_indices(size, derive_seed(seed, "prompts", epoch)) for epoch in epochs}
     return [rows[orders[position // size][position % size]] for position in positions]
+
+
+def mixed_rows(
+    first: int, rows: Mapping[str, Sequence[T]], shares: Mapping[str, float], *, count: int, block: int, seed: int
+) -> list[T]:
+    """Return `count` rows from position `first` of an endless sequence in which each source has its share of every `block`.
+
+    The number of a source in a block differs from its share by less than 1, and is its share on average. Within a source,
+    rows come in epochs, as in `rows_from`. The sequence depends only on rows, shares, block and seed.
+    """
+    last = (first + count - 1) // block
+    taken = dict.fromkeys(shares, 0)
+    found: list[T] = []
+    for number in range(last + 1):
+        counts = apportioned(shares, block, offset=derive_seed(seed, "mixture", number) / 2**31)
+        if number >= first // block:
+            drawn = [
+                row
+                for source, of_source in counts.items()
+                if of_source
+                for row in rows_from(
+                    taken[source], rows[source], count=of_source, seed=derive_seed(seed, "source", source)
+                )
+            ]
+            found += shuffled(drawn, seed=derive_seed(seed, "block", number))
+        taken = {source: taken[source] + counts[source] for source in shares}
+    begin = first % block
+    return found[begin : begin + count]
+
+
+def apportioned(shares: Mapping[str, float], count: int, *, offset: float) -> dict[str, int]:
+    """Return how many of `count` rows each source has, by systematic sampling: equal steps through the shares in order.
+
+    `offset` in [0, 1) is where the steps begin; over all offsets a source has its share exactly.
+
+    >>> apportioned({"a": 0.7, "b": 0.3}, 10, offset=0.5), apportioned({"a": 1.0, "b": 1.0}, 3, offset=0.9)
+    ({'a': 7, 'b': 3}, {'a': 1, 'b': 2})
+    """
+    total, below, counts = sum(shares.values()), 0.0, dict[str, int]()
+    for source, share in shares.items():
+        upto = below + share
+        begin, end = (math.ceil(count * edge / total - offset) for edge in (below, upto))
+        counts[source] = end - begin
+        below = upto
+    counts[source] = count - sum(list(counts.values())[:-1])  # the last edge, which rounding may move
+    return counts
 
 
 @lru_cache(maxsize=8)  # every step of an epoch needs its order, and an order of a million rows takes half a second

@@ -63,6 +63,26 @@ class Answers:
         return grouped
 
 
+def by_source(answers: Answers) -> dict[str, Answers]:
+    """Return the answers to the prompts of each source, by source; {} if there is only one."""
+    sources = [generation.prompt.source for generation in answers.generations]
+
+    def of(source: str, values: tuple[T, ...]) -> tuple[T, ...]:
+        return tuple(value for value, own in zip(values, sources, strict=bool(values)) if own == source)
+
+    return {
+        source: replace(
+            answers,
+            generations=of(source, answers.generations),
+            gold=of(source, answers.gold),
+            scores=of(source, answers.scores),
+            log_ratios=of(source, answers.log_ratios),
+            failed=0,
+        )
+        for source in (sorted(set(sources)) if len(set(sources)) > 1 else ())
+    }
+
+
 def summary(answers: Answers, *, level: float) -> dict[str, Any]:
     """Return the JSON-compatible row of one policy. Means are {mean, low, high, prompts}, without the ends where one prompt
     gives none (`Interval.plain`); missing measures are left out."""

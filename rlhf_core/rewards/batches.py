@@ -55,6 +55,13 @@ class RewardOutcome:
     failures: Mapping[int, str] = field(default_factory=dict)
     logs: Logs = field(default_factory=dict)
     scores: tuple[float | None, ...] = ()
+    asked: int | None = None
+    """Number of generations that the reward was shown, if not all."""
+
+    @property
+    def of(self) -> int:
+        """The number of generations that the reward was shown."""
+        return len(self.values) if self.asked is None else self.asked
 
 
 class Reward(Protocol):

@@ -249,14 +249,29 @@ class Scorer:
         """Return the outcome of each reward; those in other processes run concurrently, and beside the models here."""
         if not generations:
             return dict.fromkeys(self._rewards, RewardOutcome(()))
-        elsewhere = {name: reward for name, reward in self._rewards.items() if isinstance(reward, BatchedReward)}
+        elsewhere = [name for name, reward in self._rewards.items() if isinstance(reward, BatchedReward)]
+        places = {name: self._places(name, generations) for name in self._rewards}
+        shown = {name: [generations[at] for at in found] for name, found in places.items()}
         with ThreadPoolExecutor(len(elsewhere) or 1, thread_name_prefix="reward") as pool:
-            waiting = {name: pool.submit(reward, generations) for name, reward in elsewhere.items()}
-            here = {name: reward(generations) for name, reward in self._rewards.items() if name not in waiting}
-            found = {name: waiting[name].result() if name in waiting else here[name] for name in self._rewards}
-        return {
-            name: screened(name, as_outcome(answer), generations, on_failure="fail") for name, answer in found.items()
+            waiting = {name: pool.submit(self._rewards[name], shown[name]) for name in elsewhere if shown[name]}
+            here = {
+                name: reward(shown[name])
+                for name, reward in self._rewards.items()
+                if name not in elsewhere and shown[name]
+            }
+            found = here | {name: answer.result() for name, answer in waiting.items()}
+        outcomes = {
+            name: screened(name, as_outcome(found[name]), shown[name], on_failure="fail")
+            if name in found
+            else RewardOutcome(())
+            for name in self._rewards
         }
+        return {name: spread(outcome, places[name], len(generations)) for name, outcome in outcomes.items()}
+
+    def _places(self, name: str, generations: Sequence[Generation]) -> list[int]:
+        """Return the places of the generations to whose prompts the term `name` applies."""
+        sources = self._config.terms[name].sources
+        return [at for at, one in enumerate(generations) if not sources or one.prompt.source in sources]
 
     def _scores(self, outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float]) -> Sequence[float | None]:
         """Return the scores that the only term with a weight gave beside its values; of several none is the reward's."""
@@ -336,16 +351,34 @@ class Scorer:
             found.append({_metric("reward_extra", name, key): value for key, value in outcome.logs.items()})
             reward = self._rewards[name]
             if isinstance(reward, BatchedReward) and reward.on_failure == "invalid":
-                found.append({_metric("reward_failed", name): (len(outcome.failures), len(outcome.values))})
+                found.append({_metric("reward_failed", name): (len(outcome.failures), outcome.of)})
         self._logs = merged_logs(found)
 
     def _count_failed(self, outcomes: Mapping[str, RewardOutcome], *, episodes: int, lost: int) -> None:
         counted = {"agent": (lost, episodes)}
         for name, outcome in outcomes.items():
-            counted[f"rewards.terms.{name}"] = (len(outcome.failures), len(outcome.values))
+            counted[f"rewards.terms.{name}"] = (len(outcome.failures), outcome.of)
         for path, (failed, of) in counted.items():
             before, seen = self._failed.get(path, (0, 0))
             self._failed[path] = (before + failed, seen + of)
+
+
+def spread(outcome: RewardOutcome, places: Sequence[int], count: int) -> RewardOutcome:
+    """Return the outcome for `count` generations of a reward that was shown those at `places`.
+
+    >>> spread(RewardOutcome((1.0, None), failures={1: "late"}), [0, 2], 3)
+    RewardOutcome(values=(1.0, None, None), failures={2: 'late'}, logs={}, scores=(), asked=2)
+    """
+    if len(places) == count:
+        return outcome
+    values, scores = (list[float | None]([None] * count) for _ in range(2))
+    for at, value in zip(places, outcome.values, strict=True):
+        values[at] = value
+    for at, score in zip(places, outcome.scores, strict=bool(outcome.scores)):
+        scores[at] = score
+    failures = {places[at]: why for at, why in outcome.failures.items()}
+    given = tuple(scores) if outcome.scores else ()
+    return RewardOutcome(tuple(values), failures, outcome.logs, given, asked=len(places))
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
@@ -34,7 +34,7 @@ from rlhf_core.agents.process import Environments
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.mixing import rows_at, rows_from
+from rlhf_core.data.mixing import mixed_rows, rows_from
 from rlhf_core.data.shards import POOL, Drawn, Pool, RolloutLog, read_drawn, read_pool, write_drawn, write_pool
 from rlhf_core.errors import DataError, SamplingError, explain
 from rlhf_core.interfaces import Metrics, Sampler, Weights
@@ -130,12 +130,25 @@ class Draw:
     engine: Sampler
     chat: ChatTemplate
     prompts: Sequence[Prompt]
+    mixture: Mapping[str, float] = field(default_factory=dict)
+    """Share of each source in the prompts; without any they come as they are."""
     sampling: SamplingConfig
     groups: int
     """Number of prompts of a step."""
     group_size: int
     """Number of answers to each."""
     seed: int
+
+    def drawn(self, first: int, count: int, seed: int) -> list[Prompt]:
+        """Return `count` prompts from position `first` of the endless sequence that the steps draw from."""
+        if not self.mixture:
+            return rows_from(first, self.prompts, count=count, seed=seed)
+        return mixed_rows(first, self.by_source, self.mixture, count=count, block=self.groups, seed=seed)
+
+    @cached_property
+    def by_source(self) -> dict[str, list[Prompt]]:
+        """The prompts by source."""
+        return {source: [one for one in self.prompts if one.source == source] for source in self.mixture}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +170,7 @@ class WholeAnswers(Draw):
         chat = self.chat if self.environments is None else self.chat.with_tools(self.environments.tools)
         work: list[Episode] = []
         drawn: Counter[str] = Counter()
-        for prompt in rows_at(step, self.prompts, count=self.groups, seed=seed):
+        for prompt in self.drawn(step * self.groups, self.groups, seed):
             ids = chat.prompt_ids(prompt.messages)
             numbers = range(drawn[prompt.id], drawn[prompt.id] + self.group_size)
             work += [Episode(prompt, ids, derive_seed(seed, "ppo", step, prompt.id, i)) for i in numbers]
@@ -245,7 +258,7 @@ class PartialAnswers(Draw):
     def _begun(self, first: int, count: int) -> list[Generation]:
         """Return the samples of `count` new groups, from number `first` on, without a token yet; each has its own seed."""
         samples = []
-        for number, prompt in enumerate(rows_from(first, self.prompts, count=count, seed=self.seed), start=first):
+        for number, prompt in enumerate(self.drawn(first, count, self.seed), start=first):
             ids = self.chat.prompt_ids(prompt.messages)
             for member in range(self.group_size):
                 own = derive_seed(self.seed, "ppo", "group", number, prompt.id, member)

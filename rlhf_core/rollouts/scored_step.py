@@ -127,6 +127,22 @@ def zero_variance(rewards: Sequence[float], *, group_size: int) -> Metrics:
     return {"rollout/zero_variance": fmean(min(group) == max(group) for group in groups)}
 
 
+def by_source(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
+    """Return reward, length and equal groups by the source of the prompts, if there are several sources."""
+    sources = sorted({one.prompt.source for one in rollouts})
+    found: Metrics = {}
+    for source in sources if len(sources) > 1 else ():
+        own = [one for one in rollouts if one.prompt.source == source]
+        rewards = [one.reward for one in own]
+        equal = zero_variance(rewards, group_size=group_size)
+        found |= {
+            f"source/{source}/reward": fmean(rewards),
+            f"source/{source}/length": fmean(len(one.completion.token_ids) for one in own),
+            **{f"source/{source}/{name.removeprefix('rollout/')}": value for name, value in equal.items()},
+        }
+    return found
+
+
 # ---------------------------------------------------------------- scored step
 
 
@@ -195,7 +211,7 @@ def rollout_metrics(
     if dynamic_sampling is not None:
         groups = [rollouts[start : start + group_size] for start in range(0, len(rollouts), group_size)]
         undecided["rollout/undecided_groups"] = float(sum(not is_decided(group, dynamic_sampling) for group in groups))
-    equal = zero_variance([one.reward for one in rollouts], group_size=group_size)
+    equal = zero_variance([one.reward for one in rollouts], group_size=group_size) | by_source(rollouts, group_size)
     health = answer_metrics([one.completion for one in rollouts], ends=ends)
     if episodes:
         del health["rollout/ended"]  # the last word of an episode may be its environment's

@@ -193,8 +193,8 @@ def evaluate(spec: StageSpec, specs: Specs) -> Numbers:
     recorded = [measure for measure in HEADLINES if f"{measure}/mean" in numbers]
     written = dict.fromkeys([*names, *(name.translate(NO_BRACKETS) for name in names)])
     return Numbers(
-        [f"{name}/{measure}" for name in written for measure in (*recorded, "prompts", "failed")],
-        [*(f"policies/{name}/{number}" for name in names for number in numbers), "settings/*"],
+        [f"{name}/{measure}" for name in written for measure in (*recorded, "prompts", "failed", "source/*")],
+        [*(f"policies/{name}/{number}" for name in names for number in (*numbers, "sources/*")), "settings/*"],
     )
 
 

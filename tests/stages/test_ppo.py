@@ -15,13 +15,14 @@ from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
+from rlhf_core.data.tables import write_prompts
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics, ModelSpec, Role, Trainer
 from rlhf_core.rollouts.answers import WholeAnswers
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.training.objectives.base import PolicyObjective
-from rlhf_core.types import Generation, Message, Prompt
-from stages.ppo import Models, PPOConfig, update
+from rlhf_core.types import Generation, Message, Prompt, PromptsRef
+from stages.ppo import Models, PPOConfig, sources_used, update
 from tests.support.training import (
     demonstrations,
     killed_and_resumed,
@@ -30,7 +31,7 @@ from tests.support.training import (
     stopped_and_resumed,
     untimed,
 )
-from tests.support.workshop import RUNTIME
+from tests.support.workshop import RUNTIME, Workshop
 
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]
 
@@ -399,3 +400,45 @@ def test_an_answer_that_two_policies_wrote_has_the_log_probs_of_each(tmp_path: P
     assert max(series(shop, "rollout/staleness_max")) >= 1
     # with weights that hardly move, sampler and trainer agree on every segment as they do on a whole answer
     assert series(shop, "mismatch/exp_abs_log_q") == pytest.approx([1.0] * 4, abs=1e-3)
+
+
+def of_two_sources(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]:
+    """Return a workshop and inputs with four prompts from a desk and two sums."""
+    shop, inputs = shop_and_inputs(root, policy)
+    rows = [Prompt(f"p{i}", (Message("user", str(i)),), "", "sums" if i < 2 else "desk") for i in range(6)]
+    write_prompts(root / "mixed", rows)
+    return shop, inputs | {"prompts": shop.store.external(PromptsRef, root / "mixed")}
+
+
+def test_a_mixture_of_sources_with_terms_of_their_own_continues_after_a_kill(tmp_path: Path, policy: Path) -> None:
+    short = FunctionReward(function="tests.stages.test_ppo:short_is_good")
+    terms = {
+        "desk": short.model_copy(update={"sources": ("desk",)}),
+        "sums": short.model_copy(update={"sources": ("sums",)}),
+    }
+    mixed = config(mixture={"sums": 0.75, "desk": 0.25}, rewards=RewardsConfig(terms=terms))
+    shop, inputs = of_two_sources(tmp_path / "whole", policy)
+    expected, _ = shop.run("ppo", mixed, inputs)
+    lengths = [series(shop, f"source/{source}/length") for source in ("sums", "desk")]
+    assert all(len(found) == 4 for found in lengths), "each step of four prompts has three sums and one of the desk"
+    killed, inputs = of_two_sources(tmp_path / "killed", policy)
+    assert killed_and_resumed(killed, "ppo", mixed, inputs, at=3).digest == expected.digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixture": {"sum": 1.0}}, r"ppo\.mixture\.sum = 1\.0: no prompt has this source; did you mean sums\?"),
+        (
+            {"rewards": RewardsConfig(terms={"one": FunctionReward(function="m:f", sources=("sums",))})},
+            r"rewards\.terms = 'desk': no term",
+        ),
+    ],
+)
+def test_sources_that_do_not_fit_the_prompts_are_refused_before_a_model_is_loaded(
+    changes: dict[str, Any], message: str
+) -> None:
+    prompts = [Prompt("a", (), "", "sums"), Prompt("b", (), "", "desk")]
+    with pytest.raises(ConfigError, match=message):
+        sources_used(config(**changes), prompts)
+    assert [one.id for one in sources_used(config(mixture={"sums": 1.0, "desk": 0.0}), prompts)] == ["a"]

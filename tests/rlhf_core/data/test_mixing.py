@@ -11,10 +11,12 @@ from rlhf_core.config.data import Use
 from rlhf_core.data.formats import Example
 from rlhf_core.data.limits import Origin
 from rlhf_core.data.mixing import (
+    apportioned,
     held_out,
     is_evaluation,
     misfit,
     mix,
+    mixed_rows,
     place,
     rows_at,
     shuffled,
@@ -134,3 +136,43 @@ def test_it_depends_on_the_seed_and_not_on_order_or_repetition() -> None:
     chosen = held_out(NAMES, fraction=0.25, seed=17)
     assert held_out(NAMES[::-1] * 2, fraction=0.25, seed=17) == chosen
     assert held_out(NAMES, fraction=0.25, seed=18) != chosen
+
+
+# ---------------------------------------------------------------- mixtures
+
+OF_SOURCES = {"a": [f"a{i}" for i in range(7)], "b": [f"b{i}" for i in range(3)], "c": [f"c{i}" for i in range(50)]}
+
+
+@pytest.mark.parametrize(
+    "shares", [{"a": 0.7, "b": 0.3}, {"a": 1.0, "b": 2.0, "c": 0.01}, {"b": 1.0}, {"a": 1.0, "b": 0.0}]
+)
+@pytest.mark.parametrize("block", [1, 3, 10])
+def test_every_block_has_the_shares_and_every_source_its_epochs(shares: dict[str, float], block: int) -> None:
+    total, blocks = sum(shares.values()), 400
+    rows = mixed_rows(0, OF_SOURCES, shares, count=blocks * block, block=block, seed=5)
+    for number in range(blocks):
+        counts = Counter(row[0] for row in rows[number * block : (number + 1) * block])
+        assert all(abs(counts[name] - block * share / total) < 1 for name, share in shares.items())
+    for name, share in shares.items():
+        own = [row for row in rows if row[0] == name]
+        deviation = 4 * (blocks * 0.25) ** 0.5  # of a sum of `blocks` draws, each of variance at most 1/4
+        assert abs(len(own) - blocks * block * share / total) <= deviation
+        size = len(OF_SOURCES[name])
+        seen = Counter(own)  # blocks shuffle rows of at most two epochs among each other
+        assert not own or max(seen.values()) - min(seen[row] for row in OF_SOURCES[name]) <= 2 or len(own) < size
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (3, 9), (17, 4), (30, 10)])
+def test_a_mixture_can_be_continued_anywhere(first: int, count: int) -> None:
+    whole = mixed_rows(0, OF_SOURCES, {"a": 0.6, "c": 0.4}, count=60, block=8, seed=1)
+    assert (
+        mixed_rows(first, OF_SOURCES, {"a": 0.6, "c": 0.4}, count=count, block=8, seed=1)
+        == whole[first : first + count]
+    )
+    assert mixed_rows(0, OF_SOURCES, {"a": 0.6, "c": 0.4}, count=60, block=8, seed=2) != whole
+
+
+def test_shares_that_cannot_be_written_in_binary_fill_a_block_exactly() -> None:
+    for offset in (0.0, 0.1, 0.999999):
+        assert sum(apportioned({"a": 0.1, "b": 0.2, "c": 0.7}, 10, offset=offset).values()) == 10
+        assert min(apportioned({"a": 0.1, "b": 0.2, "c": 0.7}, 10, offset=offset).values()) >= 1

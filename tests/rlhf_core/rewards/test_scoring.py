@@ -22,6 +22,7 @@ from rlhf_core.config.rewards import (
     RewardsConfig,
     TruncatedReward,
     WeightedSum,
+    check_sources,
 )
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.batches import BatchedReward, RewardOutcome
@@ -326,7 +327,8 @@ def test_a_rollout_has_the_score_that_the_only_term_with_a_weight_gave() -> None
     both = RewardsConfig(terms={"graded": TERMS["length"], "constant": TERMS["constant"]})
     mixed = Scorer(both, {"graded": graded, "constant": constant})(answers(2, 8))
     assert [one.score for one in mixed] == [None, None]
-    assert [one.score for one in scorer(RewardsConfig(terms={"length": TERMS["length"]}))(answers(2))] == [None]
+    plain = Scorer(RewardsConfig(terms={"length": TERMS["length"]}), {"length": length})
+    assert [one.score for one in plain(answers(2))] == [None]
 
 
 def test_an_answer_that_was_cut_off_earns_less_before_the_penalty_for_long_ones() -> None:
@@ -440,3 +442,55 @@ def test_the_overlong_penalty_falls_linearly_over_the_buffer(length: int, penalt
 def test_a_weight_moves_in_a_straight_line_and_then_stays() -> None:
     weights = [linear_weight(step, start=1.0, end=3.0, steps=4) for step in (0, 1, 4, 9)]
     assert weights == [1.0, 1.5, 3.0, 3.0]
+
+
+# ---------------------------------------------------------------- terms of some sources
+
+
+def of_sources(*sources: str) -> list[Generation]:
+    """Return answers of 1, 2, 3, ... tokens to prompts of these sources."""
+    made = answers(*range(1, len(sources) + 1))
+    return [replace(one, prompt=replace(one.prompt, id=str(at), source=sources[at])) for at, one in enumerate(made)]
+
+
+def test_a_term_of_some_sources_is_not_shown_the_prompts_of_others() -> None:
+    shown: list[list[int]] = []
+
+    def seen(generations: Sequence[Generation]) -> RewardOutcome:
+        sizes = [len(one.completion.token_ids) for one in generations]
+        shown.append(sizes)
+        return RewardOutcome(tuple(None if size == 3 else float(size) for size in sizes), {sizes.index(3): "late"})
+
+    terms = {"length": TERMS["length"].model_copy(update={"sources": ("sums",)}), "constant": TERMS["constant"]}
+    whole = Scorer(RewardsConfig(terms=terms), {"length": part(seen), "constant": constant})
+    rollouts = whole(of_sources("desk", "sums", "sums", "desk"))
+    assert shown == [[2, 3]]
+    assert [one.reward_components for one in rollouts] == [
+        {"constant": 0.5}, {"length": 2.0, "constant": 0.5}, {"constant": 0.5}, {"constant": 0.5},
+    ]  # fmt: skip
+    assert [one.reward for one in rollouts][:2] == [1.0, 3.0] and rollouts[2].invalid == "length: late"
+    assert whole.failed()["rewards.terms.length"] == (1, 2) and whole.logs()["reward_failed/length"] == 0.5
+
+
+def test_the_running_statistics_of_a_term_are_of_its_own_sources() -> None:
+    terms = {
+        "length": FunctionReward(function="m:length", normalise="running", sources=("sums",)),
+        "constant": TERMS["constant"],
+    }
+    rollouts = scorer(RewardsConfig(terms=terms))(of_sources("sums", "desk", "sums", "desk"))
+    # (1 - 2) / 1 + 1 and (3 - 2) / 1 + 1, where 1e-8 is added to the variance
+    assert [one.reward for one in rollouts] == pytest.approx([0.0, 1.0, 2.0, 1.0], abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        (("sum",), r"rewards\.terms\.length\.sources = \['sum'\]: no prompt has this source; did you mean sums\?"),
+        (("sums",), r"rewards\.terms = 'desk': no term with a weight applies to prompts of this source"),
+    ],
+)
+def test_every_source_needs_a_term_and_every_term_a_source(sources: tuple[str, ...], message: str) -> None:
+    terms = {"length": TERMS["length"].model_copy(update={"sources": sources})}
+    with pytest.raises(ConfigError, match=message):
+        check_sources(RewardsConfig(terms=terms), {"desk", "sums"})
+    check_sources(RewardsConfig(terms=terms | {"constant": TERMS["constant"]}), {"desk", "sum", "sums"})
