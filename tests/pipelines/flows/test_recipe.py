@@ -243,7 +243,9 @@ def test_options_of_a_step_are_overridden_as_those_of_a_section() -> None:
 
 def test_the_recipe_of_the_documentation_can_be_planned() -> None:
     page = (shipped_profiles().parent / "docs/recipes.md").read_text(encoding="utf-8")
-    (written,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    written, mixed = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    full = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
+    parse(full | {"ppo": {**full["ppo"], **tomllib.loads(mixed)["ppo"]}}, origin="docs/recipes.md")
     config = parse(small() | tomllib.loads(written), origin="docs/recipes.md")
     assert list(all_specs(config, lifecycle))[1:] == ["cold_start", "math", "helpful", "desk", "student"]
     assert list(drawn(config.steps()))[-1] == "student    <- cold_start, math, desk, demonstrations (distill)"
