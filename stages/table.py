@@ -54,6 +54,7 @@ from stages.config.import_policy import content_digests as policy_files
 from stages.config.import_reward_model import ImportRewardModelConfig
 from stages.config.import_reward_model import content_digests as reward_model_files
 from stages.config.measured import Numbers, Specs
+from stages.config.merge import MergeConfig
 from stages.config.merge_preferences import MergePreferencesConfig
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.prepare_data import content_digests as prepared_files
@@ -489,6 +490,16 @@ def distill(
     prompts: Annotated[PromptsRef | None, From("prepare_data.prompts", when=lambda config: config.on_policy)] = None,
 ) -> PolicyRef:
     """Distillation of `teacher`, or of all `teachers` that have a weight in `config.teachers`, into `policy`; `config.on_policy` says whether on `prompts` or on `demonstrations`."""
+
+
+@stage(version=1, code="warn", engines=(), page="recipes.md", metrics=measured.fixed("tensors", "parameters"))
+def merge(
+    config: MergeConfig,
+    *,
+    policies: Annotated[Mapping[str, PolicyRef], From({"sft": "sft", "ppo": "ppo"})],
+    base: Annotated[PolicyRef | None, From("prepare_data.base", when=lambda config: config.uses_base)] = None,
+) -> PolicyRef:
+    """The merge of `policies`, or of their changes from `base`, into one policy."""
 
 
 @stage(

@@ -25,7 +25,7 @@ from pipelines.flows.sections import (
     RejectionSamplingConfig,
     RewardModelSection,
 )
-from pipelines.flows.steps import RecipeStep
+from pipelines.flows.steps import MergeStep, RecipeStep
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.rewards import EnsembleReward, ProcessRewardModelReward, RewardModelReward, RewardsConfig
 from rlhf_core.errors import explain, nearest
@@ -252,6 +252,8 @@ def recipe_step(name: str, config: RecipeStep) -> Step:
         inputs["reward_models"] = reward_models(step, inputs["reward_models"])
     if "teachers" in inputs:  # with their weights
         inputs["teachers"] = {teacher: teacher for teacher in inputs["teachers"]}
+    if isinstance(config, MergeStep):
+        inputs["policies"] = {policy: policy for policy in config.weights}
     return replace(step, inputs=inputs)
 
 

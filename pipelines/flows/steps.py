@@ -24,6 +24,7 @@ from stages.config.dpo import DPOConfig
 from stages.config.generate import GenerateConfig
 from stages.config.import_policy import ImportPolicyConfig
 from stages.config.import_reward_model import ImportRewardModelConfig
+from stages.config.merge import MergeConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.score import ScoreConfig
 from stages.config.select import BestOfN, Pairs, Threshold, TopK
@@ -107,6 +108,14 @@ class DistillStep(DistillConfig):
     """The teacher, if there are no `teachers` with weights; one or the other."""
     demonstrations: Name = "demonstrations"
     prompts: Name = "prompts"
+
+
+class MergeStep(MergeConfig):
+    """The merge of several policies, which `weights` names, into one."""
+
+    stage: Annotated[Literal["merge"], OPERATIONAL]
+    base: Name = ""
+    """The policy that they started from, for methods that merge changes."""
 
 
 class GenerateStep(GenerateConfig):
@@ -211,6 +220,7 @@ RecipeStep: TypeAlias = Annotated[
     | DPOStep
     | PPOStep
     | DistillStep
+    | MergeStep
     | GenerateStep
     | ScoreStep
     | SelectStep

@@ -116,11 +116,13 @@ def test_the_shapes_of_published_recipes_can_be_written() -> None:
         and read(llama["best_3/generate"], "policy") == "pending://dpo_2"
     )
     branches = small(
+        soup={"stage": "merge", "weights": {"math": 1.0, "desk": 1.0}, "method": {"type": "ties"}, "base": "base"},
         distilled={"stage": "distill", "policy": "base", "teachers": {"math": 1.0, "desk": 2.0}},
         math={**PPO, "policy": "base"},
         desk={**PPO, "policy": "base", "steps": 3},
     )
-    assert list(specs(branches))[1:] == ["math", "desk", "distilled"]
+    assert list(specs(branches))[1:] == ["math", "desk", "soup", "distilled"]
+    assert read(specs(branches)["soup"], "policies") == {"math": "pending://math", "desk": "pending://desk"}
     assert read(specs(branches)["distilled"], "teachers") == {"math": "pending://math", "desk": "pending://desk"}
 
 
@@ -202,6 +204,13 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
             "t": {"stage": "sft", "policy": "base"},
         },
         r"recipe\.a\.teacher = 't': is not read beside teachers",
+    ),
+    "merge without a base": (
+        {
+            "s": {"stage": "merge", "weights": {"base": 1.0, "a": 1.0}, "method": {"type": "ties"}},
+            "a": {"stage": "sft", "policy": "base"},
+        },
+        r"recipe\.s\.base = '': names no input; name a step",
     ),
     "no teacher": ({"a": {"stage": "distill", "policy": "base"}}, r"recipe\.a\.teacher = '': there is no teacher"),
     "student is the teacher": (

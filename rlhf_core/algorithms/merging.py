@@ -1,0 +1,126 @@
+"""Merges of models with the same start: a formula for each tensor, over the same tensor of every model.
+
+Legend: M models with weights w_m, theta_m their values, theta_0 those of the base, delta_m = theta_m - theta_0.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.algorithms.token_math import Tensor, loaded_torch
+from rlhf_core.schema.base import Config
+
+PARALLEL = 0.9995
+"""Cosine from which two tensors count as parallel: the sine of their angle, by which `slerp` divides, is below 0.032."""
+
+
+def added(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of tensors."""
+    return reduce(operator.add, tensors)
+
+
+class LinearMerge(Config):
+    """The weighted mean of the models ("model soups").
+
+    Formula: sum_m w_m theta_m / sum_m w_m.
+    Reference: arXiv 2203.05482.
+    """
+
+    type: Literal["linear"] = "linear"
+
+    def merged(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor | None, seed: int) -> Tensor:
+        """Return the merged tensor, of the shape of each of `theta_M`."""
+        total = sum(weights_M)
+        return added(weight / total * theta for weight, theta in zip(weights_M, theta_M, strict=True))
+
+
+class SlerpMerge(Config):
+    """Spherical interpolation between two models, which keeps the norm that a mean of different directions loses.
+
+    Formula: (sin((1 - t) a) theta_1 + sin(t a) theta_2) / sin a, with a the angle between them and t = w_2 / (w_1 + w_2).
+    Reference: Shoemake, "Animating rotation with quaternion curves", 1985.
+    """
+
+    type: Literal["slerp"] = "slerp"
+
+    def merged(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor | None, seed: int) -> Tensor:
+        """Return the merged tensor; parallel tensors, and those of zeros, are interpolated linearly."""
+        first, second = theta_M
+        t = weights_M[1] / sum(weights_M)
+        norms = first.norm() * second.norm()
+        cosine = float((first * second).sum() / norms) if float(norms) else 1.0
+        if abs(cosine) > PARALLEL:
+            return (1 - t) * first + t * second
+        angle = math.acos(cosine)
+        return (math.sin((1 - t) * angle) * first + math.sin(t * angle) * second) / math.sin(angle)
+
+
+class OfChanges(Config):
+    """What merges the changes from a base."""
+
+    scale: float = Field(1.0, allow_inf_nan=False)
+    """Factor lambda of the merged change."""
+
+
+class TaskArithmeticMerge(OfChanges):
+    """The base plus the weighted sum of the models' changes.
+
+    Formula: theta_0 + lambda sum_m w_m delta_m.
+    Reference: arXiv 2212.04089.
+    """
+
+    type: Literal["task_arithmetic"] = "task_arithmetic"
+
+    def merged(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor | None, seed: int) -> Tensor:
+        """Return the merged tensor."""
+        assert base is not None
+        changes = (weight * (theta - base) for weight, theta in zip(weights_M, theta_M, strict=True))
+        return base + self.scale * added(changes)
+
+
+class TiesMerge(OfChanges):
+    """The base plus the mean of those changes that agree with the sign of their weighted sum.
+
+    Formula: theta_0 + lambda sum_m s_m w_m delta_m / sum_m s_m w_m, s_m = [delta_m has the sign of sum_m w_m delta_m]; each
+    delta_m keeps only the share `density` of its values. `drop` chooses the others: the smallest (TIES), or random ones,
+    where the rest is divided by `density` (DARE).
+    Reference: arXiv 2306.01708 (TIES), arXiv 2311.03099 (DARE).
+    """
+
+    type: Literal["ties"] = "ties"
+    density: float = Field(0.5, gt=0, le=1)
+    """Share of the values of each tensor's change that are kept."""
+    drop: Literal["smallest", "random"] = "smallest"
+    """Which values of a change are set to 0."""
+
+    def merged(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor | None, seed: int) -> Tensor:
+        """Return the merged tensor; `seed` decides the values that are dropped at random."""
+        assert base is not None
+        changes = [self.kept(theta - base, seed + number) for number, theta in enumerate(theta_M)]
+        weighted = [weight * change for weight, change in zip(weights_M, changes, strict=True)]
+        positive = added(weighted) >= 0
+        agree = [((change > 0) & positive) | ((change < 0) & ~positive) for change in changes]
+        numerator = added(change * same for change, same in zip(weighted, agree, strict=True))
+        divisor = added(weight * same for weight, same in zip(weights_M, agree, strict=True))
+        return base + self.scale * numerator / divisor.masked_fill(divisor == 0, 1.0)
+
+    def kept(self, change: Tensor, seed: int) -> Tensor:
+        """Return a change with the dropped values set to 0."""
+        torch = loaded_torch()
+        if self.density == 1:
+            return change
+        if self.drop == "random":
+            kept = torch.rand(change.shape, generator=torch.Generator().manual_seed(seed)) < self.density
+            return change * kept / self.density
+        count = max(1, int(self.density * change.numel()))
+        largest = change.abs().flatten().topk(count).indices
+        return torch.zeros_like(change).flatten().scatter(0, largest, change.flatten()[largest]).view_as(change)
+
+
+Merge = Annotated[LinearMerge | SlerpMerge | TaskArithmeticMerge | TiesMerge, Field(discriminator="type")]

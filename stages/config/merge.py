@@ -1,0 +1,33 @@
+"""Configure `merge`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from rlhf_core.algorithms.merging import LinearMerge, Merge, OfChanges, SlerpMerge
+from rlhf_core.schema.base import Config
+from stages.config.distill import TeacherName
+
+
+class MergeConfig(Config):
+    """Which policies are merged, and how."""
+
+    weights: dict[TeacherName, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=2)
+    """Weight of each policy by name."""
+    method: Merge = LinearMerge()
+
+    @property
+    def uses_base(self) -> bool:
+        """Return whether the changes from a base are merged."""
+        return isinstance(self.method, OfChanges)
+
+    @model_validator(mode="after")
+    def _check_two(self) -> MergeConfig:
+        if isinstance(self.method, SlerpMerge) and len(self.weights) != 2:
+            raise ValueError(
+                f"weights = {{...}}: slerp interpolates between two policies, and there are {len(self.weights)}; "
+                "merge two of them first, or choose another method"
+            )
+        return self
