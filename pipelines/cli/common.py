@@ -76,14 +76,14 @@ def key_metric(metrics: Mapping[str, float]) -> str:
     While a stage runs, its label precedes the name. Metrics measured `before` training are ignored, as they are no
     result.
     """
-    name = min(metrics, key=_rank, default="")
-    rank = _rank(name)
+    name = min(metrics, key=metric_rank, default="")
+    rank = metric_rank(name)
     dropped = f", dropped {metrics[DROPPED]:,.0f}" if metrics.get(DROPPED) else ""
     return f"{KEY_METRICS[rank]} {metrics[name]:.4g}{dropped}" if rank < len(KEY_METRICS) else ""
 
 
 @lru_cache(maxsize=4096)  # a list of runs looks up the same names ten thousand times
-def _rank(name: str) -> int:
+def metric_rank(name: str) -> int:
     """Return the place in KEY_METRICS of the end of a metric's name; beyond the last if it is none of them."""
     if "before" not in name.split("/"):
         for rank, wanted in enumerate(KEY_METRICS):

@@ -35,14 +35,15 @@ EXAMPLES = """examples:
   rlhf plan tiny/full            which stages would run, and why
   rlhf run tiny/full             run them; finished stages are reused"""
 GROUPS = {
-    "start": ("init", "profiles", "schema", "data", "doctor"),
+    "start": ("init", "profiles", "schema", "data", "try-reward", "doctor"),
     "run": ("plan", "explain", "run", "sweep", "resume", "runs"),
-    "results": ("diff", "reproduce", "chat", "serve", "serve-reward", "store"),
+    "results": ("show", "diff", "reproduce", "chat", "serve", "serve-reward", "store"),
     "decisions": ("approve", "reject", "champion", "rollback"),
     "services": ("up", "down", "status", "reconcile"),
     "other tools": ("import-openrlhf",),
 }
 """Headings of `rlhf --help`, and the commands below each."""
+COLUMN_HELP = "label of the prompt (label=TEXT), or a field of it, in JSON or as text; may be repeated"
 STORE_HELP = "artifact store; default: the store of the {}"
 
 VERBS = {
@@ -55,8 +56,10 @@ VERBS = {
     "run": "pipelines.cli.run_command:run",
     "sweep": "pipelines.cli.sweep_verb:sweep",
     "data": "pipelines.cli.data_verb:data",
+    "try-reward": "pipelines.cli.try_reward:try_reward",
     "plan": "pipelines.cli.plan_verbs:plan",
     "explain": "pipelines.cli.plan_verbs:explain_stage",
+    "show": "pipelines.cli.show_verb:show",
     "diff": "pipelines.cli.diff_verb:diff",
     "reproduce": "pipelines.cli.diff_verb:reproduce",
     "approve": "pipelines.cli.serve_verb:approve",
@@ -168,10 +171,12 @@ def _parser() -> argparse.ArgumentParser:
     _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
     data = command("data", "Show what data files hold: format, columns, dropped rows with reasons, two rows, tables.")
     _data_verb(data)
+    _try_reward_verb(command("try-reward", "Call a reward function on answers, as a run would."))
     plan = command("plan", "Show which stages a run would execute or reuse, and why, without running them.")
     _profile_options(plan)
     explain = command("explain", "Explain why a stage will run or is reused, and what to do next.")
     _explain_verb(explain)
+    _show_verb(command("show", "Show what a stage made: preview, rows, report, metrics, tensors."))
     diff = command("diff", "Compare two runs, artifacts or profiles.")
     _diff_verb(diff)
     _reproduce_verb(command("reproduce", "Rebuild an artifact in an empty store and compare it byte for byte."))
@@ -205,10 +210,33 @@ def _data_verb(data: argparse.ArgumentParser) -> None:
     _set_option(data, "change a key of --profile")
 
 
+def _try_reward_verb(trial: argparse.ArgumentParser) -> None:
+    trial.add_argument("function", metavar="FUNCTION", help="file.py:function or module:function")
+    trial.add_argument("answers", nargs="+", metavar="ANSWER", help="answer to score; all of them in one call")
+    trial.add_argument("--prompt", default="", help="prompt that they answer")
+    trial.add_argument("--column", dest="columns", action="append", default=[], metavar="KEY=VALUE", help=COLUMN_HELP)
+    _function_options(trial)
+
+
+def _function_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--arguments", default="{}", metavar="JSON", help="keyword arguments of the function")
+    parser.add_argument(
+        "--timeout-s", type=float, default=60.0, help="seconds for one batch of the function (default %(default)s)"
+    )
+
+
 def _explain_verb(explain: argparse.ArgumentParser) -> None:
     explain.add_argument("stage", help="label of the stage, as in `rlhf plan`")
     explain.add_argument("--all", action="store_true", help="print the whole key and the record, too")
     _profile_options(explain, positional=False)
+
+
+def _show_verb(show: argparse.ArgumentParser) -> None:
+    show.add_argument("artifact", help="stage label (of its newest result), digest, or folder")
+    show.add_argument("file", nargs="?", default="", metavar="FILE", help="file of it, or `metrics`; default: the best")
+    show.add_argument("--rows", type=int, default=3, metavar="N", help="rows of a table to show (default %(default)s)")
+    show.add_argument("--open", action="store_true", help="open the page in a browser")
+    _store_options(show)
 
 
 def _registry_verbs(champion: argparse.ArgumentParser, rollback: argparse.ArgumentParser) -> None:
@@ -316,14 +344,11 @@ def _serve_reward_verb(parser: argparse.ArgumentParser) -> None:
     reward = parser.add_mutually_exclusive_group(required=True)
     reward.add_argument("--function", default="", help="module:function or file.py:function")
     reward.add_argument("--reward-model", default="", metavar="MODEL", help="stage label, digest, or folder")
-    parser.add_argument("--arguments", default="{}", metavar="JSON", help="keyword arguments of the function")
+    _function_options(parser)
     parser.add_argument("--render", action="store_true", help="format plain prompts with the reward model's template")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=5000, help="port to listen on (default %(default)s)")
     parser.add_argument("--token-env", default="", metavar="NAME", help="environment variable with the bearer token")
-    parser.add_argument(
-        "--timeout-s", type=float, default=60.0, help="seconds for one batch of the function (default %(default)s)"
-    )
     parser.add_argument("--max-batch", type=int, default=256, help="answers per batch (default %(default)s)")
     parser.add_argument(
         "--max-wait-ms",

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from rich.console import Console
 
 from pipelines.cli.common import console, print_line, store_folder
+from pipelines.cli.try_reward import read_arguments
 from pipelines.flows.inputs import find_artifact
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
 from rlhf_core.data.chat import ChatTemplate
@@ -34,7 +33,7 @@ from rlhf_core.rewards.server import (
     reward_model_score,
 )
 from rlhf_core.runtime.local_runtime import open_runtime
-from rlhf_core.schema.secrets import bearer, refuse_plain
+from rlhf_core.schema.secrets import bearer
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import RewardModelRef
 
@@ -109,17 +108,3 @@ def open_reward_model(folder: Path, options: argparse.Namespace) -> Iterator[Sco
             yield reward_model_score(trainer, encode, max_length=contract.max_length)
     finally:
         runtime.close()
-
-
-def read_arguments(text: str) -> dict[str, Any]:
-    """Return the keyword arguments of the function; raise ConfigError if the text is not a JSON object."""
-    try:
-        arguments = json.loads(text)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ConfigError(
-            explain("--arguments", text, "is not a JSON object", """write it like '{"pattern": "[0-9]+"}'""")
-        )
-    refuse_plain("--arguments", arguments)
-    return arguments

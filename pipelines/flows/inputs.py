@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rlhf_core.errors import ArtifactError
+from rlhf_core.errors import ArtifactError, explain, nearest
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, PolicyRef
 
@@ -50,15 +50,15 @@ def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return store.external(kind, folder)
-    labels = sorted({record.label for record in store.records()})
-    raise ArtifactError(
-        f"input = {name!r}: no {kind.__name__} has this label or digest, and no folder has this path; "
-        + (
-            f"the store contains {', '.join(labels)}"
-            if labels
-            else "the store is empty: run `rlhf run tiny/full` first"
-        )
-    )
+    names = {
+        f"{record.label}.{field}" if field else record.label
+        for record in store.records()
+        for field, ref in (("", record.handle), *record.handle)
+        if isinstance(ref, kind)
+    }
+    remedy = nearest(name, sorted(names)) if names else "the store has none: run `rlhf run tiny/full` first"
+    rule = f"no {kind.__name__} has this label or digest, and no folder has this path"
+    raise ArtifactError(explain("input", name, rule, remedy))
 
 
 def parts(ref: ArtifactRef) -> list[ArtifactRef]:

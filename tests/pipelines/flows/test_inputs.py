@@ -64,11 +64,14 @@ def test_a_folder_of_the_user_is_an_artifact_too(tmp_path: Path) -> None:
 
 def test_what_nothing_means_is_refused_with_what_there_is(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
-    with pytest.raises(ArtifactError, match="the store is empty: run `rlhf run tiny/full` first"):
+    with pytest.raises(ArtifactError, match="the store has none: run `rlhf run tiny/full` first"):
         find_artifact(store, PolicyRef, "sft")
     make(store, "sft", ToyConfig())
-    with pytest.raises(ArtifactError, match=r"input = 'ppo': no PolicyRef .* the store contains sft"):
+    with pytest.raises(ArtifactError, match=r"input = 'ppo': no PolicyRef .*; choose from sft"):
         find_artifact(store, PolicyRef, "ppo")
+    make(store, "prepare_data", ToyConfig(kl_coef=0.1, trouble="children"))
+    with pytest.raises(ArtifactError, match=r"; did you mean prepare_data.base\?"):
+        find_artifact(store, PolicyRef, "prepare_dat.base")
 
 
 def test_an_artifact_of_another_kind_is_not_taken(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""Call a reward function once, as a run would (`rlhf try-reward`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipelines.cli.common import console, print_line, short
+from rlhf_core.config.rewards import FunctionReward
+from rlhf_core.errors import ConfigError, explain
+from rlhf_core.rewards.batches import RewardOutcome
+from rlhf_core.rewards.terms import open_elsewhere
+from rlhf_core.schema.secrets import refuse_plain
+from rlhf_core.types import Completion, Generation, Message, Prompt
+
+LONGEST_ANSWER = 60
+LABEL = "label"
+"""The column that is the label of the prompt; any other one is a field of it."""
+
+
+def try_reward(options: argparse.Namespace) -> None:
+    """Print the reward of each answer, what the function logs, and the seconds; errors are those of a run."""
+    term = _term(options.function, read_arguments(options.arguments), options.timeout_s)
+    answers = [_generation(options.prompt, _label(options.columns), text) for text in options.answers]
+    began = time.perf_counter()
+    with ExitStack() as leases:
+        reward = open_elsewhere(options.function.rpartition(":")[2], term, Path(), leases)
+        started = time.perf_counter()
+        outcome = reward(answers)
+        ended = time.perf_counter()
+    _print(outcome, options.answers)
+    print_line(console, f"{ended - started:.3f} s; {started - began:.1f} s before it to start its process")
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Return the keyword arguments of the function; raise ConfigError if the text is not a JSON object."""
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ConfigError(
+            explain("--arguments", text, "is not a JSON object", """write it like '{"pattern": "[0-9]+"}'""")
+        )
+    refuse_plain("--arguments", arguments)
+    return arguments
+
+
+def _term(function: str, arguments: dict[str, Any], timeout_s: float) -> FunctionReward:
+    """Return the term of a profile that calls the function."""
+    compares = "batch"  # all answers are put to the function in one call
+    try:
+        return FunctionReward(function=function, arguments=arguments, timeout_s=timeout_s, compares=compares)
+    except ValidationError as error:
+        first = error.errors()[0]
+        rule = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
+        raise ConfigError(f"{first['loc'][0]} = {first['input']!r}: {rule}") from None
+
+
+def _generation(prompt: str, label: str, answer: str) -> Generation:
+    """Return an answer as a policy gives it, but without tokens: which they are depends on a model."""
+    asked = Prompt("try-reward", (Message("user", prompt),), label, "try-reward")
+    return Generation(asked, (), Completion((), (), answer, "stop", policy_version=0, seed=0))
+
+
+def _label(columns: Sequence[str]) -> str:
+    """Return the label with these columns: text if `label` is the only one, else a JSON object.
+
+    >>> _label(["label=4"]), _label(["level=3", "answer=4 kg"])
+    ('4', '{"level": 3, "answer": "4 kg"}')
+    """
+    fields = {}
+    for column in columns:
+        name, separator, text = column.partition("=")
+        if not separator or not name:
+            raise ConfigError(explain("--column", column, "must read KEY=VALUE", "for example --column label=4"))
+        fields[name] = text
+    if fields.keys() <= {LABEL}:
+        return fields.get(LABEL, "")
+    return json.dumps({name: _value(text) for name, text in fields.items()}, ensure_ascii=False)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _print(outcome: RewardOutcome, answers: Sequence[str]) -> None:
+    scores = outcome.scores or (None,) * len(answers)
+    for value, score, answer in zip(outcome.values, scores, answers, strict=True):
+        beside = "" if score is None else f", score {score:g}"
+        note = ": does not apply; a run leaves out an answer without any reward" if value is None else ""
+        shown = "None" if value is None else f"{value:g}"
+        print_line(console, f"reward {shown}{beside}  {short(answer, LONGEST_ANSWER)!r}{note}")
+    for name, (total, count) in outcome.logs.items():
+        print_line(console, f"{name} {total / count:g}")
