@@ -9,7 +9,7 @@ demonstrations, or (`on_policy`) of the student's own answers, drawn anew with i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -29,8 +29,11 @@ from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.fit import LookAhead, fit
 from rlhf_core.training.objectives.cross_tokenizer import CrossTokenizerObjective
 from rlhf_core.training.objectives.distillation import (
+    ONE_TEACHER,
     DistillationObjective,
     OtherVocabularies,
+    RoutedSample,
+    RoutedTeachers,
     SameVocabulary,
     Teachers,
 )
@@ -143,6 +146,10 @@ class Method(Protocol):
         """Return the sample of the student's own answer, None if there is nothing to compare."""
         ...
 
+    def routed(self, sample: Any, source: str) -> Any:
+        """Return a sample with the teacher of its `source`, if each source has one of its own."""
+        ...
+
     def teachers(self, trainers: Sequence[Trainer]) -> Teachers:
         """Return the teachers in the order of their weights."""
         ...
@@ -166,8 +173,10 @@ def method_of(
             f"{context.label}.teachers.{name}" if config.teachers else f"{context.label}.teacher" for name in teachers
         ]
         sizes = [shared_vocabulary(student, folder, key=key) for key, folder in zip(keys, others, strict=True)]
+        weights = ONE_TEACHER if config.route else weights
         one = DistillationObjective(divergence.kind, jsd_beta=divergence.jsd_beta, weights=weights, **shared)
-        method = OneVocabulary(one, chat, divergence.top_k, sizes[0])
+        route = {source: list(teachers).index(name) for name, named in config.route.items() for source in named}
+        method = OneVocabulary(one, chat, divergence.top_k, sizes[0], route)
     if divergence.top_k >= min(sizes):
         rule = f"must be < {min(sizes)}, the size of the vocabulary"
         raise ConfigError(explain(f"{context.label}.divergence.top_k", divergence.top_k, rule, "lower it, or set 0"))
@@ -182,6 +191,8 @@ class OneVocabulary:
     chat: ChatTemplate
     top_k: int
     vocabulary: int
+    route: Mapping[str, int]
+    """Source -> number of its teacher; empty if all teachers teach all samples."""
 
     def examples(self, messages: Sequence[Message], *, max_length: int) -> list[TokenSample]:
         """Return the conversation with its answers masked."""
@@ -191,9 +202,14 @@ class OneVocabulary:
         """Return the answer as it is."""
         return own
 
-    def teachers(self, trainers: Sequence[Trainer]) -> SameVocabulary:
+    def routed(self, sample: TokenSample, source: str) -> TokenSample | RoutedSample:
+        """Return a sample with the number of its teacher, if there is a route."""
+        return RoutedSample(sample.token_ids, sample.loss_mask, self.route[source]) if self.route else sample
+
+    def teachers(self, trainers: Sequence[Trainer]) -> SameVocabulary | RoutedTeachers:
         """Return the teachers, which read the student's own tokens."""
-        return SameVocabulary(tuple(trainers), self.top_k, self.objective.temperature, self.vocabulary)
+        kind = RoutedTeachers if self.route else SameVocabulary
+        return kind(tuple(trainers), self.top_k, self.objective.temperature, self.vocabulary)
 
 
 @dataclass(frozen=True)
@@ -212,6 +228,10 @@ class AcrossTokenizers:
     def answer(self, messages: Sequence[Message], own: TokenSample) -> AlignedSample | None:
         """Return the answer's text in the tokens of each model."""
         return aligned_answer(self.chat, self.chats, messages, own)
+
+    def routed(self, sample: AlignedSample, source: str) -> AlignedSample:
+        """Return the sample as it is: all teachers teach it."""
+        return sample
 
     def teachers(self, trainers: Sequence[Trainer]) -> OtherVocabularies:
         """Return the teachers, which read the text in their own tokens."""
@@ -232,7 +252,12 @@ def shown(
     splits = {}
     for split in ("train", "eval"):
         rows = read_demonstrations(context.path(ref) / f"{split}.parquet")
-        splits[split] = [one for row in rows for one in method.examples(row.messages, max_length=config.max_length)]
+        check_route(config, {row.source for row in rows}, context)
+        splits[split] = [
+            method.routed(one, row.source)
+            for row in rows
+            for one in method.examples(row.messages, max_length=config.max_length)
+        ]
     return splits
 
 
@@ -245,11 +270,22 @@ def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageConte
         raise DataError(
             explain(f"{context.label}.prompts", 0, "there are no prompts to answer", "prepare more prompts")
         )
+    check_route(config, {row.source for row in rows}, context)
     evaluation = held_out((row.id for row in rows), fraction=config.eval_fraction, seed=context.seed)
     return {
         "train": [Draw(row, epoch) for epoch in range(config.loop.epochs) for row in rows if row.id not in evaluation],
         "eval": [Draw(row, 0) for row in rows if row.id in evaluation],
     }
+
+
+def check_route(config: DistillConfig, sources: Collection[str], context: StageContext) -> None:
+    """Raise ConfigError for a source of the data without a teacher."""
+    known = {source for named in config.route.values() for source in named}
+    for source in sorted(set(sources) - known) if config.route else ():
+        rule = "no teacher teaches prompts of this source"
+        raise ConfigError(
+            explain(f"{context.label}.route", source, rule, "add it to one of them, or leave it out of the data")
+        )
 
 
 def on(config: DistillConfig) -> str:
@@ -285,6 +321,9 @@ def answering(sampler: Sampler, method: Method, sampling: SamplingConfig, *, see
             for ids, made in zip(prompts, completions, strict=True)
         ]
         samples = [method.answer(draw.prompt.messages, own) for draw, own in zip(draws, answers, strict=True)]
-        return method.objective, [sample for sample in samples if sample is not None]
+        made = zip(samples, draws, strict=True)
+        return method.objective, [
+            method.routed(sample, draw.prompt.source) for sample, draw in made if sample is not None
+        ]
 
     return answer

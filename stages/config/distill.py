@@ -41,6 +41,9 @@ class DistillConfig(Config):
     teachers: dict[TeacherName, Weight] = added_option({})
     """Weights of several teachers by name, in the place of `teacher`; they are divided by their sum, and 0 only measures.
     The loss is the weighted sum of the divergences (arXiv 1503.02531, section 1)."""
+    route: dict[TeacherName, tuple[str, ...]] = added_option({})
+    """Sources of the prompts that each of the `teachers` teaches alone: `{math = ["gsm8k"], desk = ["support"]}`. Every source
+    has one teacher, so weights are equal."""
     on_policy: bool = False
     """Whether the student learns on its own answers to prompts instead of on demonstrations."""
     sampling: SamplingConfig = SamplingConfig()
@@ -68,6 +71,29 @@ class DistillConfig(Config):
     def _check_keep_best(self) -> DistillConfig:
         if self.on_policy:
             check_best("eval_fraction", self.eval_fraction, {"loop": self.loop})
+        return self
+
+    @model_validator(mode="after")
+    def _check_route(self) -> DistillConfig:
+        if not self.route:
+            return self
+        for name in sorted(self.route.keys() ^ self.teachers.keys()):
+            rule = "is no teacher; add teachers." if name in self.route else "has no sources; add route."
+            raise ValueError(f"route.{name}: {rule}{name}")
+        if len(set(self.teachers.values())) > 1:
+            raise ValueError(
+                f"teachers = {toml(self.teachers)}: with route a prompt has one teacher; give equal weights"
+            )
+        if self.divergence.kind in ("uld", "uld_text"):
+            raise ValueError(
+                f"route = {{...}}: {self.divergence.kind} compares with all teachers; choose another divergence.kind"
+            )
+        sources = [source for named in self.route.values() for source in named]
+        for source in sources:
+            if sources.count(source) > 1:
+                raise ValueError(
+                    f"route = {{...}}: {source!r} has {sources.count(source)} teachers; leave it to one of them"
+                )
         return self
 
     @model_validator(mode="after")

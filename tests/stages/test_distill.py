@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 from transformers import AutoTokenizer
@@ -15,7 +16,8 @@ from rlhf_core.data.chat import CHATML_LIKE
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import PolicyRef
+from rlhf_core.training.objectives.distillation import RoutedSample, RoutedTeachers
+from rlhf_core.types import PolicyRef, TokenSample, TopLogprobs
 from stages.config.distill import DistillConfig, DivergenceConfig
 from stages.sft import SFTConfig
 from tests.support.training import demonstrations, killed_and_resumed, prompts, stopped_and_resumed
@@ -217,6 +219,47 @@ def test_teachers_with_different_tokenizers_teach_one_student(
         assert metrics[f"eval/{name}"] < metrics[f"before/eval/{name}"] / 2
 
 
+def test_each_sample_is_taught_by_the_teacher_of_its_source() -> None:
+    shown: list[list[tuple[int, ...]]] = []
+
+    class Fake:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def top_logprobs(self, samples: list[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
+            shown.append([one.token_ids for one in samples])
+            own = np.zeros(1, np.float32)
+            return [
+                TopLogprobs(np.full((1, k), self.value, np.float32), np.zeros((1, k), np.int32), own) for _ in samples
+            ]
+
+    teachers = RoutedTeachers((Fake(-1.0), Fake(-2.0), Fake(-3.0)), 2, 1.0, 9)  # type: ignore[arg-type]
+    samples = [RoutedSample((1, token), (0, 1), number) for token, number in ((5, 1), (6, 0), (7, 1))]
+    taught = teachers.taught(samples)
+    assert shown == [[(1, 6)], [(1, 5), (1, 7)]], "a teacher without samples is not asked"
+    assert [one.token_ids for one in taught] == [one.token_ids for one in samples]
+    assert [float(one.teachers[0].logprobs[0, 0]) for one in taught] == [-2.0, -1.0, -2.0]
+    assert teachers.elements(samples[0]) == 2
+
+
+@pytest.mark.parametrize("config", [CONFIG, ON_POLICY], ids=["demonstrations", "on_policy"])
+def test_a_route_to_one_teacher_is_a_distillation_from_it(
+    tmp_path: Path, policy: Path, teacher: Path, config: DistillConfig
+) -> None:
+    shop, inputs = shop_and_inputs(tmp_path, policy, teacher, config)
+    alone = shop.run("distill", config, inputs)[0].digest
+    routed = config.model_copy(
+        update={"teachers": {"good": 1.0, "other": 1.0}, "route": {"good": ("test",), "other": ("x",)}}
+    )
+    both = several(shop, inputs, {"good": teacher, "other": policy})
+    assert shop.run("distill", routed, both)[0].digest == alone
+    lost = routed.model_copy(update={"route": {"good": ("y",), "other": ("x",)}})
+    with pytest.raises(
+        ConfigError, match=r"distill\.route = 'test': no teacher teaches prompts of this source; add it"
+    ):
+        shop.run("distill", lost, both)
+
+
 def test_weights_and_teachers_have_the_same_names(tmp_path: Path, policy: Path) -> None:
     config = CONFIG.model_copy(update={"teachers": {"one": 1.0, "two": 1.0}})
     shop, inputs = shop_and_inputs(tmp_path, policy, policy, config)
@@ -239,6 +282,23 @@ def test_weights_and_teachers_have_the_same_names(tmp_path: Path, policy: Path) 
         ({"teachers": {"one": float("inf")}}, "finite"),
         ({"teachers": {"a/b": 1.0}}, "pattern"),
         ({"teachers": {"one": 1e308, "two": 1e308}}, "the sum of the weights is too large; give smaller ones"),
+        ({"teachers": {"one": 1.0}, "route": {"two": ["s"]}}, r"route\.one: has no sources; add route\.one"),
+        (
+            {"teachers": {"one": 1.0}, "route": {"one": ["s"], "two": ["t"]}},
+            r"route\.two: is no teacher; add teachers\.two",
+        ),
+        (
+            {"teachers": {"one": 1.0, "two": 2.0}, "route": {"one": ["s"], "two": ["t"]}},
+            r"with route a prompt has one teacher; give equal",
+        ),
+        (
+            {"teachers": {"one": 1.0, "two": 1.0}, "route": {"one": ["s"], "two": ["s"]}},
+            r"route = \{\.\.\.\}: 's' has 2 teachers",
+        ),
+        (
+            {"teachers": {"one": 1.0}, "route": {"one": ["s"]}, "divergence": {"kind": "uld_text"}},
+            r"route = \{\.\.\.\}: uld_text compares with all teachers; choose another",
+        ),
         ({"divergence": {"kind": "ULD"}}, r"'forward', 'reverse', 'jsd', 'uld' or 'uld_text'"),
         ({"divergence": {"kind": "uld"}}, r"kl_weight = 1\.0: .* not tokens; lower kl_weight, or set"),
         (

@@ -148,6 +148,40 @@ class SameVocabulary:
         return sum(sample.loss_mask) * (self.k or self.vocabulary) * len(self.trainers)
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedSample:
+    """A sequence with its trained tokens, and the number of the only teacher that teaches it."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    teacher: int
+
+
+@dataclass(frozen=True)
+class RoutedTeachers:
+    """Teachers with the student's vocabulary, of which each sample has one."""
+
+    trainers: tuple[Trainer, ...]
+    k: int
+    temperature: float
+    vocabulary: int
+
+    def taught(self, samples: Sequence[RoutedSample]) -> list[DistillationSample]:
+        """Return each sample with the distribution of its teacher at its masked tokens."""
+        made: dict[int, TopLogprobs] = {}
+        for number, trainer in enumerate(self.trainers):
+            own = [at for at, sample in enumerate(samples) if sample.teacher == number]
+            shown = [TokenSample(samples[at].token_ids, samples[at].loss_mask) for at in own]
+            if own:
+                tops = trainer.top_logprobs(shown, k=self.k, temperature=self.temperature)
+                made |= dict(zip(own, tops, strict=True))
+        return [DistillationSample(one.token_ids, one.loss_mask, (made[at],)) for at, one in enumerate(samples)]
+
+    def elements(self, sample: RoutedSample) -> int:
+        """Return the number of log-probs of one teacher at the sample's masked tokens."""
+        return sum(sample.loss_mask) * (self.k or self.vocabulary)
+
+
 @dataclass(frozen=True)
 class OtherVocabularies:
     """Teachers with tokenizers of their own: the `k` likeliest outcomes at each group of tokens (0: all of them)."""
