@@ -146,6 +146,8 @@ class Columns(Config):
     reward: str = ""
     id: str = ""
     ratings: str = added_option("")
+    ranks: str = added_option("")
+    scores: str = added_option("")
     thumbs: str = added_option("")
     annotator: str = added_option("")
     input: str = added_option("")

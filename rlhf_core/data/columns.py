@@ -211,7 +211,7 @@ def detect(row: Mapping[str, Any]) -> str:
         return _pair_format(row)
     if {"prompt", "preference"} <= has and responses(row):
         return "comparison"
-    if "prompt" in has and is_ranking(row):
+    if is_ranking(row):
         return "ranking"
     if is_rated(row):
         return "ratings"

@@ -1,7 +1,8 @@
 """Convert rows that compare or rate several answers to one prompt into preference pairs.
 
 A row has two answers with a verdict (`response1`, `response2`, `preference`), a ranking (`answers`, each with a `rank`, 1
-is the best, as in Nectar), or ratings, overall or for each aspect (UltraFeedback), whose difference becomes the margin. A
+is the best, as in Nectar), or ratings, overall or for each aspect (UltraFeedback), whose difference becomes the margin. The
+numbers may be a list beside that of the answers: `ranks`, or `ratings`, `scores` or `rewards`, of which more is better. A
 row does not state what a number in `preference` means, so the meaning is decided over the whole source. If two readings
 remain, the rows are refused: a verdict read the wrong way round trains the opposite. Ties never become a preference.
 """
@@ -75,9 +76,15 @@ def responses(row: Row) -> tuple[str, str] | None:
 
 
 def is_ranking(row: Row) -> bool:
-    """Return whether `row` has a list of answers with ranks."""
+    """Return whether `row` has a list of answers with ranks.
+
+    >>> is_ranking({"prompt": "Hi", "responses": ["Hello.", "No."], "ranks": [1, 2]})
+    True
+    """
     answers = row.get("answers")
-    return isinstance(answers, (list, tuple)) and any(isinstance(one, Mapping) and "rank" in one for one in answers)
+    if isinstance(answers, (list, tuple)) and any(isinstance(one, Mapping) and "rank" in one for one in answers):
+        return row.get("prompt") is not None
+    return _has_answers(row) and _beside(row) == RANKS
 
 
 def refuse_hidden_answers(row: Row) -> None:
@@ -152,16 +159,16 @@ def ranked(row: Row, pairs: RankingPairs) -> tuple[list[dict[str, Any]], int]:
     `max_min` pairs the best answer with the worst, `adjacent` each answer with the next one, `all` every two answers.
     Answers of equal rank are never paired. Raises Tie if all ranks are equal.
     """
-    answers = row["answers"]
-    if not isinstance(answers, (list, tuple)) or len(answers) < 2:
-        raise DataError("not a ranking: answers must be a list of at least two")
-    prompt = asked(row["prompt"])
-    made, tied = ordered_pairs([-_rank(answer) for answer in answers], pairs, min_margin=0.0)
-    rows = [
-        {"prompt": prompt, "chosen": answers[better]["answer"], "rejected": answers[worse]["answer"]}
-        for better, worse in made
-    ]
-    return rows, tied
+    answers = row.get("answers")
+    if _beside(row) == RANKS:
+        found = _numbered(row, RANKS)
+    elif not isinstance(answers, (list, tuple)) or len(answers) < 2:
+        raise DataError(
+            "not a ranking: answers must be a list of at least two, each with a rank or with the list ranks"
+        )
+    else:
+        found = [(answer["answer"], rank) for answer in answers for rank in [_rank(answer)]]
+    return _preferences(row, [(text, -rank) for text, rank in found], pairs)
 
 
 def ordered_pairs(
@@ -269,6 +276,14 @@ def _holds(name: str, value: Any) -> bool:
 # ---------------------------------------------------------------- ratings
 
 _PROMPTS = ("prompt", "instruction")
+RANKS = "ranks"
+"""List of a rank for each answer; 1 is the best."""
+MORE_IS_BETTER = ("ratings", "scores", "rewards")
+"""Lists of a number for each answer, of which more is better."""
+_UNCLEAR = ("rankings", "ranking")
+_ONE_ANSWER = ("labels", "completion", "output")
+"""Columns of formats of one answer, in whose rows lists of further answers are not read."""
+_BESIDE = (*MORE_IS_BETTER, RANKS, *_UNCLEAR)
 _ANSWER_LISTS = ("completions", "responses", "generations", "answers")
 _TEXTS = ("response", "completion", "text", "content", "answer", "generation")
 _OVERALL = ("overall_score", "overall_rating", "rating", "score")
@@ -288,14 +303,7 @@ def is_rated(row: Row) -> bool:
     >>> is_rated({"instruction": "Hi", "completions": ["Hello.", "No."], "ratings": [5, 1]})
     True
     """
-    name = _first(row, _ANSWER_LISTS)
-    if name is None or _first(row, _PROMPTS) is None or not isinstance(row[name], (list, tuple)) or len(row[name]) < 2:
-        return False
-    if isinstance(row.get("ratings"), (list, tuple)):
-        return True
-    return any(
-        isinstance(answer, Mapping) and any(key in answer for key in (*_OVERALL, *_ASPECTS)) for answer in row[name]
-    )
+    return _has_answers(row) and (_beside(row) in MORE_IS_BETTER or _hold(row, (*_OVERALL, *_ASPECTS)))
 
 
 def rated(
@@ -306,24 +314,15 @@ def rated(
     Answers without a rating are left out. Raises Tie if no two ratings differ enough, Unrated if fewer than two answers
     have a rating, and DataError if the rating of an answer is ambiguous.
     """
-    prompt, answers = _first(row, _PROMPTS), _first(row, _ANSWER_LISTS)
-    if prompt is None or answers is None:
-        raise DataError(f"missing column: prompt, or completions with ratings; the row has {sorted(row)}")
-    found = [(text, value) for text, value in _answers(row, row[answers], weights) if value is not None]
-    if len(found) < 2:
-        raise Unrated
-    values = [value for _, value in found]
-    made, tied = ordered_pairs(values, pairs, min_margin=min_margin)
-    rows = [
-        {
-            "prompt": asked(row[prompt]),
-            "chosen": found[better][0],
-            "rejected": found[worse][0],
-            "margin": values[better] - values[worse],
-        }
-        for better, worse in made
-    ]
-    return rows, tied
+    name = _beside(row)
+    if name and weights:
+        raise DataError(f"{name}: rating_weights weigh aspects, but each answer has one rating")
+    if name:
+        found = _numbered(row, name)
+    else:
+        listed = ((_text(answer), _rated(answer, weights)) for answer in _listed(row))
+        found = [(text, value) for text, value in listed if value is not None]
+    return _preferences(row, found, pairs, min_margin=min_margin)
 
 
 def overall(aspects: Mapping[str, Any], weights: Mapping[str, float]) -> float | None:
@@ -374,18 +373,73 @@ def _first(row: Row, names: Sequence[str]) -> str | None:
     return next((name for name in names if row.get(name) is not None), None)
 
 
-def _answers(row: Row, answers: Any, weights: Mapping[str, float]) -> list[tuple[Any, float | None]]:
-    """Return each answer with its rating."""
-    if not isinstance(answers, (list, tuple)):
-        raise DataError(f"not rated answers: {type(answers).__name__}; a list is needed")
-    beside = row.get("ratings")
-    if isinstance(beside, (list, tuple)):
-        if len(beside) != len(answers):
-            raise DataError(f"ratings and answers: {len(beside)} ratings for {len(answers)} answers")
-        if weights:
-            raise DataError("ratings: rating_weights weigh aspects, but each answer has one rating")
-        return [(_text(answer), rating(value)) for answer, value in zip(answers, beside, strict=True)]
-    return [(_text(answer), _rated(answer, weights)) for answer in answers]
+def _has_answers(row: Row) -> bool:
+    """Return whether a row has a prompt and a list of several answers."""
+    name = _first(row, _ANSWER_LISTS)
+    if name is None or _first(row, _PROMPTS) is None:
+        return False
+    return isinstance(row[name], (list, tuple)) and len(row[name]) > 1
+
+
+def _beside(row: Row) -> str:
+    """Return the name of the list with a number for each answer, the first of `_BESIDE` that the row has; "" if it has none.
+
+    Where answers hold numbers themselves, or the row has the columns of another format, it can only be `ratings`. Raises DataError for a list whose name leaves open what its numbers mean.
+    """
+    own = any(name in row for name in _ONE_ANSWER) or _hold(row, (*_OVERALL, *_ASPECTS, "rank"))
+    names = ("ratings",) if own else _BESIDE
+    name = next((one for one in names if isinstance(row.get(one), (list, tuple))), "")
+    if name in _UNCLEAR:
+        rule = "ranks of the answers (1 is the best), numbers of which more is better, or places from best to worst"
+        remedy = f"set columns = {{ranks = '{name}'}} or {{scores = '{name}'}}, or write such places as ranks"
+        raise DataError(f"unclear numbers: {name} may be {rule}; {remedy}")
+    return name
+
+
+def _hold(row: Row, keys: Sequence[str]) -> bool:
+    """Return whether an answer is an object with one of these keys."""
+    return any(isinstance(answer, Mapping) and any(key in answer for key in keys) for answer in _listed(row))
+
+
+def _listed(row: Row) -> Sequence[Any]:
+    """Return the list of answers."""
+    name = _first(row, _ANSWER_LISTS)
+    if name is None:
+        raise DataError(f"missing column: prompt, or completions with ratings; the row has {sorted(row)}")
+    if not isinstance(row[name], (list, tuple)):
+        raise DataError(f"not rated answers: {type(row[name]).__name__}; a list is needed")
+    answers: Sequence[Any] = row[name]
+    return answers
+
+
+def _numbered(row: Row, name: str) -> list[tuple[Any, float]]:
+    """Return each answer that has a number in the list `name`, with the number."""
+    answers, numbers = _listed(row), row[name]
+    if len(numbers) != len(answers):
+        raise DataError(f"{name} and answers: {len(numbers)} {name} for {len(answers)} answers")
+    found = ((_text(answer), rating(number)) for answer, number in zip(answers, numbers, strict=True))
+    return [(text, number) for text, number in found if number is not None]
+
+
+def _preferences(
+    row: Row, found: Sequence[tuple[Any, float]], pairs: RankingPairs, *, min_margin: float | None = None
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the pairs of answers with values, of which more is better, and the number of ties.
+
+    Their differences are margins if there is a `min_margin`.
+    """
+    prompt = _first(row, _PROMPTS)
+    if prompt is None:
+        raise DataError(f"missing column: prompt, or completions with ratings; the row has {sorted(row)}")
+    if len(found) < 2:
+        raise Unrated
+    values = [value for _, value in found]
+    made, tied = ordered_pairs(values, pairs, min_margin=min_margin or 0.0)
+    rows = []
+    for better, worse in made:
+        margin = {} if min_margin is None else {"margin": values[better] - values[worse]}
+        rows.append({"prompt": asked(row[prompt]), "chosen": found[better][0], "rejected": found[worse][0]} | margin)
+    return rows, tied
 
 
 def _text(answer: Any) -> Any:

@@ -157,11 +157,17 @@ SPELLINGS = {
     "rejected": "rejected worse worst bad dispreferred loser negative lose nonpreferred responserejected",
     "messages": "messages dialog dialogue conversation conversations turns chat history",
     "text": "text body content document passage story",
+    "completions": "completions responses answers outputs candidates generations replies options",
+    "scores": "scores score ratings rewards reward",
 }
 """Column of a format -> names that data sets give it, in lower case and without other signs, the most usual first."""
 
-_SETS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("prompt", "completion"), ("messages",), ("text",))
-"""Columns that make a format, those that hold the most first."""
+_LISTS = ("completions", "scores")
+_SETS = (
+    *(("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("prompt", *_LISTS)),
+    *(("prompt", "completion"), ("messages",), ("text",)),
+)
+"""Columns that make a format, those that hold the most first; `_LISTS` hold lists."""
 
 
 def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
@@ -179,7 +185,7 @@ def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
             theirs = _spelled(
                 SPELLINGS[ours].split(), {name: said for name, said in names.items() if name not in found.values()}
             )
-            if theirs:
+            if theirs and (ours not in _LISTS or isinstance(row.get(theirs), list)):
                 found[ours] = theirs
         if len(found) == len(wanted):
             return {ours: theirs for ours, theirs in found.items() if ours != theirs}

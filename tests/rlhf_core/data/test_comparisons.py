@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.data import RankingPairs
-from rlhf_core.data.columns import detect
+from rlhf_core.config.data import Columns, RankingPairs
+from rlhf_core.data.columns import Reading, detect
 from rlhf_core.data.comparisons import Tie, Unrated, compared, ranked, responses, verdict_coding
 from rlhf_core.data.formats import Example, convert_all
 from rlhf_core.errors import DataError
@@ -260,11 +260,56 @@ def test_a_rating_that_is_nan_is_missing_and_an_infinite_one_is_refused() -> Non
         pairs_of(ultrafeedback(("a", math.inf, 3), ("b", 5, 4)))
 
 
-def test_two_lists_of_answers_and_ratings_are_read() -> None:
-    row = {"instruction": "2+2?", "generations": ["five", "4"], "ratings": [1, 5]}
-    assert answers(pairs_of(row)) == [("4", "five", 4.0)]
-    with pytest.raises(DataError, match="1 ratings for 2 answers"):
-        pairs_of(row | {"ratings": [1]})
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ({"ratings": [1, 5, 3]}, [("4", "five", 4.0)]),
+        ({"scores": [-2.5, "1", None]}, [("4", "five", 3.5)]),
+        ({"rewards": [0, 1, 0.5], "ranks": [1, 2, 3]}, [("4", "five", 1.0)]),  # numbers have a margin, ranks none
+        ({"ranks": [3, 1, 2]}, [("4", "five", 0.0)]),
+        ({"ranks": [2.5, "0", 2]}, [("4", "five", 0.0)]),
+    ],
+)
+def test_two_lists_of_answers_and_numbers_are_read(
+    numbers: dict[str, Any], expected: list[tuple[str, str, float]]
+) -> None:
+    row = {"instruction": "2+2?", "generations": ["five", "4", {"text": "three"}], **numbers}
+    name = detect(row)
+    assert name == ("ranking" if [*numbers] == ["ranks"] else "ratings")
+    assert answers(convert_all(row, name, coding="auto", ranking_pairs="max_min")) == expected
+    (first,) = numbers.keys() - ({"ranks"} if len(numbers) > 1 else set())
+    with pytest.raises(DataError, match=f"{first} and answers: 1 {first} for 3 answers"):
+        convert_all(row | {first: [1]}, name, coding="auto", ranking_pairs="max_min")
+    with pytest.raises(Tie):
+        convert_all(row | {first: [2, 2, 2]}, name, coding="auto", ranking_pairs="all")
+    with pytest.raises(DataError, match="not a rating: 'best'"):
+        convert_all(row | {first: ["best", 2, 2]}, name, coding="auto", ranking_pairs="all")
+
+
+@pytest.mark.parametrize("name", ["ranking", "rankings"])
+def test_numbers_that_may_be_ranks_or_scores_are_refused_with_the_line_to_paste(name: str) -> None:
+    row = {"prompt": "2+2?", "responses": ["five", "4"], name: [1, 2]}
+    with pytest.raises(
+        DataError, match=rf"unclear numbers: .*set columns = \{{ranks = '{name}'\}} or \{{scores = '{name}'\}}"
+    ):
+        detect(row)
+    for ours, better in (("ranks", "five"), ("scores", "4")):
+        read = Reading(row, Columns(**{ours: name}))
+        (pair,) = convert_all(read, detect(read), coding="auto", ranking_pairs="max_min")
+        assert pair.chosen[0].content == better and not pair.unread
+
+
+@pytest.mark.parametrize("name", ["scores", "ranks", "rankings"])
+def test_numbers_beside_rows_of_another_format_do_not_change_it(name: str) -> None:
+    steps = {"prompt": "2+2?", "completions": ["2+2", "is 4"], "labels": [1, 1], name: [2, 1]}
+    assert detect(steps) == "stepwise"
+    assert detect(steps | {"ratings": [1, 2]}) == "ratings"
+    assert detect({"instruction": "2+2?", "output": "4", "responses": ["5", "4"], name: [2, 1]}) == "alpaca"
+    own = ultrafeedback(("a", 1, 3), ("b", 5, 4)) | {name: [2, 1]}
+    assert detect(own) == "ratings" and answers(pairs_of(own)) == [("b", "a", 4.0)]
+    assert detect(NECTAR | {name: [4, 3, 2, 1]}) == "ranking"
+    (best,) = convert_all(NECTAR | {name: [4, 3, 2, 1]}, "ranking", coding="auto", ranking_pairs="max_min")
+    assert best.chosen[0].content == "4"
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,11 @@ def test_a_demonstration_is_shown_with_every_answer_trained(tmp_path: Path) -> N
         ({"item": {"question": "2+2?", "answer": "4"}}, {"prompt": "item.question", "completion": "item.answer"}, ""),
         ({"dialogue": [{"role": "user", "content": "Hi"}]}, {"messages": "dialogue"}, "messages"),
         ({"a": "2+2?", "b": "4"}, {"prompt": "a", "completion": "b"}, "prompt_completion"),
+        (
+            {"question": "2+2?", "candidates": ["4", "5"], "score": [1, 0]},
+            {"prompt": "question", "completions": "candidates", "scores": "score"},
+            "ratings",
+        ),
     ],
 )
 def test_columns_of_other_names_are_guessed_and_the_rows_read_with_them(
@@ -71,6 +76,9 @@ def test_nothing_is_guessed_for_rows_that_can_be_read_or_whose_names_mean_nothin
     found = report(tmp_path, [{"a": "x", "b": "y", "c": "z"}])
     assert (found.guessed, found.usable, found.format, found.columns_read) == ({}, 0, "", ())
     assert guess_columns({}) == {}
+    found = report(tmp_path, [{"prompt": "2+2?", "responses": ["4", "5"], "rankings": [1, 2]}])
+    assert (found.guessed, found.usable) == ({}, 0)
+    assert "set columns = {ranks = 'rankings'} or {scores = 'rankings'}" in str(found.dropped[0])
 
 
 def test_a_source_that_cannot_be_read_has_the_error(tmp_path: Path) -> None:
