@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhf_core.config.data import ArithmeticWorld, DataConfig, Files, InstructionsWorld, SupportWorld
+from rlhf_core.config.data import DataConfig, Files, MixedWorlds
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate
 from rlhf_core.data.chat_templates import SHIPPED
@@ -28,9 +28,8 @@ from rlhf_core.data.tables import (
     write_prompts,
     write_steps,
 )
-from rlhf_core.data.worlds.arithmetic import make_tables as arithmetic
-from rlhf_core.data.worlds.instructions import make_tables as instructions
-from rlhf_core.data.worlds.support import make_tables as support
+from rlhf_core.data.worlds.mixed import make_tables as mixed
+from rlhf_core.data.worlds.mixed import make_world
 from rlhf_core.errors import ConfigError, DataError, explain
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.models.loading import materialize
@@ -135,13 +134,7 @@ def _rows(data: DataConfig, *, seed: int) -> tuple[Tables, dict[str, float], dic
     if isinstance(data, Files):
         tables, origins = from_files(data, seed=seed, report=report)
         return tables, facts, origins, report
-    match data:
-        case SupportWorld():
-            tables, facts = support(data, seed=seed)
-        case ArithmeticWorld():
-            tables, facts = arithmetic(data, seed=seed)
-        case InstructionsWorld():
-            tables, facts = instructions(data, seed=seed)
+    tables, facts = mixed(data, seed=seed) if isinstance(data, MixedWorlds) else make_world(data, seed=seed)
     report.rows_read[data.type] = sum(len(rows) for rows in tables.named().values())
     return tables, facts, {row.id: Origin(data.type, 0) for rows in tables.named().values() for row in rows}, report
 

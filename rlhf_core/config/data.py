@@ -96,6 +96,27 @@ class InstructionsWorld(Config):
     held-out prompt has one."""
 
 
+World = Annotated[SupportWorld | ArithmeticWorld | InstructionsWorld, Field(discriminator="type")]
+
+
+class MixedWorlds(Config):
+    """The rows of several worlds, shuffled; the source of a row is the type of its world (`rlhf_core.data.worlds.mixed`)."""
+
+    type: Literal["mixed"] = "mixed"
+    worlds: tuple[World, ...] = Field(min_length=1)
+    """The worlds, each type once."""
+
+    @model_validator(mode="after")
+    def _check_types(self) -> MixedWorlds:
+        types = [world.type for world in self.worlds]
+        for index, name in enumerate(types):
+            if name in types[:index]:
+                raise ValueError(
+                    f"worlds[{index}].type = {name!r}: there is such a world already; raise its numbers of rows"
+                )
+        return self
+
+
 # ---------------------------------------------------------------- real data
 
 FileType = Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "saved_dataset", "hub"]
@@ -301,4 +322,6 @@ class Files(Config):
         return self
 
 
-DataConfig = Annotated[SupportWorld | ArithmeticWorld | InstructionsWorld | Files, Field(discriminator="type")]
+DataConfig = Annotated[
+    SupportWorld | ArithmeticWorld | InstructionsWorld | MixedWorlds | Files, Field(discriminator="type")
+]
