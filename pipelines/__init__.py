@@ -1,1 +1,16 @@
-"""Flows, deployments and the command line: the only package that imports Prefect."""
+"""Flows, deployments and the command line: the only package that imports Prefect. `from pipelines import run` runs a profile."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipelines.cli.python import StageResult, run
+
+__all__ = ["StageResult", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of `__all__`; the import of its module takes a second, which few modules of this package need."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("pipelines.cli.python"), name)

@@ -1,7 +1,8 @@
 """Every command in the README and the docs exists and is accepted.
 
-Commands that only read (`plan`, `runs`, `store ls`) are run on an empty store; of those that take minutes or start
-services, the verb, the profile, the options and the deployment are checked.
+Commands that take a second (`plan`, `data`, `runs`, `init`) are run, with an empty store and the files that the page
+shows; of those that take minutes or start services, the verb, the profile, the options and the deployment are checked
+here, and `tests/test_newcomer.py` runs those of README and tutorial.
 """
 
 from __future__ import annotations
@@ -34,18 +35,23 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if not page.is_relative_to(GENERATED)),
 ]
-READ_ONLY = ("plan", "runs", "store")
+QUICK = ("completion", "data", "explain", "init", "plan", "profiles", "reconcile", "resume", "runs", "schema", "store")
 
 
 def commands() -> list[tuple[str, Path]]:
     """Return every command, each with the first page that shows it."""
     found: dict[str, Path] = {}
     for page in PAGES:
-        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL):
-            for line in block.splitlines():
-                if line.strip() and not line.startswith("#"):
-                    found.setdefault(line.strip(), page)
+        for command in commands_of(page):
+            found.setdefault(command, page)
     return sorted(found.items())
+
+
+def commands_of(page: Path) -> list[str]:
+    """Return the commands that a page shows, in its order."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def write_files(page: Path, folder: Path) -> None:
@@ -87,7 +93,7 @@ def test_a_documented_command_is_accepted(command: str, page: Path, tmp_path: Pa
                 assert load_profile(options.profile, getattr(options, "overrides", [])).name
             if getattr(options, "function", ""):
                 assert callable(load_callable("function", options.function))
-            if options.verb in READ_ONLY:
+            if options.verb in QUICK:
                 assert main(words[1:]) == 0
         case "python":
             assert words[1] == "-m"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -13,8 +14,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from pipelines.cli.common import console, store_folder
-from pipelines.cli.serve_verb import champion_digest
-from pipelines.flows.inputs import find_artifact
+from pipelines.cli.serve_verb import find_policy
 from pipelines.services.home import Home
 from pipelines.services.policy_server import serving, token_of
 from pipelines.services.running import ServiceError
@@ -63,10 +63,11 @@ def open_answer(options: argparse.Namespace, store: ArtifactStore, console: Cons
             yield answer
         return
     home = Home.here()
-    ref = find_artifact(store, PolicyRef, champion_digest(options.policy, store, home) or options.policy)
+    ref, which = find_policy(options.policy, options.profile, store, home)
+    sys.stderr.write(f"{which}\n")  # standard output has the answers alone
     note = serving(home)
     if note is not None and note.digest == ref.digest:
-        console.print(f"{note.name} at {note.url}", style="dim", highlight=False)
+        sys.stderr.write(f"{note.name} at {note.url}\n")
         with served_answer(note.url, note.name, options.token_env, sampling) as answer:
             yield answer
         return

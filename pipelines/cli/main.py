@@ -35,7 +35,7 @@ EXAMPLES = """examples:
   rlhf plan tiny/full            which stages would run, and why
   rlhf run tiny/full             run them; finished stages are reused"""
 GROUPS = {
-    "start": ("init", "profiles", "schema", "data", "try-reward", "doctor"),
+    "start": ("init", "profiles", "schema", "completion", "data", "try-reward", "doctor"),
     "run": ("plan", "explain", "run", "sweep", "resume", "runs"),
     "results": ("show", "diff", "reproduce", "chat", "serve", "serve-reward", "store"),
     "decisions": ("approve", "reject", "champion", "rollback"),
@@ -50,6 +50,7 @@ VERBS = {
     "init": "pipelines.cli.start_verbs:init",
     "profiles": "pipelines.cli.start_verbs:profiles",
     "schema": "pipelines.cli.start_verbs:schema",
+    "completion": "pipelines.cli.completion:completion",
     "up": "pipelines.cli.serve_verb:up",
     "down": "pipelines.cli.serve_verb:down",
     "status": "pipelines.cli.serve_verb:status",
@@ -143,7 +144,7 @@ class _Version(argparse.Action):
 
 def _parser() -> argparse.ArgumentParser:
     # argparse, not cyclopts: `_verb` already imports a verb's module only when it runs, and `rlhf resume` rebuilds the
-    # options of a run as a Namespace from its flow parameters. Completion alone is not worth a dependency.
+    # options of a run as a Namespace from its flow parameters.
     parser = _Parser(
         prog="rlhf", usage="rlhf COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
     )
@@ -160,6 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("name", metavar="NAME", help="folder to make; its name is that of the runs, too")
     command("profiles", "List the shipped profiles.")
     command("schema", "Print the JSON Schema of a profile, from which editors complete its keys.")
+    complete = command("completion", "Print a script by which a shell completes commands, options and profiles.")
+    complete.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell that reads it")
     up = command("up", "Start Prefect, MLflow and the deployments on 127.0.0.1.")
     up.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
     command("down", "Stop the services that `rlhf up` started.")

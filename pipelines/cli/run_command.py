@@ -10,14 +10,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from pipelines.cli.common import console, print_line
 from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_table
-from pipelines.execution.executor import Listener, RunOptions
+from pipelines.execution.executor import Listener, RunOptions, Tally
 from pipelines.execution.local import LazyRuntime
 from pipelines.execution.opening import (
     import_tracker,
@@ -30,11 +29,12 @@ from pipelines.execution.opening import (
     store_of,
 )
 from pipelines.execution.plan import PlannedStage, outlook
+from pipelines.execution.run import policies_of
 from pipelines.execution.summary import run_name
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
-from pipelines.services.run_notes import COMPLETED
+from pipelines.services.run_notes import COMPLETED, whereabouts
 from pipelines.services.running import ServiceError, proven, running, wait_for
 from pipelines.services.servers import SERVER_TIMEOUT_S, PrivateServer, private_server
 from pipelines.services.user_servers import connect_user_prefect, tracking_uri, user_prefect
@@ -79,32 +79,40 @@ def _await_people(condition: Mapping[str, Any]) -> None:
 
 
 def run_profile(options: argparse.Namespace, console: Console) -> None:
-    """Run a profile and print its results; raise RlhfError for errors that the user can fix.
+    """Run a profile and print its results; raise RlhfError for errors that the user can fix."""
+    home = Home.here().make()
+    store, results, _ = shown_run(options, home, console)
+    _print_results(results, store, console)
+    _say_where_to_look(home, console)
+
+
+def shown_run(
+    options: argparse.Namespace, home: Home, console: Console
+) -> tuple[ArtifactStore, dict[str, ArtifactRef], Tally]:
+    """Run a profile with its progress on the console; return its store, the artifacts by label, and what was decided.
 
     If every stage is cached and no service runs, neither Prefect nor MLflow is started.
     """
-    home = Home.here().make()
     config = load_profile(options.profile, options.overrides)
     store = store_of(config, home)
     wanted = run_options(options)
     with open_display(console) as display, kept_log(home, display):
+        tally = Tally(display)
         planned = plan_run(config, lifecycle, wanted, store=store)
         display.expect(planned, outlook(planned, store))
         note = note_of(config, wanted, home)
         # A run that this one finishes is closed on Prefect's and MLflow's pages, too.
         watched = is_watched(home) or note.finishes_another()
-        results = None if watched else results_if_all_cached(planned, store, display, strict=wanted.strict)
+        results = None if watched else results_if_all_cached(planned, store, tally, strict=wanted.strict)
         if results is not None:
-            note.change(name=run_name(config.name, wanted.overrides, ""), state=COMPLETED)
+            name = run_name(config.name, wanted.overrides, "")
+            note.change(name=name, state=COMPLETED, policies=policies_of(results))
         if results is None:
             # If all stages were cached a moment ago, a result is gone now: the run plans again, with the checks of a plan.
             stale = not watched and all(stage.decision.action == "HIT" for stage in planned)
             with prefect_server(home) as server:
-                results = run_recorded(
-                    config, None if stale else planned, wanted, options, home, display, server=server
-                )
-    _print_results(results, store, console)
-    _say_where_to_look(home, console)
+                results = run_recorded(config, None if stale else planned, wanted, options, home, tally, server=server)
+    return store, results, tally
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
@@ -117,12 +125,6 @@ def run_options(options: argparse.Namespace) -> RunOptions:
         overrides=tuple(options.overrides),
         profile=whereabouts(options.profile),
     )
-
-
-def whereabouts(profile: str) -> str:
-    """Return the name of a shipped profile, or the absolute path of a file: `rlhf resume` may run in another folder."""
-    path = Path(profile)
-    return str(path.resolve()) if path.is_file() else profile
 
 
 def run_recorded(

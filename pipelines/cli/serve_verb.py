@@ -6,12 +6,16 @@ import argparse
 import math
 import shlex
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from pipelines.cli.common import console, print_json, print_line, store_folder
 from pipelines.execution.approving import Meant, answer_gate
+from pipelines.execution.plan import DIGITS
 from pipelines.flows.inputs import find_artifact
+from pipelines.flows.profile import load_profile, profile_digest
 from pipelines.services import servers
 from pipelines.services.home import Home, sign_in_link
 from pipelines.services.policy_server import (
@@ -22,6 +26,7 @@ from pipelines.services.policy_server import (
     token_of,
     wait_for_end,
 )
+from pipelines.services.run_notes import RunRecord, runs_with, whereabouts
 from pipelines.services.running import LAST_PORT, Services, running
 from pipelines.services.user_servers import tracking_uri, user_prefect
 from rlhf_core.errors import ConfigError, explain, nearest
@@ -156,7 +161,7 @@ def serve(options: argparse.Namespace) -> None:
     """Serve a policy until Ctrl-C."""
     check_numbers(options)
     home, store = Home.here().make(), ArtifactStore(store_folder(options))
-    model = served_model(options.policy, options.adapter, store, home)
+    model = served_model(options, store, home)
     check_served(model)
     token = token_of(home, options.token_env)
     wanted = ServeOptions(options.port, options.max_model_len, options.kv_cache_gib, on_gpu=GPU.exists())
@@ -182,15 +187,52 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise ConfigError(explain("--kv-cache-gib", options.kv_cache_gib, "must be > 0", "give the size in GiB"))
 
 
-def served_model(policy: str, adapter: str, store: ArtifactStore, home: Home) -> ServedModel:
-    """Return the policy that a name means: `champion`, `champion:MODEL`, a label, a digest or a folder.
+def served_model(options: argparse.Namespace, store: ArtifactStore, home: Home) -> ServedModel:
+    """Return the policy that a name means, and its adapter, if one is named; print which policies these are.
 
-    `adapter` is a folder with a LoRA adapter, or the name of a policy that has one beside its weights.
+    An adapter is a folder, or the name of a policy that has one beside its weights.
     """
-    ref = find_artifact(store, PolicyRef, champion_digest(policy, store, home) or policy)
+    policy = options.policy
+    ref, which = find_policy(policy, options.profile, store, home)
+    print_line(console, which)
     folder = store.path(ref)
     name = policy if not Path(policy).is_dir() else Path(policy).resolve().name
-    return ServedModel(name, ref.digest, folder, _adapter(adapter, ref, store) if adapter else None)
+    return ServedModel(name, ref.digest, folder, _adapter(options, ref, store, home) if options.adapter else None)
+
+
+def find_policy(name: str, profile: str, store: ArtifactStore, home: Home) -> tuple[PolicyRef, str]:
+    """Return the policy that `champion`, `champion:MODEL`, a label, a digest or a folder means, and a line that names it.
+
+    A label means the policy of the newest run that has one, or of the newest run of `profile`. Raises ConfigError if
+    that profile has made none.
+    """
+    digest, origin = champion_digest(name, store, home), ""
+    runs = [] if digest else runs_with(home, store.root, name)
+    made = None if digest else store.latest(name)
+    if profile and (runs or made):
+        config = load_profile(profile)
+        runs = [one for one in runs if (one.profile or one.digest) in (whereabouts(profile), profile_digest(config))]
+        made = store.latest(name, config.name)
+        if not runs and made is None:
+            rule = f"no run of {profile} has it"
+            raise ConfigError(
+                explain("policy", name, rule, f"`rlhf run {profile}` makes it; `rlhf runs` lists the runs")
+            )
+    if runs:
+        digest, origin = runs[0].policies[name], _origin(name, runs)
+    elif made is not None:  # by a run that another folder, or an earlier version, has recorded
+        digest, origin = made.handle.digest, f", made {made.started[:16].replace('T', ' ')} UTC"
+    ref = find_artifact(store, PolicyRef, digest or name)
+    return ref, f"{name}: {ref.digest[:DIGITS]}{origin}"
+
+
+def _origin(name: str, runs: Sequence[RunRecord]) -> str:
+    """Return the run, profile and time of the first of the runs, and whose policies of this name differ from its own."""
+    run = runs[0]
+    at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.began))
+    others = {one.profile for one in runs if one.policies[name] != run.policies[name]} - {run.profile, ""}
+    more = f"; --profile chooses another: {', '.join(sorted(others))}" if others else ""
+    return f", of the run {run.name} of {run.profile or 'a deployment'}, {at} UTC{more}"
 
 
 def champion_digest(policy: str, store: ArtifactStore, home: Home) -> str:
@@ -209,11 +251,12 @@ def champion_digest(policy: str, store: ArtifactStore, home: Home) -> str:
     return digest
 
 
-def _adapter(named: str, policy: PolicyRef, store: ArtifactStore) -> Path:
-    folder = Path(named).expanduser()
+def _adapter(options: argparse.Namespace, policy: PolicyRef, store: ArtifactStore, home: Home) -> Path:
+    named, folder = options.adapter, Path(options.adapter).expanduser()
     if (folder / "adapter_config.json").is_file():
         return folder.resolve()
-    trained = find_artifact(store, PolicyRef, named)
+    trained, which = find_policy(named, options.profile, store, home)
+    print_line(console, f"adapter {which}")
     found = store.path(trained) / "adapter"
     if not found.is_dir():
         rule = "this policy was trained without LoRA"

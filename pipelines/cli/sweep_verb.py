@@ -15,7 +15,7 @@ from pathlib import Path
 from pipelines.cli.common import console, print_line, short
 from pipelines.cli.display import open_display
 from pipelines.cli.run_command import kept_log, prefect_server, run_options, run_profile, run_recorded
-from pipelines.execution.executor import Listener, Status, Tracker
+from pipelines.execution.executor import Listener, Status, Tally, Tracker
 from pipelines.execution.local import KeptRuntime
 from pipelines.execution.opening import is_watched, open_tracker, plan_run, results_if_all_cached, store_of
 from pipelines.execution.plan import PlannedStage
@@ -28,7 +28,6 @@ from pipelines.execution.sweep import (
     PointResult,
     Points,
     Search,
-    Tally,
     best_of,
     check_approved,
     check_metric,

@@ -215,6 +215,39 @@ class Silent:
         return None
 
 
+class Tally:
+    """A `Listener` that keeps the decision and the metrics of every finished stage, and passes everything on."""
+
+    def __init__(self, inner: Listener) -> None:
+        self.inner = inner
+        self.decisions: dict[str, Decision] = {}
+        self.metrics_of: dict[str, dict[str, float]] = {}
+
+    def those(self, *, hits: bool) -> tuple[str, ...]:
+        """Return the labels of the finished stages that were taken from the store, or of those that were computed."""
+        return tuple(label for label, found in self.decisions.items() if (found.action in ("HIT", "ATTACH")) is hits)
+
+    def planned(self, label: str, decision: Decision) -> None:
+        self.inner.planned(label, decision)
+
+    def started(self, label: str, decision: Decision) -> None:
+        self.inner.started(label, decision)
+
+    def progress(self, label: str, done: int, total: int, message: str) -> None:
+        self.inner.progress(label, done, total, message)
+
+    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
+        self.inner.metrics(label, step, values)
+
+    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
+        self.decisions[label] = decision
+        self.metrics_of[label] = dict(metrics)
+        self.inner.finished(label, decision, metrics, seconds)
+
+    def failed(self, label: str, error: BaseException) -> None:
+        self.inner.failed(label, error)
+
+
 # ---------------------------------------------------------------- executor
 
 Progress = Callable[[int, int, str], None]

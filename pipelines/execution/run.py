@@ -49,7 +49,7 @@ from rlhf_core.store.layout import write_json
 from rlhf_core.store.maintenance import forget_wait, note_wait
 from rlhf_core.store.typed_json import Stored, read_stored
 from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
-from rlhf_core.types import ArtifactRef, PreparedDataRef
+from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef
 
 # ---------------------------------------------------------------- forcing
 
@@ -338,8 +338,14 @@ def run_stages(
         note_forced(options, config, run.context.store, finished=run.results, ended=ended)
         notify(config.notify, ended, run=config.name, links=tags)
         if run.note is not None:
-            run.note.change(state=state_of(ended), message=str(ended or ""), headline=_headline(run))
+            end, policies = state_of(ended), policies_of(run.results)
+            run.note.change(state=end, message=str(ended or ""), headline=_headline(run), policies=policies)
     return run.results
+
+
+def policies_of(results: Mapping[str, ArtifactRef]) -> dict[str, str]:
+    """Return the digests of the policies among the results of a run, by stage."""
+    return {label: ref.digest for label, ref in results.items() if isinstance(ref, PolicyRef)}
 
 
 def state_of(ended: BaseException | None) -> str:

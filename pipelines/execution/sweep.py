@@ -20,14 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pipelines.execution.executor import Listener, Silent
+from pipelines.execution.executor import Silent, Tally
 from pipelines.execution.gates import Gatekeeper, Outcome, Verdict, condition
 from pipelines.execution.summary import Measure, shown_overrides, stage_measures
 from pipelines.flows.run_rules import GateConfig
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, explain, nearest
 from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunHalted
 from rlhf_core.store.artifacts import ArtifactStore
@@ -206,36 +205,6 @@ logger = logging.getLogger(__name__)
 Direction: TypeAlias = Literal["max", "min"]
 
 
-class Tally:
-    """A `Listener` that notes which stages were hits and which were computed, and passes everything on."""
-
-    def __init__(self, inner: Listener) -> None:
-        self.inner = inner
-        self.hits: list[str] = []
-        self.computed: list[str] = []
-        self.metrics_of: dict[str, dict[str, float]] = {}
-
-    def planned(self, label: str, decision: Decision) -> None:
-        self.inner.planned(label, decision)
-
-    def started(self, label: str, decision: Decision) -> None:
-        self.inner.started(label, decision)
-
-    def progress(self, label: str, done: int, total: int, message: str) -> None:
-        self.inner.progress(label, done, total, message)
-
-    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        self.inner.metrics(label, step, values)
-
-    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
-        (self.hits if decision.action in ("HIT", "ATTACH") else self.computed).append(label)
-        self.metrics_of[label] = dict(metrics)
-        self.inner.finished(label, decision, metrics, seconds)
-
-    def failed(self, label: str, error: BaseException) -> None:
-        self.inner.failed(label, error)
-
-
 @dataclass(frozen=True)
 class PointResult:
     """Result of one point. `measures` and `digests` have an entry for each finished stage, by label."""
@@ -297,7 +266,8 @@ def run_points(
             logger.exception("the point %s failed", named(point))
             error = without_secrets(f"{type(failure).__name__}: {failure}")
         seconds = time.monotonic() - began
-        results.append(PointResult(point, tuple(tally.hits), tuple(tally.computed), seconds, measures, digests, error))
+        hits, computed = tally.those(hits=True), tally.those(hits=False)
+        results.append(PointResult(point, hits, computed, seconds, measures, digests, error))
     return results
 
 

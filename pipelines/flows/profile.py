@@ -87,7 +87,12 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     rule = message.replace("Input should be", "must be")
     value = first["input"]
     shown = shown_value(keys[-1] if keys else "", value) if not isinstance(value, (Mapping, list)) else "{...}"
-    return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; change it in {origin} or with --set {dotted}=..."
+    # --set reaches no place in a list.
+    remedy = f"change it in {origin}" + ("" if any(map(str.isdigit, keys)) else f" or with --set {dotted}=...")
+    if first["type"] == "literal_error":
+        near = nearest(str(value), re.findall("'([^']+)'", first["ctx"]["expected"]))
+        remedy = near if near.startswith("did you mean") else remedy
+    return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; {remedy}"
 
 
 def check_removal(keys: Sequence[str], table: Mapping[Any, Any], model: type[BaseModel]) -> None:

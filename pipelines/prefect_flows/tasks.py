@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
@@ -89,7 +90,10 @@ def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:
         task_runs = client.read_task_runs(flow_run_filter=flow_run)
         return sum(task_run.state is not None and task_run.state.is_final() for task_run in task_runs) >= tasks
 
-    EventsWorker.drain_all(timeout=patience_s)
+    # In a thread of its own: where a loop of asyncio runs, as in a notebook, it would wait for nothing.
+    drain = threading.Thread(target=EventsWorker.drain_all, kwargs={"timeout": patience_s}, daemon=True)
+    drain.start()
+    drain.join(patience_s)
     flow_run = FlowRunFilter(id={"any_": [flow_run_id]})
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:

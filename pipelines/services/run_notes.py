@@ -16,14 +16,14 @@ from pathlib import Path
 from pipelines.services.home import Home
 from rlhf_core.processes.identity import here, process_stat, process_state, user_name
 from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.store.layout import read_json, write_json
+from rlhf_core.store.layout import StoreLayout, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
 RUNNING, COMPLETED, CLOSED = "Running", "Completed", "Closed"
 """States of a run, as Prefect names them; it is closed if a later run of the same profile has finished its work."""
 KEPT = 1000
-"""Number of runs whose records are kept; of 300 bytes each."""
+"""Number of runs whose records are kept; of a kilobyte each."""
 LONGEST_MESSAGE = 500
 _COMMAND = re.compile(r"`(rlhf [^`]+)`")
 
@@ -52,6 +52,8 @@ class RunRecord:
     message: str = ""
     headline: str = ""
     flow_run: str = ""
+    policies: dict[str, str] = field(default_factory=dict)
+    """Stage -> digest of the policy that it has made or found."""
 
     @property
     def seconds(self) -> float:
@@ -88,9 +90,9 @@ class RunNote:
     home: Home
     record: RunRecord = field(repr=False)
 
-    def change(self, **changes: str) -> None:
+    def change(self, **changes: str | dict[str, str]) -> None:
         """Change fields of the record. A disk that cannot be written to costs the line in `rlhf runs`, not the run."""
-        said = without_secrets(changes.get("message", self.record.message))[:LONGEST_MESSAGE]
+        said = without_secrets(str(changes.get("message", self.record.message)))[:LONGEST_MESSAGE]
         self.record = replace(self.record, **{**changes, "message": said}, changed=time.time())  # type: ignore[arg-type]
         try:
             write_json(self._path, asdict(self.record), durable=False)
@@ -123,6 +125,12 @@ def new_note(
     return RunNote(home, record)
 
 
+def whereabouts(profile: str) -> str:
+    """Return the name of a shipped profile, or the absolute path of a file: `rlhf resume` may run in another folder."""
+    path = Path(profile)
+    return str(path.resolve()) if path.is_file() else profile
+
+
 def folder(home: Home) -> Path:
     """Return the folder of the records."""
     return home.root / "runs"
@@ -139,6 +147,13 @@ def run_records(home: Home) -> list[RunRecord]:
         replace(one, state="Crashed", message="its process was killed") if _has_crashed(one) else one for one in found
     ]
     return list(_with_closed(found))
+
+
+def runs_with(home: Home, store: Path, stage: str) -> list[RunRecord]:
+    """Return the runs that have a policy of this stage, which is still in the store; newest first."""
+    layout, root = StoreLayout(store), str(store.resolve())
+    found = [one for one in run_records(home) if one.store == root and stage in one.policies]
+    return [one for one in found if layout.object(one.policies[stage]).is_dir()]
 
 
 def _with_closed(found: Sequence[RunRecord]) -> Iterator[RunRecord]:

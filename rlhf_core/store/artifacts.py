@@ -197,9 +197,12 @@ class ArtifactStore:
         digest = tree_digest(self._hash_external(folder))
         return kind(uri=f"{_FILE}{folder}", digest=digest)
 
-    def latest(self, label: str) -> KeyRecord | None:
-        """Return the record that the stage with this label last wrote or reused; None if it no longer exists."""
-        noted = read_stored(self.layout.label(label), _LabelNote)
+    def latest(self, label: str, pipeline: str = "") -> KeyRecord | None:
+        """Return the record that the stage with this label last wrote or reused; None if it no longer exists.
+
+        `pipeline` is the `name` of a profile; "" stands for all of them.
+        """
+        noted = read_stored(self.layout.label(label, pipeline), _LabelNote)
         return None if noted is None else self.record(noted.key)
 
     def is_external(self, ref: ArtifactRef) -> bool:

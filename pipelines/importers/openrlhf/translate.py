@@ -29,11 +29,11 @@ _SOURCES = "prepare_data.data"
 
 def render(draft: Draft, *, name: str) -> str:
     """Return the profile; the tables are in the order of a pipeline."""
-    tables: dict[str, list[str]] = {"": [f"name = {_literal(name)}"]}
+    tables: dict[str, list[str]] = {"": [f"name = {toml_literal(name)}"]}
     for key, value in draft.values.items():
         table, _, last = key.rpartition(".")
         comment = f"  # {_one_line(value.comment)}" if value.comment else ""
-        tables.setdefault(table, []).append(f"{last} = {_literal(value.value)}{comment}")
+        tables.setdefault(table, []).append(f"{last} = {toml_literal(value.value)}{comment}")
     if draft.sources:
         tables.setdefault(_SOURCES, []).insert(0, 'type = "files"')
     blocks = []
@@ -56,20 +56,24 @@ def _source(source: Source) -> str:
     fields["use"] = dict.fromkeys(source.uses, share)
     comments = {"path": source.comment, "revision": "to be set: the commit of the data set"}
     lines = [
-        f"{key} = {_literal(value)}" + (f"  # {_one_line(comments[key])}" if key in comments else "")
+        f"{key} = {toml_literal(value)}" + (f"  # {_one_line(comments[key])}" if key in comments else "")
         for key, value in fields.items()
     ]
     return "\n".join([f"[[{_SOURCES}.sources]]", *lines])
 
 
-def _literal(value: Any) -> str:
-    """Return a TOML literal."""
+def toml_literal(value: Any) -> str:
+    """Return the text of a value in a profile or in `--set`.
+
+    >>> toml_literal({"path": "a.jsonl", "use": [0.5, True]})
+    '{path = "a.jsonl", use = [0.5, true]}'
+    """
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_literal(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_literal(inner) for inner in value) + "]"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON allows it, TOML does not
+        return "{" + ", ".join(f"{key} = {toml_literal(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(toml_literal, value)) + "]"
+    if isinstance(value, (str, Path)):
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON allows it, TOML does not
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 

@@ -14,16 +14,20 @@ from rich.console import Console
 from pipelines.cli import chat
 from pipelines.cli.chat import talk
 from pipelines.cli.main import EXIT_REFUSED, main
+from pipelines.cli.serve_verb import find_policy
 from pipelines.services.home import Home
 from pipelines.services.policy_server import ServingNote
+from pipelines.services.run_notes import new_note
 from pipelines.services.running import ServiceError
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.layout import remove_tree, write_json
 from rlhf_core.types import Message, PolicyRef, SamplingRequest
 from tests.support.chat_server import ChatServer
+from tests.support.records import provenance
 from tests.support.workshop import RUNTIME
 
 
@@ -41,7 +45,7 @@ def here(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def said(store: ArtifactStore, policy: Path | str, text: str, token_env: str = "") -> str:
     printed = io.StringIO()
-    options = Namespace(policy=str(policy), once=text, max_tokens=12, temperature=1.0, token_env=token_env)
+    options = Namespace(policy=str(policy), profile="", once=text, max_tokens=12, temperature=1.0, token_env=token_env)
     talk(options, store, Console(file=printed, width=200))
     return printed.getvalue()
 
@@ -56,6 +60,39 @@ def test_the_answer_is_what_the_policy_samples(
         expected = sampler.generate([SamplingRequest(prompt, seed=3)], sampling)[0].text
     assert expected.strip()
     assert said(store, policy, "What is 12 + 30?") == f"{expected}\n"
+
+
+def test_a_label_means_the_policy_of_the_newest_run_that_has_one(store: ArtifactStore, home: Home) -> None:
+    """Also of the profile that is named; not what another run has made under this label last."""
+
+    def made(key: str) -> str:
+        out = home.root / f"out-{key}"
+        out.mkdir()
+        (out / "weights.txt").write_text(key)
+        return store.commit(key * 64, out, PolicyRef, children={}, record=provenance(label="ppo")).digest
+
+    def noted(profile: str, **policies: str) -> None:
+        note = new_note(
+            home, f"run of {profile}", profile=profile, digest="d", overrides=[], until="", store=store.root
+        )
+        note.change(state="Completed", policies=policies)
+
+    first, second, last = made("a"), made("b"), made("c")
+    write_json(store.layout.label("ppo"), {"key": "c" * 64})
+    with pytest.raises(RlhfError, match="policy = 'ppo': no run of tiny/rlvr has it; `rlhf run tiny/rlvr` makes it"):
+        find_policy("ppo", "tiny/rlvr", store, home)
+    assert find_policy("ppo", "", store, home)[0].digest == last
+    noted("tiny/full", sft="f" * 64, ppo=first)
+    noted("mine.toml", ppo=second)
+    noted("tiny/full", sft="f" * 64)
+    ref, line = find_policy("ppo", "", store, home)
+    assert ref.digest == second and line.startswith(f"ppo: {second[:12]}, of the run run of mine.toml of mine.toml, 20")
+    assert line.endswith(" UTC; --profile chooses another: tiny/full")
+    ref, line = find_policy("ppo", "tiny/full", store, home)
+    assert ref.digest == first and line.startswith(f"ppo: {first[:12]}, of the run run of tiny/full of tiny/full, 20")
+    assert find_policy(last[:12], "tiny/full", store, home) == (store.latest("ppo").handle, f"{last[:12]}: {last[:12]}")  # type: ignore[union-attr]
+    remove_tree(store.layout.object(second))
+    assert find_policy("ppo", "", store, home)[0].digest == first
 
 
 def test_a_policy_that_the_store_has_not_is_an_error(store: ArtifactStore) -> None:
@@ -87,7 +124,12 @@ def test_a_number_that_cannot_be_is_refused(words: list[str], error: str, capsys
 
 
 def test_a_policy_that_is_served_is_asked_there_with_the_token_of_its_file(
-    store: ArtifactStore, server: ChatServer, tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
+    store: ArtifactStore,
+    server: ChatServer,
+    tmp_path: Path,
+    home: Home,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "policy").mkdir()
     digest = store.external(PolicyRef, tmp_path / "policy").digest
@@ -98,7 +140,8 @@ def test_a_policy_that_is_served_is_asked_there_with_the_token_of_its_file(
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     server.says = lambda asked: f"{asked} Indeed."
-    assert said(store, tmp_path / "policy", "Is it 42?") == f"ppo at {server.url}\nIs it 42? Indeed.\n"
+    assert said(store, tmp_path / "policy", "Is it 42?") == "Is it 42? Indeed.\n"
+    assert f"ppo at {server.url}\n" in capsys.readouterr().err
     (asked,) = server.requests
     assert (asked["path"], asked["model"], asked["max_tokens"]) == ("/v1/chat/completions", "ppo", 12)
     assert server.tokens == [f"Bearer {home.serve_token_string}"]

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from pipelines.cli.main import _parser, main
+from pipelines.cli.main import VERBS, _parser, main
 from pipelines.flows.profile import load_profile, profile_names
 from pipelines.flows.profile_schema import profile_schema
 
@@ -68,3 +70,35 @@ def test_the_shipped_profiles_are_listed_with_their_first_sentence(capsys: pytes
 def test_the_schema_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == profile_schema()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("rlhf re", ["reconcile", "reject", "reproduce", "resume"]),
+        ("rlhf plan tiny/rl", ["tiny/rlvr"]),
+        ("rlhf explain ppo --profile tiny/f", ["tiny/full"]),
+        ("rlhf completion z", ["zsh"]),
+        ("rlhf store v", ["verify"]),
+        ("rlhf store gc --keep", ["--keep-days"]),
+        ("rlhf plan my.to", []),
+    ],
+)
+def test_bash_completes_commands_options_and_profiles(
+    typed: str, offered: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "rlhf.bash").write_text(capsys.readouterr().out)
+    words = typed.split()
+    script = f"source rlhf.bash; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _rlhf; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == offered and done.stderr == ""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_a_shell_has_every_command_and_profile(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert [word for word in (*VERBS, *profile_names()) if f"{word}" not in out and " " not in word] == []
+    if shutil.which(shell):
+        assert subprocess.run([shell, "-n"], input=out, text=True).returncode == 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pipelines.execution import sweep
+from pipelines.execution.executor import Tally
 from pipelines.execution.plan import plan
 from pipelines.execution.summary import Measure
 from pipelines.execution.sweep import (
@@ -19,7 +20,6 @@ from pipelines.execution.sweep import (
     Point,
     PointResult,
     Search,
-    Tally,
     best_of,
     check_metric,
     default_goal,

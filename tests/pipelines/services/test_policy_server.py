@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ START_TIMEOUT_S = 500.0
 @pytest.fixture
 def model(policy: Path) -> ServedModel:
     return ServedModel("ppo", "3fa9c1d2" * 8, policy)
+
+
+def named(policy: str, adapter: str) -> Namespace:
+    return Namespace(policy=policy, adapter=adapter, profile="")
 
 
 def test_the_token_is_in_the_environment_and_not_in_the_command(model: ServedModel, home: Home) -> None:
@@ -82,10 +87,10 @@ def test_an_adapter_is_refused_over_weights_that_it_was_not_trained_over(home: H
     sft = made("a", "sft", "b" * 64)
     dpo = made("c", "dpo", sft.digest)
     made("d", "ppo", dpo.digest)
-    assert served_model("dpo", "ppo", store, home).adapter is not None
+    assert served_model(named("dpo", "ppo"), store, home).adapter is not None
     rule = f"--adapter = 'ppo': was trained over other weights, {dpo.digest[:12]}; serve {dpo.digest[:12]} with it"
     with pytest.raises(ConfigError, match=rule):
-        served_model("sft", "ppo", store, home)
+        served_model(named("sft", "ppo"), store, home)
 
 
 def test_a_policy_without_a_chat_template_is_refused(policy: Path, tmp_path: Path) -> None:
@@ -197,7 +202,7 @@ def test_a_served_champion_answers_an_unmodified_openai_client(
     assert token not in (home.logs / "serve.log").read_text()
 
     monkeypatch.setenv("RLHF_HOME", str(home.root))
-    assert served_model("champion:support", "", ArtifactStore(home.store), home).digest == ref.digest
+    assert served_model(named("champion:support", ""), ArtifactStore(home.store), home).digest == ref.digest
     command = [
         sys.executable,
         "-m",

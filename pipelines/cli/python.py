@@ -1,0 +1,73 @@
+"""Run a pipeline from Python: `from pipelines import run`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines.cli.common import console
+from pipelines.cli.run_command import shown_run
+from pipelines.importers.openrlhf.translate import toml_literal
+from pipelines.services.home import Home
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The result of one stage of a run."""
+
+    path: Path
+    """Folder of the artifact; read-only."""
+    digest: str
+    decision: str
+    """`HIT` if it was in the store, `ATTACH` if another process computed it; else `RUN` or `RESUME`."""
+    reason: str
+    metrics: Mapping[str, float]
+
+
+def run(
+    profile: str | Path,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    until: str = "",
+    force: Sequence[str] = (),
+    home: str | Path | None = None,
+) -> dict[str, StageResult]:
+    """Run a profile as `rlhf run` does; return the results by stage, in the order in which the stages ended.
+
+    `overrides` maps dotted keys to values (None takes a key away), `until` ends after a stage, `force` runs stages even
+    if finished, and `home` is the state folder (default: `RLHF_HOME`, else `.rlhf` in the current folder). Raises
+    RlhfError with the texts of the command line. A run that waits for people, is blocked by a gate or has spent its budget
+    raises a subclass of `rlhf_core.stage.stopping.RunHalted`, which, like Ctrl-C, is a KeyboardInterrupt.
+    """
+    changes = {key: "none" if value is None else toml_literal(value) for key, value in (overrides or {}).items()}
+    options = argparse.Namespace(
+        profile=str(profile),
+        overrides=[f"{key}={text}" for key, text in changes.items()],
+        until=until, force=list(force), strict_code=False, strict_env=False,
+    )  # fmt: skip
+    with _environment(home):
+        store, refs, tally = shown_run(options, Home.here().make(), console)
+        found: dict[str, StageResult] = {}
+        for label, ref in refs.items():
+            decision, metrics = tally.decisions[label], tally.metrics_of[label]
+            found[label] = StageResult(store.path(ref), ref.digest, decision.action, decision.reason, metrics)
+        return found
+
+
+@contextmanager
+def _environment(home: str | Path | None) -> Iterator[None]:
+    """Set the state folder, and restore all variables afterwards: a run sets those of its Prefect server."""
+    before = dict(os.environ)
+    if home is not None:
+        os.environ["RLHF_HOME"] = str(home)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
