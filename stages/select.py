@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeAlias, TypeVar
@@ -12,14 +13,15 @@ from typing import Any, TypeAlias, TypeVar
 from rlhf_core.data.chat import answer_message
 from rlhf_core.data.mixing import held_out
 from rlhf_core.data.shards import read_rollouts
-from rlhf_core.data.tables import Demonstration, Preference, write_demonstrations, write_preferences
-from rlhf_core.errors import DataError, explain
+from rlhf_core.data.tables import Demonstration, Preference, write_demonstrations, write_preferences, write_prompts
+from rlhf_core.errors import DataError, explain, nearest
 from rlhf_core.interfaces import Metrics
 from rlhf_core.stage.context import StageContext
-from rlhf_core.types import DemonstrationsRef, PreferencesRef, Rollout, RolloutsRef, derive_seed
-from stages.config.select import BestOfN, Pairs, Selection, Threshold, TopK
+from rlhf_core.types import DemonstrationsRef, PreferencesRef, Prompt, PromptsRef, Rollout, RolloutsRef, derive_seed
+from stages.config.select import BestOfN, Pairs, PromptsInBand, Selection, Threshold, TopK
 
 TABLE_ROWS = 16
+DIFFICULTIES = ("kept", "too_hard", "too_easy", "without_term", "above_limit")
 
 Group: TypeAlias = list[Rollout]
 """The rollouts of one prompt, in the order of sampling."""
@@ -30,12 +32,14 @@ T = TypeVar("T")
 
 
 def run(
-    config: BestOfN | TopK | Threshold | Pairs, *, rollouts: RolloutsRef, context: StageContext
-) -> DemonstrationsRef | PreferencesRef:
-    """Return demonstrations, or preferences for `pairs`, split by prompt into train and eval."""
+    config: BestOfN | TopK | Threshold | Pairs | PromptsInBand, *, rollouts: RolloutsRef, context: StageContext
+) -> DemonstrationsRef | PreferencesRef | PromptsRef:
+    """Return demonstrations, or preferences for `pairs`, split by prompt into train and eval; or `prompts`."""
     context.tracker.dataset("rollouts", rollouts.digest, "training")
     everything = read_rollouts(context.path(rollouts))
     valid = [rollout for rollout in everything if not rollout.invalid]
+    if isinstance(config, PromptsInBand):
+        return select_prompts(config, by_prompt(valid, drop_truncated=False), context)
     groups = by_prompt(valid, drop_truncated=config.drop_truncated)
     counts = {
         "prompts": float(len(groups)),
@@ -94,6 +98,64 @@ def demonstrations(rollouts: Sequence[Rollout]) -> list[Demonstration]:
         rows.append(Demonstration(f"{prompt.id}/{numbers[prompt.id]}", messages, prompt.source))
         numbers[prompt.id] += 1
     return rows
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def select_prompts(config: PromptsInBand, groups: Sequence[Group], context: StageContext) -> PromptsRef:
+    """Return the prompts in the band; `difficulty.json` has every prompt's mean, and counts by source.
+
+    DataError if none is left, and for a term that no answer has.
+    """
+    means = {group[0].prompt: mean_of(group, config.term) for group in groups}
+    if all(mean is None for mean in means.values()):
+        known = sorted({name for group in groups for one in group for name in one.reward_components})
+        raise DataError(explain("select.term", config.term, "no answer has this term", nearest(config.term, known)))
+    kept = [prompt for prompt, mean in means.items() if mean is not None and config.low <= mean <= config.high]
+    if config.per_source:
+        kept = capped(kept, config.per_source, seed=context.seed)
+    sources = {source: counts_of(source, means, kept, config) for source in sorted({one.source for one in means})}
+    if not kept:
+        rule = f"no prompt has a mean from {config.low} to {config.high}: {json.dumps(sources)}"
+        raise DataError(explain("select.low", config.low, rule, "widen the band, or sample more answers"))
+    write_prompts(context.out, kept)
+    rows = [{"id": prompt.id, "source": prompt.source, "mean": mean, "answers": len(group)}
+            for (prompt, mean), group in zip(means.items(), groups, strict=True)]  # fmt: skip
+    report = {"sources": sources, "prompts": rows}
+    (context.out / "difficulty.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    totals = {name: float(sum(counts[name] for counts in sources.values())) for name in DIFFICULTIES}
+    return context.commit(PromptsRef, metrics={"prompts": float(len(means))} | totals)
+
+
+def mean_of(group: Group, term: str) -> float | None:
+    """Return the mean of a term over the answers to a prompt, of the reward for ""; None if it does not apply."""
+    values = [one.reward if not term else one.reward_components.get(term) for one in group]
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None
+
+
+def capped(prompts: Sequence[Prompt], most: int, *, seed: int) -> list[Prompt]:
+    """Return at most `most` prompts of each source, chosen at random, in their order."""
+    chosen = sorted(prompts, key=lambda one: derive_seed(seed, "select", one.id))
+    taken: defaultdict[str, list[str]] = defaultdict(list)
+    for prompt in chosen:
+        taken[prompt.source] += [prompt.id] * (len(taken[prompt.source]) < most)
+    return [prompt for prompt in prompts if prompt.id in taken[prompt.source]]
+
+
+def counts_of(
+    source: str, means: Mapping[Prompt, float | None], kept: Sequence[Prompt], config: PromptsInBand
+) -> dict[str, int]:
+    """Return the numbers of prompts of a source that are kept, and that are not, by reason."""
+    own = {prompt: mean for prompt, mean in means.items() if prompt.source == source}
+    counts = {
+        "kept": sum(prompt.source == source for prompt in kept),
+        "too_hard": sum(mean is not None and mean < config.low for mean in own.values()),
+        "too_easy": sum(mean is not None and mean > config.high for mean in own.values()),
+        "without_term": sum(mean is None for mean in own.values()),
+    }
+    return counts | {"above_limit": len(own) - sum(counts.values())}
 
 
 # ---------------------------------------------------------------- pairs

@@ -64,7 +64,7 @@ from stages.config.publish import PublishConfig
 from stages.config.report_suites import ReportSuitesConfig
 from stages.config.reward_model import RewardModelConfig
 from stages.config.score import ScoreConfig
-from stages.config.select import SelectConfig
+from stages.config.select import AnySelectConfig
 from stages.config.sft import SFTConfig
 from stages.config.suite_prompts import SuitePromptsConfig
 from stages.config.suite_prompts import content_digests as prompt_files
@@ -383,8 +383,8 @@ def score(
 @stage(
     version=1, code="strict", engines=(), section="rejection_sampling.select", page="stages.md", metrics=measured.select
 )
-def select(config: SelectConfig, *, rollouts: Annotated[RolloutsRef, From("score")]) -> ArtifactRef:
-    """Demonstrations or pairs from `rollouts`."""
+def select(config: AnySelectConfig, *, rollouts: Annotated[RolloutsRef, From("score")]) -> ArtifactRef:
+    """Demonstrations, pairs or prompts from `rollouts`."""
 
 
 @stage(

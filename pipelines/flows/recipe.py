@@ -44,7 +44,7 @@ from stages.config.import_policy import ImportPolicyConfig
 from stages.config.import_reward_model import ImportRewardModelConfig
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
-from stages.config.select import Pairs
+from stages.config.select import Pairs, PromptsInBand
 from stages.config.sft import SFTConfig
 from stages.table import STAGES
 
@@ -113,7 +113,8 @@ class Step:
         if self.stage in GROUPS:
             return PolicyRef
         if self.stage == "select":
-            return PreferencesRef if isinstance(self.config, Pairs) else DemonstrationsRef
+            kinds = {Pairs: PreferencesRef, PromptsInBand: PromptsRef}
+            return next((kind for config, kind in kinds.items() if isinstance(self.config, config)), DemonstrationsRef)
         return STAGES[self.stage].output
 
     @property

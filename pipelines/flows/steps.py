@@ -27,7 +27,7 @@ from stages.config.import_reward_model import ImportRewardModelConfig
 from stages.config.merge import MergeConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.score import ScoreConfig
-from stages.config.select import BestOfN, Pairs, Threshold, TopK
+from stages.config.select import BestOfN, Pairs, PromptsInBand, Threshold, TopK
 from stages.config.sft import SFTConfig
 
 Name: TypeAlias = Annotated[str, OPERATIONAL]
@@ -210,7 +210,16 @@ class OnlineStep(OnlineRounds):
     """Demonstrations for `ppo.ptx`."""
 
 
-SelectStep: TypeAlias = Annotated[BestOfNStep | TopKStep | ThresholdStep | PairsStep, Field(discriminator="type")]
+class PromptsInBandStep(PromptsInBand):
+    """The prompts that are neither too easy nor too hard."""
+
+    stage: Annotated[Literal["select"], OPERATIONAL]
+    rollouts: Name
+
+
+SelectStep: TypeAlias = Annotated[
+    BestOfNStep | TopKStep | ThresholdStep | PairsStep | PromptsInBandStep, Field(discriminator="type")
+]
 RecipeStep: TypeAlias = Annotated[
     ImportPolicyStep
     | ImportRewardModelStep

@@ -20,6 +20,7 @@ from stages.config.evaluate_suite import (
     PassAtKSuite,
     RefusalSuite,
 )
+from stages.config.select import PromptsInBand
 
 Specs = Mapping[str, StageSpec]
 """Label -> stage, of a whole pipeline."""
@@ -135,6 +136,8 @@ def score(spec: StageSpec, specs: Specs) -> Numbers:
 
 
 def select(spec: StageSpec, specs: Specs) -> Numbers:
+    if isinstance(spec.config, PromptsInBand):
+        return Numbers(["prompts", "kept", "too_hard", "too_easy", "without_term", "above_limit"])
     kept = ("prompts", "truncated", "invalid", "too_few", "ties", "below_margin", "margin", *SPLITS)
     rewards = [f"reward/{name}" for name in ("all", "selected", "chosen", "rejected")]
     return Numbers([*kept, *rewards, "length/chosen", "length/rejected"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.schema.base import Config
 
@@ -49,4 +49,26 @@ class Pairs(Selection):
     """Penalty per token, subtracted from the reward before answers are compared."""
 
 
+class PromptsInBand(Config):
+    """The prompts that are neither too easy nor too hard for the policy, by the mean of a reward over its answers."""
+
+    type: Literal["prompts"] = "prompts"
+    term: str = ""
+    """Term of the rewards whose mean counts, such as one that is 1 for a right answer; the reward itself if empty."""
+    low: float = Field(0.1, allow_inf_nan=False)
+    """Least mean of a prompt that is kept."""
+    high: float = Field(0.9, allow_inf_nan=False)
+    """Largest mean of a prompt that is kept."""
+    per_source: int = Field(0, ge=0)
+    """Maximum number of prompts of each source, drawn at random; 0 keeps all."""
+
+    @model_validator(mode="after")
+    def _check_band(self) -> PromptsInBand:
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low}: must be at most high = {self.high}; swap them")
+        return self
+
+
 SelectConfig: TypeAlias = Annotated[BestOfN | TopK | Threshold | Pairs, Field(discriminator="type")]
+AnySelectConfig: TypeAlias = Annotated[BestOfN | TopK | Threshold | Pairs | PromptsInBand, Field(discriminator="type")]
+"""The selections of the stage; a section that trains on what is selected takes those of answers."""

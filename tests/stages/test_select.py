@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import pytest
 from pydantic import TypeAdapter
 
 from rlhf_core.data.shards import write_rollouts
-from rlhf_core.data.tables import read_demonstrations, read_preferences
+from rlhf_core.data.tables import read_demonstrations, read_preferences, read_prompts
 from rlhf_core.errors import DataError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ActionSpan, Message, Rollout, RolloutsRef
-from stages.config.select import BestOfN, Pairs, SelectConfig, Threshold, TopK
+from stages.config.select import BestOfN, Pairs, PromptsInBand, SelectConfig, Threshold, TopK
 from stages.select import (
     best,
     by_prompt,
@@ -177,3 +178,81 @@ def test_the_stage_makes_preferences(tmp_path: Path) -> None:
     }
     assert type(ref).__name__ == "PreferencesRef"
     assert shop.metrics(decision)["margin"] == 2.0
+
+
+# ---------------------------------------------------------------- prompts by difficulty
+
+
+def of(prompt: str, source: str, *right: float | None) -> list[Rollout]:
+    """Return answers to a prompt, with a component `correct` where it applies; the reward is one more."""
+    made = [rollout(prompt, f"{prompt}{at}", 1.0 + (value or 0.0)) for at, value in enumerate(right)]
+    return [
+        replace(
+            one,
+            prompt=replace(one.prompt, source=source),
+            reward_components={} if value is None else {"correct": value},
+        )
+        for one, value in zip(made, right, strict=True)
+    ]
+
+
+GRADED = [
+    *of("never", "sums", 0.0, 0.0, 0.0, 0.0),
+    *of("half", "sums", 0.0, 1.0, 1.0, 0.0),
+    *of("once", "sums", 0.0, 1.0, 0.0, 0.0),
+    *of("always", "sums", 1.0, 1.0, 1.0, 1.0),
+    *of("chat", "desk", None, None, None, None),
+]
+
+
+def selected(
+    root: Path, config: PromptsInBand, rows: list[Rollout]
+) -> tuple[list[str], dict[str, Any], dict[str, float]]:
+    shop = Workshop(ArtifactStore(root / "store"))
+    (root / "rollouts").mkdir(parents=True)
+    write_rollouts(root / "rollouts", 0, rows)
+    ref, decision = shop.run("select", config, {"rollouts": shop.store.external(RolloutsRef, root / "rollouts")})
+    folder = shop.store.path(ref)
+    report = json.loads((folder / "difficulty.json").read_text(encoding="utf-8"))
+    return [one.id for one in read_prompts(folder)], report, dict(shop.metrics(decision))
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"term": "correct", "low": 0.25, "high": 0.75}, ["half", "once"]),
+        ({"term": "correct", "low": 0.0, "high": 0.25}, ["never", "once"]),
+        ({"term": "correct", "low": 0.5, "high": 1.0}, ["half", "always"]),
+        ({"low": 1.0, "high": 1.4}, ["never", "once", "chat"]),
+        ({"term": "correct", "low": 0.0, "high": 1.0, "per_source": 4}, ["never", "half", "once", "always"]),
+    ],
+)
+def test_prompts_in_the_band_are_kept_in_their_order(tmp_path: Path, options: dict[str, Any], kept: list[str]) -> None:
+    found, report, metrics = selected(tmp_path, PromptsInBand(**options), GRADED)
+    assert found == kept and metrics["kept"] == len(kept) and metrics["prompts"] == 5
+    assert sum(sum(counts.values()) for counts in report["sources"].values()) == 5
+    means = {row["id"]: row["mean"] for row in report["prompts"]}
+    assert means["once"] == (0.25 if "term" in options else 1.25) and means["chat"] == (
+        None if "term" in options else 1.0
+    )
+
+
+def test_a_limit_of_a_source_is_the_same_choice_every_time(tmp_path: Path) -> None:
+    config = PromptsInBand(term="correct", low=0.0, high=1.0, per_source=2)
+    first, report, _ = selected(tmp_path / "a", config, GRADED)
+    assert len(first) == 2 and report["sources"]["sums"]["above_limit"] == 2
+    assert selected(tmp_path / "b", config, GRADED)[0] == first
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"term": "corect"}, r"select\.term = 'corect': no answer has this term; did you mean correct\?"),
+        ({"term": "correct", "low": 0.8, "high": 0.9}, r'select\.low = 0\.8: no prompt has a mean .*"too_easy": 1'),
+    ],
+)
+def test_a_band_without_prompts_is_an_error_with_the_counts(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        selected(tmp_path, PromptsInBand(**options), GRADED)

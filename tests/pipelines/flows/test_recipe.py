@@ -134,10 +134,12 @@ def test_answers_are_sampled_scored_and_selected_step_by_step() -> None:
             scored={"stage": "score", "generations": "answers", "rewards": {"terms": {"correct": SUM}}},
             pairs={"stage": "select", "type": "pairs", "rollouts": "scored"},
             dpo={"stage": "dpo", "policy": "sft", "preferences": "pairs"},
+            hard={"stage": "select", "type": "prompts", "term": "correct", "rollouts": "scored"},
+            ppo={**PPO, "policy": "dpo", "prompts": "hard"},
         )
     )
-    assert list(found)[1:] == ["sft", "answers", "scored", "pairs", "dpo"]
-    assert read(found["dpo"], "preferences") == "pending://pairs"
+    assert list(found)[1:] == ["sft", "answers", "scored", "pairs", "dpo", "hard", "ppo"]
+    assert read(found["dpo"], "preferences") == "pending://pairs" and read(found["ppo"], "prompts") == "pending://hard"
 
 
 def test_a_step_of_a_recipe_may_read_a_section_and_is_compared_with_its_start() -> None:
