@@ -39,11 +39,12 @@ GROUPS = {
     "run": ("plan", "explain", "run", "sweep", "resume", "runs"),
     "results": ("show", "diff", "reproduce", "chat", "serve", "serve-reward", "store"),
     "decisions": ("approve", "reject", "champion", "rollback"),
-    "services": ("up", "down", "status", "reconcile"),
+    "services": ("up", "deploy", "down", "status", "reconcile"),
     "other tools": ("import-openrlhf",),
 }
 """Headings of `rlhf --help`, and the commands below each."""
 COLUMN_HELP = "label of the prompt (label=TEXT), or a field of it, in JSON or as text; may be repeated"
+PROFILE_HELP = "TOML file, or name of a shipped profile (tiny/full)"
 STORE_HELP = "artifact store; default: the store of the {}"
 
 VERBS = {
@@ -52,6 +53,7 @@ VERBS = {
     "schema": "pipelines.cli.start_verbs:schema",
     "completion": "pipelines.cli.completion:completion",
     "up": "pipelines.cli.serve_verb:up",
+    "deploy": "pipelines.cli.deploy_verb:deploy",
     "down": "pipelines.cli.serve_verb:down",
     "status": "pipelines.cli.serve_verb:status",
     "run": "pipelines.cli.run_command:run",
@@ -165,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     complete.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell that reads it")
     up = command("up", "Start Prefect, MLflow and the deployments on 127.0.0.1.")
     up.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
+    _deploy_verb(command("deploy", "Make a deployment of a profile: a form of four fields on Prefect's page."))
     command("down", "Stop the services that `rlhf up` started.")
     status = command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
 
@@ -205,6 +208,13 @@ def _parser() -> argparse.ArgumentParser:
         _json_option(verb)
     parser.description = "\n\n".join([DESCRIPTION, *_grouped(texts), EXAMPLES, EPILOG])
     return parser
+
+
+def _deploy_verb(deploy: argparse.ArgumentParser) -> None:
+    deploy.add_argument("profile", help=PROFILE_HELP)
+    _set_option(deploy, "change a key of the profile before it is kept; may be repeated")
+    deploy.add_argument("--name", default="", help="name of the deployment; default: the profile's `name`")
+    deploy.add_argument("--cron", default="", help="schedule in UTC ('0 2 * * *'), or none; default: as it is")
 
 
 def _data_verb(data: argparse.ArgumentParser) -> None:
@@ -392,11 +402,10 @@ def _store_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile_options(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
-    text = "TOML file, or name of a shipped profile (tiny/full)"
     if positional:
-        parser.add_argument("profile", help=text)
+        parser.add_argument("profile", help=PROFILE_HELP)
     else:
-        parser.add_argument("--profile", default="tiny/full", help=f"{text}; default: %(default)s")
+        parser.add_argument("--profile", default="tiny/full", help=f"{PROFILE_HELP}; default: %(default)s")
     _set_option(parser, "change a key of the profile, such as ppo.steps=20; may be repeated")
     parser.add_argument("--until", default="", metavar="STAGE", help="stop after this stage")
     parser.add_argument("--force", action="append", default=[], metavar="STAGE", help="run this stage even if finished")

@@ -8,6 +8,7 @@ removed when it has finished, or is blocked.
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import urllib.request
@@ -121,7 +122,10 @@ def notify(config: NotifyConfig | None, error: BaseException | None, *, run: str
     if config is None or event is None or event not in config.events:
         return
     message = "" if error is None else without_secrets(str(error))[:LONGEST_MESSAGE]
-    content = {"event": event, "run": run, "message": message, "time": now(), "links": hidden("links", dict(links))}
+    found: dict[str, str] = hidden("links", dict(links))
+    content = {"event": event, "run": run, "message": message, "time": now(), "links": found}
+    if config.format == "slack":
+        content = {"text": slack_text(event, run, message, found)}
     try:
         address = with_secrets(config, "notify").webhook
         request = urllib.request.Request(
@@ -131,6 +135,17 @@ def notify(config: NotifyConfig | None, error: BaseException | None, *, run: str
             logger.info("notify: sent to the webhook: the run is %s", event)
     except Exception as failure:  # the receiver, its network or its address: never a reason to fail the run
         logger.warning("notify.webhook: could not send that the run is %s: %s", event, type(failure).__name__)
+
+
+def slack_text(event: Event, run: str, message: str, links: Mapping[str, str]) -> str:
+    """Return a notification in Slack's markup, with links to the pages; Slack requires `&`, `<` and `>` to be escaped.
+
+    >>> slack_text("waiting", "mini", "steps 3 < 1000", {"prefect.url": "http://127.0.0.1:4200/runs/flow-run/1"})
+    '*mini*: waiting\\nsteps 3 &lt; 1000\\n<http://127.0.0.1:4200/runs/flow-run/1|prefect>'
+    """
+    head, body = (html.escape(text, quote=False) for text in (run, message))
+    pages = [f"<{url}|{name.removesuffix('.url')}>" for name, url in links.items() if url.startswith("http")]
+    return "\n".join(filter(None, [f"*{head}*: {event.replace('_', ' ')}", body, " ".join(pages)]))
 
 
 # ---------------------------------------------------------------- run

@@ -8,6 +8,7 @@ a table changes or removes the entries that its keys name (`[gates]`, `quality =
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
@@ -383,11 +384,12 @@ def load_profile(profile: str | Path, overrides: Sequence[str] = ()) -> Pipeline
     >>> load_profile("tiny/full", ["ppo.kl.coef=0.1"]).ppo.kl.coef
     0.1
     """
-    path = find_profile(profile)
-    tree = _read_tree(path, seen=())
-    for override in overrides:
-        _apply(tree, override)
-    return parse(tree, origin=str(profile))
+    return parse(profile_table(profile, overrides), origin=str(profile))
+
+
+def profile_table(profile: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the table of a profile as its files have it, with those that it extends, and with overrides."""
+    return with_overrides(_read_tree(find_profile(profile), seen=()), overrides)
 
 
 def parse(tree: Mapping[str, Any], *, origin: str) -> PipelineConfig:
@@ -398,14 +400,12 @@ def parse(tree: Mapping[str, Any], *, origin: str) -> PipelineConfig:
         raise ConfigError(first_error(error, tree, PipelineConfig, origin=origin)) from None
 
 
-def with_overrides(config: PipelineConfig, overrides: Sequence[str]) -> PipelineConfig:
-    """Return `config` with `dotted.key=value` changes; raise ConfigError as for a profile."""
-    if not overrides:
-        return config
-    tree = as_table(config)
+def with_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the table of a profile with `dotted.key=value` changes; raise ConfigError for one that cannot be made."""
+    tree = copy.deepcopy(dict(table))
     for override in overrides:
         _apply(tree, override)
-    return parse(tree, origin=config.name)
+    return tree
 
 
 def as_table(config: BaseModel) -> dict[str, Any]:

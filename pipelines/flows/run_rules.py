@@ -104,6 +104,9 @@ class NotifyConfig(Config):
 
     webhook: Annotated[str, Field(min_length=1), HOLDS_SECRETS]
     """Address of the receiver, or `env:NAME` for an address with a secret in it."""
+    format: Literal["rlhf", "slack"] = added_option("rlhf")
+    """Content of the JSON: `rlhf` has `event`, `run`, `message`, `time` and `links`; `slack` has `text`, as Slack's
+    incoming webhooks require."""
     events: tuple[Event, ...] = ("waiting", "blocked", "over_budget", "failed", "finished")
     timeout_s: float = Field(5.0, gt=0, le=60)
     """Deadline of the request. A receiver that is away never fails a run."""

@@ -23,24 +23,21 @@ from typing import Any, NoReturn
 
 import psutil
 from prefect import Flow
-from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
-from prefect.deployments.runner import EntrypointType
 from prefect.runner import Runner
 from prefect.runner import _scheduled_run_poller as poller
 from pydantic import BaseModel
 
 from pipelines.flows.profile import PipelineConfig, as_table, load_profile
 from pipelines.prefect_flows import pipeline_flows, stage_flows, waiting
+from pipelines.prefect_flows.own_deployments import PIPELINE_TAG, STAGE_TAG, declare, own_deployments
 from pipelines.prefect_flows.waiting import keep_resuming
-from pipelines.services.flow_runs import home_tag, interrupt, reconcile
+from pipelines.services.flow_runs import interrupt, reconcile
 from pipelines.services.home import Home
-from rlhf_core.processes.identity import user_name
 from rlhf_core.stage.stopping import terminations
 from stages.table import STAGES
 
 logger = logging.getLogger(__name__)
 
-ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 RUNS_AT_ONCE = 1
 """Concurrent runs. Two would each start their own Ray on the same cores and GPUs; the second waits, then finds hits."""
 POLL_S = 2.0
@@ -49,6 +46,7 @@ PATIENT_QUESTIONS = 10_000
 seconds after its server went away.
 """
 BEAT_EVERY_S = 5.0
+ADOPT_EVERY_S = 5.0
 RECONCILE_EVERY_S = 60.0
 FORMS = ("tiny/distill", "tiny/conditional", "tiny/prm", "tiny/online", "tiny/full")
 """Profiles that fill the forms of single stages. If several have a section, the last one is used."""
@@ -57,7 +55,7 @@ SAVE_TIMEOUT_S = 25.0
 
 
 def deployments() -> list[Any]:
-    """Return the deployments; their forms are filled from the tiny profiles, so that each can run unchanged."""
+    """Return the deployments; the forms of stages are filled from the tiny profiles, so that each can run unchanged."""
     profile = load_profile("tiny/full")
     forms: dict[str, tuple[Flow[..., Any], dict[str, Any]]] = {
         _dashed(name): (stage_flows.STAGE_FLOWS[name], {"settings": _settings(profile)})
@@ -67,11 +65,9 @@ def deployments() -> list[Any]:
     for name in FORMS:
         forms |= stage_parameters(load_profile(name))
     return [
-        _deploy(pipeline_flows.full, "full", {"config": _plain(profile)}),
-        _deploy(pipeline_flows.rlvr, "rlvr", {"config": _plain(load_profile("tiny/rlvr"))}),
-        _deploy(pipeline_flows.online, "online", {"config": _plain(load_profile("tiny/online"))}),
-        _deploy(waiting.approve, "approve", {}),
-        *(_deploy(flow, name, parameters) for name, (flow, parameters) in forms.items()),
+        *(declare(one, one.fn.__name__, {"profile": ""}, PIPELINE_TAG) for one in pipeline_flows.PIPELINES),
+        declare(waiting.approve, "approve", {}, PIPELINE_TAG),
+        *(declare(flow, name, parameters, STAGE_TAG) for name, (flow, parameters) in forms.items()),
     ]
 
 
@@ -121,16 +117,6 @@ def _dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _deploy(flow: Flow[..., Any], name: str, parameters: dict[str, Any]) -> Any:
-    return flow.to_deployment(
-        name,
-        parameters=parameters,
-        description=flow.description,
-        concurrency_limit=ONE_AT_A_TIME,
-        entrypoint_type=EntrypointType.MODULE_PATH,
-    )
-
-
 def _plain(config: BaseModel, left_out: Collection[str] = ()) -> dict[str, Any]:
     return {name: value for name, value in as_table(config).items() if name not in left_out}
 
@@ -139,12 +125,27 @@ class InterruptingRunner(Runner):
     """A runner that, at its end, first marks its runs as interrupted and then lets them save.
 
     Prefect's own runner kills them and leaves them Running, or marks them Cancelled. Its folder has a name in the shared
-    temporary folder that any user of the machine can take first; here it is in the state folder.
+    temporary folder that any user of the machine can take first; here it is in the state folder. It also serves the
+    deployments that `rlhf deploy` has made, even while it runs.
     """
 
     def __init__(self, home: Home) -> None:
         super().__init__(limit=RUNS_AT_ONCE, query_seconds=POLL_S)
         self._tmp_dir: Path = home.prefect / "runner_storage" / self._tmp_dir.name
+
+    async def __aenter__(self) -> InterruptingRunner:
+        await super().__aenter__()
+        self._adopting = asyncio.create_task(self._adopt())
+        return self
+
+    async def _adopt(self) -> None:
+        while True:
+            try:
+                for deployment, name in (await own_deployments(self._client)).items():
+                    self._deployment_registry.register_deployment(deployment, name)
+            except Exception as error:  # the server may be away for a while
+                logger.warning("could not look for deployments of profiles: %s", error)
+            await asyncio.sleep(ADOPT_EVERY_S)
 
     def handle_sigterm(self, *args: Any, **kwargs: Any) -> NoReturn:
         try:
@@ -204,12 +205,9 @@ def main(mark: Path) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s")
     if signal.SIGHUP in terminations():
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    tag = home_tag(Home.here())
     reconcile()
     runner = InterruptingRunner(Home.here())
     for deployment in deployments():
-        # Inherited by its runs, so that they are known to be ours before they start.
-        deployment.tags = [tag, f"user:{user_name()}"]
         runner.add_deployment(deployment)
     log = mark.parent / "logs" / "reconcile.log"
     threading.Thread(target=_keep_true, args=(log,), daemon=True, name="reconcile").start()

@@ -3,85 +3,97 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
-from prefect import flow
+from prefect import Flow, flow
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 
 from pipelines.execution.executor import RunOptions, Silent
+from pipelines.execution.named_profiles import named_profile
 from pipelines.execution.opening import open_run, open_tracker
 from pipelines.execution.plan import Pipeline
 from pipelines.flows.full import lifecycle
-from pipelines.flows.profile import PipelineConfig, with_overrides
+from pipelines.flows.graph import Stages
+from pipelines.flows.profile import PipelineConfig, parse, with_overrides
 from pipelines.flows.rlvr import verifiable_rewards
 from pipelines.prefect_flows.cards import show_halt
 from pipelines.prefect_flows.tasks import run_in_flow
 from pipelines.prefect_flows.waiting import close_finished, halted, note
-from pipelines.services.flow_runs import FLOW_NAME, own
+from pipelines.services.flow_runs import FLOW_NAME, own, rename
 from pipelines.services.home import Home
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, explain
 from rlhf_core.stage.key import Strictness
 from rlhf_core.stage.stopping import RunHalted
+from rlhf_core.types import PolicyRef
 
 logger = logging.getLogger(__name__)
 
 
-@flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False, on_completion=[close_finished])
-def full(
-    config: PipelineConfig,
-    overrides: list[str] = [],  # noqa: B006  # Prefect shows it in the form and never changes it
-    until: str = "",
-    force: list[str] = [],  # noqa: B006
-    strict_code: bool = False,
-    strict_env: bool = False,
-) -> dict[str, str] | State[None]:
-    """Run the whole lifecycle: every section that `config` has, in order.
-
-    `overrides` are `dotted.key=value` changes of `config`; `until` ends after that stage; `force` reruns stages.
-    """
-    options = RunOptions(
-        until=until,
-        force=tuple(force),
-        strict=Strictness(code=strict_code, env=strict_env),
-        overrides=tuple(overrides),
-    )
-    return run_served(with_overrides(config, overrides), lifecycle, options)
+FORM = """Args:
+    profile: Name of a shipped profile (tiny/full), a file below the project's folder (team.toml), or the digest of a kept
+        profile. If empty, and without config, {example}.
+    overrides: Changes of single keys, each as key=value, such as ppo.steps=20; the same as --set of `rlhf run`.
+    until: Label of the last stage to run, such as sft. If empty, all stages run.
+    seed: Seed of the run. If empty, that of the profile.
+    force: Labels of stages that run even if their result exists.
+    strict_code: Run a stage again after any change of its code.
+    strict_env: Run a stage again if Python or a package has another version.
+    config: A whole profile as a JSON object, in place of profile.
+"""
+"""Descriptions of the fields, where Prefect looks for them: in the docstring of the flow."""
 
 
-@flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False, on_completion=[close_finished])
-def rlvr(
-    config: PipelineConfig,
-    overrides: list[str] = [],  # noqa: B006
-    until: str = "",
-    force: list[str] = [],  # noqa: B006
-    strict_code: bool = False,
-    strict_env: bool = False,
-) -> dict[str, str] | State[None]:
-    """Optimize the policy on verifiable rewards; the profile has no learned reward."""
-    options = RunOptions(
-        until=until,
-        force=tuple(force),
-        strict=Strictness(code=strict_code, env=strict_env),
-        overrides=tuple(overrides),
-    )
-    return run_served(with_overrides(config, overrides), verifiable_rewards, options)
+def pipeline_flow(name: str, pipeline: Pipeline, example: str, about: str) -> Flow[..., dict[str, str] | State[None]]:
+    """Return the flow that runs `pipeline` on the profile of its form, which is `example` if the form names none."""
+
+    def served(
+        profile: str = "",
+        overrides: list[str] = [],  # noqa: B006  # Prefect shows it in the form and never changes it
+        until: str = "",
+        seed: int | None = None,
+        force: list[str] = [],  # noqa: B006
+        strict_code: bool = False,
+        strict_env: bool = False,
+        config: dict[str, Any] | None = None,
+    ) -> dict[str, str] | State[None]:
+        changes = [*overrides, *([] if seed is None else [f"seed={seed}"])]
+        if config and profile:
+            raise ConfigError(explain("profile", profile, "config is given, too", "clear one of the two fields"))
+        if config:
+            wanted = parse(with_overrides(config, changes), origin="config")
+        else:
+            wanted = named_profile(profile or example, changes, Home.here())
+        context = FlowRunContext.get()
+        if context is not None and context.flow_run is not None:
+            rename(context.flow_run, wanted.name)
+        strict = Strictness(code=strict_code, env=strict_env)
+        options = RunOptions(until=until, force=tuple(force), strict=strict, overrides=tuple(changes))
+        return run_served(wanted, pipeline, options)
+
+    served.__name__ = served.__qualname__ = name  # by which Prefect finds the flow in this module
+    served.__doc__ = f"{about}\n\n{FORM.format(example=example)}"
+    return flow(name=FLOW_NAME, description=about, persist_result=False, on_completion=[close_finished])(served)
 
 
-@flow(name=FLOW_NAME, flow_run_name="{config.name}", persist_result=False, on_completion=[close_finished])
-def online(
-    config: PipelineConfig,
-    overrides: list[str] = [],  # noqa: B006
-    until: str = "",
-    force: list[str] = [],  # noqa: B006
-    strict_code: bool = False,
-    strict_env: bool = False,
-) -> dict[str, str] | State[None]:
-    """Run rounds in which annotators judge the policy's answers, the reward model learns it, and the policy moves."""
-    options = RunOptions(until=until, force=tuple(force), strict=Strictness(code=strict_code, env=strict_env))
-    profile = with_overrides(config, overrides)
-    if profile.online is None:
+def with_rounds(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
+    """Run the lifecycle of a profile that has rounds; raise ConfigError if it has none."""
+    if config.online is None:
         raise ConfigError("online = None: the online pipeline runs the rounds of [online]; add that section")
-    return run_served(profile, lifecycle, options)
+    return lifecycle(config, stages)
+
+
+full = pipeline_flow("full", lifecycle, "tiny/full", "Run the lifecycle of a profile: each of its sections, in order.")
+rlvr = pipeline_flow(
+    "rlvr", verifiable_rewards, "tiny/rlvr", "Optimize the policy on verifiable rewards, without a learned reward."
+)
+online = pipeline_flow(
+    "online",
+    with_rounds,
+    "tiny/online",
+    "Run rounds in which annotators judge the policy's answers, the reward model learns it, and the policy moves.",
+)
+PIPELINES = (full, rlvr, online)
 
 
 def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) -> dict[str, str] | State[None]:

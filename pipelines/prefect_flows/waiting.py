@@ -125,7 +125,10 @@ def _read(client: SyncPrefectClient, name: str) -> FlowRun | None:
 # ---------------------------------------------------------------- approval flow
 
 
-@flow(name=FLOW_NAME, flow_run_name="{decision} {gate}", persist_result=False)
+ANSWER = "Approve or reject an artifact at a gate; a run of a deployment that waits for it then continues."
+
+
+@flow(name=FLOW_NAME, description=ANSWER, flow_run_name="{decision} {gate}", persist_result=False)
 def approve(
     run: str,
     gate: str,
@@ -136,11 +139,17 @@ def approve(
     store: str = "",
     question: str = "",
 ) -> str:
-    """Approve or reject an artifact at a gate; a run of a deployment that waits for it then continues.
+    """Answer a gate by the fields of a form, which Prefect describes by these lines.
 
-    `run` and `gate` are named in the message of the run that waits. `by` is who decides and `reason` why; both are kept
-    with the question. `question`, the id in that message, is needed only if the gate has asked several; `artifact` is the
-    beginning of a digest.
+    Args:
+        run: Name of the run that waits, as its message and its card have it.
+        gate: Name of the gate, from the same message.
+        decision: Whether the stages after the artifact may run.
+        reason: Reason, kept with the decision.
+        by: Who decides, kept with the decision.
+        artifact: Beginning of the artifact's digest, if several wait at the gate.
+        store: Folder of the artifact store. If empty, the one in the state folder.
+        question: Id of the question, as in the message, if the gate has asked several.
     """
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:

@@ -70,6 +70,13 @@ def own(flow_run_id: UUID) -> None:
         client.update_flow_run_labels(flow_run_id, mlflow_client.tags() | labels)
 
 
+def rename(flow_run: FlowRun, name: str) -> None:
+    """Give a flow run the name of its profile, which it knows once it has read that."""
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_name(flow_run.id, name)
+    flow_run.name = name
+
+
 def home_tag(home: Home) -> str:
     """Return the tag of the deployments of a state folder, which their runs inherit."""
     return f"{HOME_TAG}{home.identity}"
@@ -141,7 +148,8 @@ def is_unfinished(flow_run: FlowRun) -> bool:
 def _finishes(later: FlowRun, earlier: FlowRun) -> bool:
     assert later.state is not None and earlier.state is not None
     ours, theirs = ({"overrides": [], "until": "", **one.parameters} for one in (later, earlier))
-    same = all(ours.get(name) == theirs.get(name) for name in (*RUN_PARAMETERS, "overrides"))
+    same = all(ours.get(name) == theirs.get(name) for name in (*RUN_PARAMETERS, "overrides", "seed"))
+    same = same and later.deployment_id == earlier.deployment_id  # each has its own example for an empty form
     return same and ours["until"] in ("", theirs["until"]) and later.state.timestamp > earlier.state.timestamp
 
 

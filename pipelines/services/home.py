@@ -241,6 +241,11 @@ class Home:
         return self.root / "logs"
 
     @property
+    def profiles(self) -> Path:
+        """Return the folder of the profiles that deployments name by their digests."""
+        return self.root / "profiles"
+
+    @property
     def services(self) -> Path:
         """Return the file with the process ids and addresses of the services that `rlhf up` started."""
         return self.root / "services.json"

@@ -79,6 +79,15 @@ def test_only_the_wanted_events_are_told_and_secrets_are_not(
     assert told["event"] == "failed" and "sk-abc" not in told["message"] and told["message"].startswith("wrong key")
 
 
+def test_slack_gets_one_text_with_links_in_which_nothing_of_a_run_is_markup(receiver: Receiver) -> None:
+    config = NotifyConfig(webhook=receiver.url, format="slack")
+    links = {"prefect.url": "http://127.0.0.1:4200/runs/flow-run/f1", "prefect.flow_run_id": "f1"}
+    notify(config, RunBlocked("BLOCKED: total 1.5 < 2 & <!channel>"), run="mini", links=links)
+    notify(config, RunOverBudget("budget.hours = 1"), run="mini", links={})
+    blocked = "*mini*: blocked\nBLOCKED: total 1.5 &lt; 2 &amp; &lt;!channel&gt;\n<http://127.0.0.1:4200/runs/flow-run/f1|prefect>"
+    assert receiver.got == [{"text": blocked}, {"text": "*mini*: over budget\nbudget.hours = 1"}]
+
+
 @pytest.mark.parametrize("webhook", ["http://127.0.0.1:9/hook", "env:RLHF_NO_SUCH_VARIABLE"])
 def test_a_receiver_that_is_away_is_logged_and_fails_nothing(
     tmp_path: Path, home: Home, caplog: pytest.LogCaptureFixture, webhook: str

@@ -19,6 +19,7 @@ from pipelines.flows.profile import load_profile
 from pipelines.prefect_flows import deployments
 from pipelines.prefect_flows.deployments import stage_parameters
 from pipelines.services.home import Home
+from rlhf_core.errors import ConfigError
 from stages.table import STAGES
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -99,6 +100,7 @@ def test_prefect_yaml_declares_the_deployments_that_are_served_with_the_same_flo
         assert f"{file.removesuffix('.py').replace('/', '.')}.{function}" == wanted[name].entrypoint
         filled = apply_values(one.get("parameters") or {}, deployments.initial_parameters())  # as the build step does
         assert filled == wanted[name].parameters
+        assert one["tags"] == wanted[name].tags[:1]
     for name in ("full", "process-reward-model"):  # one of each file, since a file is run anew for each
         flow = load_flow_from_entrypoint(str(CHECKOUT / found[name]["entrypoint"]))
         assert flow.name == wanted[name].flow_name
@@ -120,6 +122,17 @@ def test_prefect_yaml_has_no_key_that_prefect_would_pass_over() -> None:
         assert set(one) <= set(DeploymentConfig.model_fields)
         assert set(one["work_pool"]) <= set(WorkPoolConfig.model_fields)
         assert set(one.get("concurrency_limit", {})) <= set(ConcurrencyLimitSpec.model_fields)
+
+
+def test_the_forms_of_pipelines_are_short_and_every_field_is_described() -> None:
+    served = {one.name: one for one in deployments.deployments()}
+    for name in ("full", "rlvr", "online", "approve"):
+        form = served[name]._parameter_openapi_schema.model_dump_for_openapi()
+        assert len(form["properties"]) == 8 and all(field["description"] for field in form["properties"].values())
+        assert "\n" not in served[name].description and served[name].tags[0] == "pipeline"
+        if name != "approve":
+            for filled in ({}, {"profile": "team.toml", "seed": 3, "overrides": ["ppo.steps=2"]}, {"config": {}}):
+                assert validate(served[name].parameters | filled, form) is None
 
 
 def test_every_form_accepts_what_it_is_filled_with(forms: dict) -> None:
@@ -157,6 +170,52 @@ def test_a_runner_that_is_asked_to_end_marks_its_runs_before_it_tells_its_flows(
 def test_the_runner_keeps_its_files_where_no_other_user_can_take_their_names(tmp_path: Path) -> None:
     runner = deployments.InterruptingRunner(Home(tmp_path))
     assert runner._tmp_dir.is_relative_to(tmp_path) and runner.limit == deployments.RUNS_AT_ONCE
+
+
+@pytest.mark.slow
+def test_a_profile_gets_a_deployment_of_four_fields_which_is_updated_and_served(client: Any) -> None:
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    from pipelines.prefect_flows.own_deployments import deploy
+
+    def deployed(name: str, digest: str, cron: str) -> tuple[Any, str]:
+        return deploy(
+            name, 64 * digest, about="`rlhf deploy team.toml`", seed=17, stages=["prepare_data", "sft"], cron=cron
+        )
+
+    found, before = deployed("team", "a", "0 2 * * *")
+    made = client.read_deployment(found)
+    assert (before, made.version, made.parameters) == ("", 12 * "a", {"profile": 64 * "a"})
+    form = made.parameter_openapi_schema["properties"]
+    assert set(form) == {"overrides", "until", "seed", "force"}
+    assert "sft" in form["until"]["description"] and "17" in form["seed"]["description"]
+    with pytest.raises(PrefectHTTPStatusError, match="409"):
+        client.create_flow_run_from_deployment(found, parameters={"seed": "many"})
+
+    assert deployed("team", "b", "") == (found, 12 * "a")  # the schedule stays
+    run = client.create_flow_run_from_deployment(found, parameters={"seed": 3})
+    assert run.parameters == {"profile": 64 * "b", "seed": 3}
+    assert [one.schedule.cron for one in client.read_deployment_schedules(found)] == ["0 2 * * *"]
+    deployed("team", "b", "0 3 * * *")
+    assert [one.schedule.cron for one in client.read_deployment_schedules(found)] == ["0 3 * * *"]
+    deployed("team", "b", "none")
+    assert client.read_deployment_schedules(found) == []
+
+    client.create_deployment(made.flow_id, name="sft")
+    for name, cron, rule in (
+        ("sft", "", "--name = 'sft': is a deployment of rlhf"),
+        ("new", "at 2", "--cron = 'at 2': is not"),
+    ):
+        with pytest.raises(ConfigError, match=rule):
+            deployed(name, "c", cron)
+
+    async def adopted() -> set[Any]:
+        async with deployments.InterruptingRunner(Home.here()) as runner:
+            while not runner._deployment_registry.get_deployment_ids():
+                await asyncio.sleep(0.05)
+            return runner._deployment_registry.get_deployment_ids()
+
+    assert asyncio.run(asyncio.wait_for(adopted(), 60)) == {found}
 
 
 def test_the_mark_stays_young_only_while_the_loop_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
