@@ -29,7 +29,7 @@ from pydantic import BaseModel
 
 from pipelines.flows.profile import PipelineConfig, as_table, load_profile
 from pipelines.prefect_flows import pipeline_flows, stage_flows, waiting
-from pipelines.prefect_flows.own_deployments import PIPELINE_TAG, STAGE_TAG, declare, own_deployments
+from pipelines.prefect_flows.own_deployments import PIPELINE_TAG, STAGE_TAG, claim, declare, own_deployments
 from pipelines.prefect_flows.waiting import keep_resuming
 from pipelines.services.flow_runs import interrupt, reconcile
 from pipelines.services.home import Home
@@ -208,7 +208,7 @@ def main(mark: Path) -> None:
     reconcile()
     runner = InterruptingRunner(Home.here())
     for deployment in deployments():
-        runner.add_deployment(deployment)
+        runner.add_deployment(claim(deployment))
     log = mark.parent / "logs" / "reconcile.log"
     threading.Thread(target=_keep_true, args=(log,), daemon=True, name="reconcile").start()
     threading.Thread(

@@ -30,14 +30,20 @@ UNSCHEDULED = "none"
 
 
 def declare(flow: Flow[..., Any], name: str, parameters: dict[str, Any], *tags: str) -> Any:
-    """Return a deployment; the tags of state folder and user are inherited by its runs, which are ours before they start."""
+    """Return a deployment that runs one flow at a time."""
     return flow.to_deployment(
         name,
         parameters=parameters,
-        tags=[*tags, home_tag(Home.here()), f"user:{user_name()}"],
+        tags=list(tags),
         concurrency_limit=ONE_AT_A_TIME,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
+
+
+def claim(deployment: Any) -> Any:
+    """Return a deployment with the tags of state folder and user; its runs inherit them, and are ours before they start."""
+    deployment.tags = [*deployment.tags, home_tag(Home.here()), f"user:{user_name()}"]
+    return deployment
 
 
 def deploy(name: str, digest: str, *, about: str, seed: int, stages: Collection[str], cron: str) -> tuple[UUID, str]:
@@ -45,7 +51,7 @@ def deploy(name: str, digest: str, *, about: str, seed: int, stages: Collection[
 
     A version is the beginning of a profile's digest. Without `cron` the schedule stays as it is; `none` removes it.
     """
-    made = declare(full, name, {"profile": digest}, PIPELINE_TAG, OWN_TAG)
+    made = claim(declare(full, name, {"profile": digest}, PIPELINE_TAG, OWN_TAG))
     made.version, made.description = digest[:DIGITS], about
     form = made._parameter_openapi_schema.model_copy(deep=True)
     form.properties = {field: form.properties[field] for field in FIELDS}

@@ -100,7 +100,7 @@ def test_prefect_yaml_declares_the_deployments_that_are_served_with_the_same_flo
         assert f"{file.removesuffix('.py').replace('/', '.')}.{function}" == wanted[name].entrypoint
         filled = apply_values(one.get("parameters") or {}, deployments.initial_parameters())  # as the build step does
         assert filled == wanted[name].parameters
-        assert one["tags"] == wanted[name].tags[:1]
+        assert one["tags"] == wanted[name].tags
     for name in ("full", "process-reward-model"):  # one of each file, since a file is run anew for each
         flow = load_flow_from_entrypoint(str(CHECKOUT / found[name]["entrypoint"]))
         assert flow.name == wanted[name].flow_name
@@ -129,7 +129,7 @@ def test_the_forms_of_pipelines_are_short_and_every_field_is_described() -> None
     for name in ("full", "rlvr", "online", "approve"):
         form = served[name]._parameter_openapi_schema.model_dump_for_openapi()
         assert len(form["properties"]) == 8 and all(field["description"] for field in form["properties"].values())
-        assert "\n" not in served[name].description and served[name].tags[0] == "pipeline"
+        assert "\n" not in served[name].description and served[name].tags == ["pipeline"]
         if name != "approve":
             for filled in ({}, {"profile": "team.toml", "seed": 3, "overrides": ["ppo.steps=2"]}, {"config": {}}):
                 assert validate(served[name].parameters | filled, form) is None
