@@ -29,9 +29,9 @@ from pydantic import BaseModel
 
 from pipelines.flows.profile import PipelineConfig, as_table, load_profile
 from pipelines.prefect_flows import pipeline_flows, stage_flows, waiting
-from pipelines.prefect_flows.own_deployments import PIPELINE_TAG, STAGE_TAG, claim, declare, own_deployments
+from pipelines.prefect_flows.own_deployments import claim, declare, own_deployments
 from pipelines.prefect_flows.waiting import keep_resuming
-from pipelines.services.flow_runs import interrupt, reconcile
+from pipelines.services.flow_runs import PIPELINE_TAG, STAGE_TAG, interrupt, reconcile
 from pipelines.services.home import Home
 from rlhf_core.stage.stopping import terminations
 from stages.table import STAGES

@@ -16,13 +16,11 @@ from prefect.exceptions import ObjectNotFound
 
 from pipelines.execution.plan import DIGITS
 from pipelines.prefect_flows.pipeline_flows import full
-from pipelines.services.flow_runs import FLOW_NAME, home_tag
+from pipelines.services.flow_runs import FLOW_NAME, OWN_TAG, PIPELINE_TAG, home_tag
 from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, explain
 from rlhf_core.processes.identity import user_name
 
-PIPELINE_TAG, STAGE_TAG, OWN_TAG = "pipeline", "stage", "own-profile"
-"""Tags by which Prefect's page of deployments is narrowed."""
 FIELDS = ("overrides", "until", "seed", "force")
 """Fields of the form of an own deployment."""
 ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)

@@ -32,6 +32,8 @@ from rlhf_core.tracking.pipeline_runs import close_runs
 FLOW_NAME = "rlhf-pipeline"
 HOME_LABEL = "rlhf.home"
 HOME_TAG = "rlhf-home-"
+PIPELINE_TAG, STAGE_TAG, OWN_TAG = "pipeline", "stage", "own-profile"
+"""Tags of deployments, by which Prefect's page of them is sorted and can be narrowed; an own profile is a pipeline, too."""
 RUN_COUNT = "owner.run_count"
 """Label: the run count of the start to which the owner belongs. A retry keeps the labels of the process that died."""
 SETTLED_AFTER = timedelta(seconds=60)

@@ -174,6 +174,7 @@ def test_the_runner_keeps_its_files_where_no_other_user_can_take_their_names(tmp
 
 @pytest.mark.slow
 def test_a_profile_gets_a_deployment_of_four_fields_which_is_updated_and_served(client: Any) -> None:
+    from prefect.client.schemas.sorting import DeploymentSort
     from prefect.exceptions import PrefectHTTPStatusError
 
     from pipelines.prefect_flows.own_deployments import deploy
@@ -201,7 +202,10 @@ def test_a_profile_gets_a_deployment_of_four_fields_which_is_updated_and_served(
     deployed("team", "b", "none")
     assert client.read_deployment_schedules(found) == []
 
-    client.create_deployment(made.flow_id, name="sft")
+    for name, tags in (("sft", ["stage"]), ("distill", ["stage"]), ("online", ["pipeline"]), ("full", ["pipeline"])):
+        client.create_deployment(made.flow_id, name=name, tags=tags)
+    listed = client.read_deployments(sort=DeploymentSort.NAME_ASC)
+    assert [one.name for one in listed] == ["team", "full", "online", "distill", "sft"]
     for name, cron, rule in (
         ("sft", "", "--name = 'sft': is a deployment of rlhf"),
         ("new", "at 2", "--cron = 'at 2': is not"),
