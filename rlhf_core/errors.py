@@ -3,19 +3,29 @@
 Each class is also the standard exception that it replaces, so callers may catch either.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Sequence
+from typing import Any, overload
 
 from rlhf_core.secrets.redaction import without_secrets
 
 
 class RlhfError(Exception):
-    """Base class of the library's errors; the message has the remedy and contains no secrets."""
+    """Base class of the library's errors, made of a message or of its four parts; the message contains no secrets.
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*(without_secrets(part) if isinstance(part, str) else part for part in arguments))
+    >>> str(ConfigError("ppo.kl.coef", -1, "must be >= 0", "use 0 to switch the penalty off"))
+    'ppo.kl.coef = -1: must be >= 0; use 0 to switch the penalty off'
+    """
+
+    @overload
+    def __init__(self, message: str = "", /) -> None: ...
+
+    @overload
+    def __init__(self, key: str, value: object, rule: str, remedy: str, /) -> None: ...
+
+    def __init__(self, *parts: Any) -> None:
+        given = (explain(*parts),) if len(parts) == 4 else parts
+        super().__init__(*(without_secrets(part) if isinstance(part, str) else part for part in given))
 
 
 class ConfigError(RlhfError, ValueError):

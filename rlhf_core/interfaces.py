@@ -1,7 +1,5 @@
 """Define the interfaces through which a stage uses engines; training, sampling, runtime and tracking implement them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -69,11 +67,9 @@ class Objective(Protocol):
 
     def denominators(self, samples: Sequence[Any]) -> Metrics:
         """Return the counts by which the losses of all micro-batches on all ranks are divided."""
-        ...
 
     def compute(self, model: Any, samples: Sequence[Any], denominators: Mapping[str, float]) -> Any:
         """Return the `LossOutput` of `samples`, one micro-batch, for a `PlacedModel` of that module."""
-        ...
 
 
 class Trainer(Protocol):
@@ -95,54 +91,42 @@ class Trainer(Protocol):
         objective: Objective,
     ) -> Metrics:
         """Accumulate the gradient of `objective` over `samples` (all of one optimizer step); return its metrics."""
-        ...
 
     def optim_step(self, *, learning_rate: float) -> Metrics:
         """Clip the gradient, update the weights and clear the gradient; return `grad_norm` and `learning_rate`."""
-        ...
 
     def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
         """Return log p(token t | tokens < t) for every token of each sample, 0.0 where the mask is 0."""
-        ...
 
     def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
         """Return the `k` likeliest tokens at each masked position of each sample; all of them, in order, for k = 0."""
-        ...
 
     def values(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
         """Return the value before each token, 0.0 where the mask is 0."""
-        ...
 
     def scores(self, sequences: Sequence[tuple[int, ...]]) -> list[float]:
         """Return one reward-model score per token sequence, read at its last token."""
-        ...
 
     def step_scores(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
         """Return the process reward model's logit at each masked token of each sample: one per step, in order."""
-        ...
 
     def loss(self, samples: Sequence[Any], objective: Objective) -> Metrics:
         """Return the metrics of `objective` without gradients (evaluation)."""
-        ...
 
     def weights(self) -> Weights:
         """Return the full, merged weights for a sampler."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Copy weights, optimizer and every rank's random state, so that training resumes bitwise after `load`.
 
         The copies are written to `folder` in the background; `Checkpoints.saving` seals it only when all are whole.
         """
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote."""
-        ...
 
     def export(self, folder: Path) -> None:
         """Write the model in Hugging Face layout (safetensors, LoRA merged), with its tokenizer."""
-        ...
 
 
 class RankTrainer(Trainer, Protocol):
@@ -155,25 +139,20 @@ class RankTrainer(Trainer, Protocol):
 
         Without `denominators`, `samples` is the whole optimizer step.
         """
-        ...
 
     def loss(
         self, samples: Sequence[Any], objective: Objective, denominators: Mapping[str, float] | None = None
     ) -> Metrics:
         """Return this rank's share of the metrics of `objective`, without gradients."""
-        ...
 
     def rest(self) -> int:
         """Move all state kept between steps to host memory; return the number of bytes freed on the device."""
-        ...
 
     def wake(self) -> None:
         """Move back the state that `rest` moved, bit for bit."""
-        ...
 
     def close(self) -> None:
         """Free the model, the optimizer and their device memory."""
-        ...
 
 
 # ---------------------------------------------------------------- samplers
@@ -187,7 +166,6 @@ class Sampler(Protocol):
 
         Raises SamplingError, naming the request, if a request does not fit the policy's vocabulary or context.
         """
-        ...
 
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
@@ -196,14 +174,12 @@ class Sampler(Protocol):
 
         `generate` and `load_weights` drop the requests in progress. Returns nothing if none is in progress.
         """
-        ...
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Replace the policy; later completions carry `version`.
 
         Raises SamplingError if the weights differ from those that the trainer sent, or have another architecture.
         """
-        ...
 
 
 class EngineSampler(Sampler, Protocol):
@@ -214,22 +190,18 @@ class EngineSampler(Sampler, Protocol):
 
     def accepts(self, policy: Path) -> bool:
         """Return whether `load_policy` can serve `policy`, a Hugging Face folder, faster than a new sampler."""
-        ...
 
     def load_policy(self, policy: Path) -> None:
         """Load the weights of a folder that this sampler `accepts`; later completions carry version 0.
 
         Raises SamplingError if the engine refuses them.
         """
-        ...
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the engines that sample, by package name (provenance of a manifest)."""
-        ...
 
     def close(self) -> None:
         """Free the engine's memory, processes and files. Call nothing else afterwards."""
-        ...
 
 
 @runtime_checkable
@@ -242,23 +214,18 @@ class DeviceSampler(EngineSampler, Protocol):
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache. Does nothing while requests are in progress."""
-        ...
 
     def wake(self) -> None:
         """Restore the memory that `sleep` freed. Call it before any other method of a sleeping sampler."""
-        ...
 
     def transfer(self, verb: TransferVerb, info: object) -> None:
         """Run one step of vLLM's weight transfer; `info` is vLLM's own message for "init" and "update"."""
-        ...
 
     def check_probes(self, probes: Probes) -> None:
         """Raise SamplingError if the engine's weights differ from `probes`."""
-        ...
 
     def adopt(self, version: int) -> None:
         """Set the version of the transferred weights; later completions carry it."""
-        ...
 
 
 class OpenSampler(Protocol[C_contra]):
@@ -270,7 +237,6 @@ class OpenSampler(Protocol[C_contra]):
         `threads` is the number of CPU threads it may use; `transfer` is "" unless `EngineNeeds.device_transfer`.
         Raises ConfigError if the folder is not a policy, and SamplingError if the engine does not start.
         """
-        ...
 
 
 class ImportEngine(Protocol[C_contra]):
@@ -278,15 +244,10 @@ class ImportEngine(Protocol[C_contra]):
 
     def __call__(self, config: C_contra, *, threads: int) -> None:
         """Set the variables that the engine reads at import, and import it, so that opening it later is fast."""
-        ...
 
 
 def _import_nothing(config: BaseSamplerConfig, *, threads: int) -> None:
     """Do nothing: the module of the sampler has imported everything."""
-
-
-def _any_device() -> str:
-    return ""
 
 
 @dataclass(frozen=True)
@@ -298,7 +259,7 @@ class SamplerEngine(Generic[C]):
 
     open: OpenSampler[C]
     warm: ImportEngine[C] = _import_nothing
-    built_for: Callable[[], str] = _any_device
+    built_for: Callable[[], str] = str
 
 
 class Runtime(Protocol):
@@ -312,11 +273,9 @@ class Runtime(Protocol):
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
         """Start workers in the background so that the first stage that needs them does not wait for imports."""
-        ...
 
     def engines(self) -> dict[str, str]:
         """Return the versions, by name, of the engines that have been used so far (provenance of a manifest)."""
-        ...
 
     def close(self) -> None: ...
 
@@ -346,42 +305,32 @@ class StageTracker(Protocol):
     @property
     def uri(self) -> str:
         """Return the address of the tracking server or database; "" without one. It may contain a password."""
-        ...
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; names have the form `stage/area/name`."""
-        ...
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Record a table of samples; `name` without extension, e.g. `samples/step_0010`."""
-        ...
 
     def file(self, path: Path, folder: str) -> None:
         """Record a file (plot, report) under `folder`."""
-        ...
 
     def dataset(self, name: str, digest: str, context: str) -> None:
         """Record a dataset that the stage reads; `context` is `training` or `evaluation`."""
-        ...
 
     def model(self, name: str, digest: str, uri: str) -> None:
         """Record, by reference, a model that the stage made."""
-        ...
 
     def input_model(self, digest: str) -> None:
         """Record a model that the stage reads."""
-        ...
 
     def set_tags(self, values: Mapping[str, str]) -> None:
         """Set tags of the stage's run."""
-        ...
 
     def register(
         self, name: str, digest: str, *, aliases: Sequence[str], tags: Mapping[str, str], uri: str = ""
     ) -> str:
         """Register the model with this `digest`, which lies at `uri`, under `name`; return the new version."""
-        ...
 
     def champions(self, name: str) -> RegistryState | None:
         """Return the champions of a registered model now; None if the registry does not answer."""
-        ...

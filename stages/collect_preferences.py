@@ -3,8 +3,6 @@
 While people have not judged enough, the stage ends as waiting; the same command goes on when they have.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter
@@ -21,7 +19,7 @@ from rlhf_core.annotation.proposing import Comparison, Judgment, read_comparison
 from rlhf_core.config.annotators import FileAnnotator, JudgeAnnotator, ProgramAnnotator, ReviewAnnotator
 from rlhf_core.data.mixing import held_out
 from rlhf_core.data.tables import Preference, write_preferences
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.interfaces import Metrics
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import hash_file
@@ -47,7 +45,7 @@ def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, contex
     verdicts = settled(config, asked, trusted)
     if not verdicts.pairs:
         rule = f"the {len(trusted)} judgments that count prefer no answer"
-        raise DataError(explain(context.label, len(judgments), rule, "propose more pairs, or lower min_attention"))
+        raise DataError(context.label, len(judgments), rule, "propose more pairs, or lower min_attention")
     counts = write_pairs(config, verdicts.pairs, context)
     write_judgments(context.out, judgments)
     (context.out / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
@@ -110,7 +108,7 @@ def rubric(config: JudgeAnnotator, context: StageContext) -> str:
         return config.rubric
     path = Path(config.rubric_file).expanduser()
     if context.files and hash_file(path) != context.files[RUBRIC]:
-        raise DataError(explain(RUBRIC, config.rubric_file, "has changed since the run was planned", "run it again"))
+        raise DataError(RUBRIC, config.rubric_file, "has changed since the run was planned", "run it again")
     return path.read_text(encoding="utf-8")
 
 

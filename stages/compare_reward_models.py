@@ -1,7 +1,5 @@
 """Comparison of reward models on the same preference pairs: how well each orders the answers of a policy that moved."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from itertools import permutations
@@ -9,7 +7,7 @@ from typing import Any
 
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Preference, read_preferences
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.reward_report import (
     SuiteRow,
     accuracy_difference,
@@ -46,13 +44,13 @@ def run(
     splits = ("eval",) if config.split == "eval" else ("train", "eval")
     rows = [row for split in splits for row in read_preferences(folder / f"{split}.parquet")]
     if not rows:
-        raise DataError(explain(context.label, config.split, "holds no pair", 'set split = "all", or hold pairs out'))
+        raise DataError(context.label, config.split, "holds no pair", 'set split = "all", or hold pairs out')
     context.tracker.dataset("preferences", preferences.digest, "evaluation")
     seen = {name: rendered(ref, rows, context) for name, ref in sorted(reward_models.items())}
     shared = [at for at in range(len(rows)) if all(pairs[at] for pairs in seen.values())]
     if not shared:
         rule = "holds no pair whose answers differ within the tokens of every reward model"
-        raise DataError(explain(context.label, config.split, rule, "compare shorter answers"))
+        raise DataError(context.label, config.split, rule, "compare shorter answers")
     reports: dict[str, dict[str, Any]] = {}
     hits = {}
     metrics: Metrics = {"pairs": float(len(shared))}

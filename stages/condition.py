@@ -4,8 +4,6 @@ The rewards of all rollouts are cut into levels by their quantiles. As data for 
 with its own level; as prompts for `generate`, each asks for the best level that the answers reached.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ from rlhf_core.data.chat import answer_message
 from rlhf_core.data.mixing import held_out
 from rlhf_core.data.shards import read_rollouts
 from rlhf_core.data.tables import Demonstration, read_prompts, write_demonstrations, write_prompts
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, Message, Prompt, PromptsRef, Rollout, RolloutsRef
 from stages.config.condition import ConditionConfig
@@ -73,9 +71,7 @@ def check_levels(config: ConditionConfig, levels: Sequence[int], context: StageC
     if len(set(levels)) < 2:
         rule = f"{len(levels)} complete answers fall into {len(set(levels))} of the {config.levels} levels; at least 2 are needed"
         raise DataError(
-            explain(
-                f"{context.label}.rollouts", sorted(set(levels)), rule, "sample more answers, or use a finer reward"
-            )
+            f"{context.label}.rollouts", sorted(set(levels)), rule, "sample more answers, or use a finer reward"
         )
 
 

@@ -6,8 +6,6 @@ groups of tokens that spell the same text, by universal logit distillation (arXi
 demonstrations, or (`on_policy`) of the student's own answers, drawn anew with its weights of the moment, as GKD does.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +18,7 @@ from rlhf_core.data.alignment import AlignedSample, aligned_answer, aligned_exam
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import held_out
 from rlhf_core.data.tables import read_demonstrations, read_prompts
-from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.interfaces import Metrics, ModelSpec, Objective, Sampler, Trainer
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.models.loading import shared_vocabulary, vocabulary_size
@@ -92,17 +90,9 @@ def run(
         own = leases.enter_context(context.runtime.trainer("policy", student_spec, config.optimizer))
         trainers = [leases.enter_context(context.runtime.trainer("teacher", spec, None)) for spec in teacher_specs]
         student = DistillationTrainer(own, method.teachers(trainers))
-        result = fit(
-            student,
-            splits["train"],
-            splits["eval"],
-            method.objective,
-            optimizer=config.optimizer,
-            # The draws are those of all epochs.
-            loop=config.loop.model_copy(update={"epochs": 1}) if config.on_policy else config.loop,
-            context=context,
-            look_ahead=look_ahead,
-        )
+        # The draws are those of all epochs.
+        loop = config.loop.model_copy(update={"epochs": 1}) if config.on_policy else config.loop
+        result = fit(student, splits, method.objective, config.optimizer, loop, context, look_ahead=look_ahead)
         student.export(context.out)
     metrics: Metrics = {"steps": result.steps, "train_samples": len(splits["train"])}
     metrics |= {f"before/{name}": value for name, value in result.initial.items()}
@@ -118,7 +108,7 @@ def named_teachers(
     for name in sorted(config.teachers.keys() ^ teachers.keys()):
         rule = f"the teachers are {', '.join(sorted(teachers)) or 'none'}, and each needs a weight"
         remedy = "give as many policies as weights, with the same names"
-        raise ConfigError(explain(f"{context.label}.teachers.{name}", config.teachers.get(name), rule, remedy))
+        raise ConfigError(f"{context.label}.teachers.{name}", config.teachers.get(name), rule, remedy)
     return {name: teachers[name] for name in config.teachers}
 
 
@@ -131,20 +121,16 @@ class Method(Protocol):
     @property
     def objective(self) -> Objective:
         """Return the loss."""
-        ...
 
     @property
     def chat(self) -> ChatTemplate:
         """Return the student's template."""
-        ...
 
     def examples(self, messages: Sequence[Message], *, max_length: int) -> Sequence[Any]:
         """Return the samples of a demonstration."""
-        ...
 
     def answer(self, messages: Sequence[Message], own: TokenSample) -> Any | None:
         """Return the sample of the student's own answer, None if there is nothing to compare."""
-        ...
 
     def routed(self, sample: Any, source: str) -> Any:
         """Return a sample with the teacher of its `source`, if each source has one of its own."""
@@ -152,7 +138,6 @@ class Method(Protocol):
 
     def teachers(self, trainers: Sequence[Trainer]) -> Teachers:
         """Return the teachers in the order of their weights."""
-        ...
 
 
 def method_of(
@@ -179,7 +164,7 @@ def method_of(
         method = OneVocabulary(one, chat, divergence.top_k, sizes[0], route)
     if divergence.top_k >= min(sizes):
         rule = f"must be < {min(sizes)}, the size of the vocabulary"
-        raise ConfigError(explain(f"{context.label}.divergence.top_k", divergence.top_k, rule, "lower it, or set 0"))
+        raise ConfigError(f"{context.label}.divergence.top_k", divergence.top_k, rule, "lower it, or set 0")
     return method
 
 
@@ -296,9 +281,7 @@ def on(config: DistillConfig) -> str:
 def needed(ref: R | None, name: str, rule: str, context: StageContext) -> R:
     """Return the input `ref`; ConfigError if it was not given."""
     if ref is None:
-        raise ConfigError(
-            explain(f"{context.label}.{name}", None, rule, f"give {name}, or change the setting that needs it")
-        )
+        raise ConfigError(f"{context.label}.{name}", None, rule, f"give {name}, or change the setting that needs it")
     return ref
 
 

@@ -6,8 +6,6 @@ and so on (`rlhf_core.config.policy`); kto and bco judge every answer on its own
 never part of a pair. The reference is evaluated once over the dataset; its log-probs are kept beside the checkpoints.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -20,7 +18,7 @@ from rlhf_core.algorithms.preference.base import AnswerMethod
 from rlhf_core.config.policy import uses_reference
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Feedback, Preference, read_feedback, read_preferences
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
@@ -69,16 +67,8 @@ def run(
     objective, samples = prepared(config, pairs, single, reference, context)
     model = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
     with context.runtime.trainer("policy", model, config.optimizer) as trainer:
-        result = fit(
-            trainer,
-            samples["train"],
-            samples["eval"],
-            objective,
-            optimizer=config.optimizer,
-            loop=config.loop,
-            context=context,
-            look_ahead=look_ahead_of(objective),
-        )
+        ahead = look_ahead_of(objective)
+        result = fit(trainer, samples, objective, config.optimizer, config.loop, context, look_ahead=ahead)
         trainer.export(context.out)
     metrics = {
         "steps": result.steps,
@@ -99,14 +89,14 @@ def check_data(config: DPOConfig, pairs: int, single: int, judged: int, context:
     if isinstance(config.loss, AnswerMethod):
         if not pairs and not single:
             rule = "no answers are left to train on"
-            raise DataError(explain(key, loss, rule, "raise max_length, or see the validation report of prepare_data"))
+            raise DataError(key, loss, rule, "raise max_length, or see the validation report of prepare_data")
         return
     if not pairs and judged:
         rule = f"compares two answers, but the data has {judged} single labeled answers"
-        raise DataError(explain(key, loss, rule, "set loss = {type = 'kto'} or 'bco', or provide preference pairs"))
+        raise DataError(key, loss, rule, "set loss = {type = 'kto'} or 'bco', or provide preference pairs")
     if not pairs:
         rule = "no pairs are left to train on"
-        raise DataError(explain(key, loss, rule, "raise max_length, or see the validation report of prepare_data"))
+        raise DataError(key, loss, rule, "raise max_length, or see the validation report of prepare_data")
     if judged:
         logger.warning(
             "%s = %r compares two answers: %d single labeled answers are ignored; kto and bco can train on them, too",
@@ -223,7 +213,7 @@ def stranger_of(index: int, answers: Sequence[TokenSample], others: Sequence[Tok
         if prompt_of(other) != prompt:
             return other
     rule = "all answers belong to the same prompt"
-    raise DataError(explain("preferences", len(answers), rule, "kto needs answers to at least two prompts"))
+    raise DataError("preferences", len(answers), rule, "kto needs answers to at least two prompts")
 
 
 def prompt_of(sample: TokenSample) -> tuple[int, ...]:

@@ -4,8 +4,6 @@ Gold reward (what nothing was trained on), reward-model score, KL to the referen
 repetition. KL(mu || ref) is the mean over answers y ~ mu of sum_t [log mu(y_t | y_<t, x) - log ref(y_t | y_<t, x)].
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +13,7 @@ from typing import Any
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_generations, read_index
-from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import plots
 from rlhf_core.evaluation.comparison import Answers, best_of, by_source, challenges, improvement, summary, win_rate
 from rlhf_core.evaluation.intervals import ends
@@ -61,9 +59,7 @@ def check_names(config: EvaluateConfig, names: Sequence[str]) -> None:
     named |= {f"best_of.{name}": name for name in config.best_of}
     for key, name in named.items():
         if name not in names:
-            raise ConfigError(
-                explain(f"evaluate.{key}", name, f"is not evaluated ({', '.join(names)})", "name one of these")
-            )
+            raise ConfigError(f"evaluate.{key}", name, f"is not evaluated ({', '.join(names)})", "name one of these")
 
 
 def with_reference(
@@ -131,7 +127,7 @@ def ended(name: str, generations: Sequence[Generation]) -> list[Generation]:
     kept = [one for one in generations if not one.completion.failure]
     if generations and not kept:
         rule = f"all {len(generations)} episodes failed; the first: {generations[0].completion.failure}"
-        raise DataError(explain("evaluate.generations", name, rule, "fix the environment, and generate again"))
+        raise DataError("evaluate.generations", name, rule, "fix the environment, and generate again")
     return kept
 
 
@@ -316,11 +312,7 @@ def write(
     (context.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False), encoding="utf-8")
     page = render_report(report, title="Evaluation of policies", figures=list(figures.values()), samples=samples)
     (context.out / "report.html").write_text(page, encoding="utf-8")
-    (context.out / "figures").mkdir()
-    for name, (_, png) in figures.items():
-        path = context.out / "figures" / f"{name}.png"
-        path.write_bytes(png)
-        context.tracker.file(path, "figures")
+    context.figures({name: png for name, (_, png) in figures.items()})
     context.tracker.file(context.out / "report.json", "")
     context.tracker.file(context.out / "report.html", "")
     rows = [

@@ -1,12 +1,10 @@
 """Tasks of EleutherAI's evaluation harness on one policy: log-likelihoods by the trainer, answers by the sampler."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.architecture import length_limit, read_config
 from rlhf_core.models.loading import load_tokenizer
@@ -64,4 +62,4 @@ def check_files(config: HarnessSuite, context: StageContext) -> None:
     if context.files and content_digests(config) != context.files:
         rule, remedy = "has changed since the run was planned", "run again: the new content gets its own key"
         key = f"evaluate.suites.{config.name}.include_path"
-        raise ConfigError(explain(key, config.include_path, rule, remedy))
+        raise ConfigError(key, config.include_path, rule, remedy)

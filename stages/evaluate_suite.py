@@ -4,8 +4,6 @@ A function (pass@k, gold, custom), a reward model, verifiable instructions, refu
 with those of an opponent. Suites of EleutherAI's harness are the stage `evaluate_harness`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +16,7 @@ from rlhf_core.annotation.proposing import Comparison
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import read_generations, read_index
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.intervals import bounds_of
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.model import Contract, score_with_reward_model, verify_contract
@@ -75,7 +73,7 @@ def run(
     counted = everything if isinstance(config, (PassAtKSuite, JudgeSuite)) else rows  # where a failure is a loss
     if everything and not counted:
         rule = f"all {len(everything)} episodes failed; the first: {everything[0].completion.failure}"
-        raise DataError(explain("evaluate.suites", config.name, rule, "fix the environment, and generate again"))
+        raise DataError("evaluate.suites", config.name, rule, "fix the environment, and generate again")
     result = measured(config, counted, opponent, reward_model, context)
     check_rows(result.rows, rule="no prompt has a value", remedy="give the prompts of the suite labels")
     facts = {"answers": len(rows), "failed": len(everything) - len(rows), "prompts": len(result.rows)}
@@ -141,12 +139,7 @@ def function_values(config: FunctionSuite, rows: Sequence[Generation], context: 
     )
     with ExitStack() as leases:
         reward = open_elsewhere(
-            config.name,
-            spec,
-            context.work / "values",
-            leases,
-            functions=context.functions,
-            notes=context.notes,
+            config.name, spec, context.work / "values", leases, functions=context.functions, notes=context.notes
         )
         return list(reward(rows).values)
 
@@ -169,7 +162,7 @@ def gold_values(config: GoldSuite, rows: Sequence[Generation], context: StageCon
     for value, row in zip(values, rows, strict=True):
         if value is None:
             key, rule = f"evaluate.suites.{config.name}.function", f"gives no value for the prompt {row.prompt.id}"
-            raise DataError(explain(key, config.function, rule, 'return a number, or use type = "custom"'))
+            raise DataError(key, config.function, rule, 'return a number, or use type = "custom"')
     return values
 
 
@@ -198,7 +191,7 @@ def compared(
     failed = [(bool(mine.completion.failure), bool(other.completion.failure)) for mine, other in pairs]
     if not pairs:
         key, rule = f"evaluate.suites.{config.name}.against", "has answered none of the prompts of this policy"
-        raise DataError(explain(key, config.against, rule, "give both the same prompts"))
+        raise DataError(key, config.against, rule, "give both the same prompts")
     asked = [pair for pair, one in zip(pairs, failed, strict=True) if not any(one)]
     comparisons = [comparison(mine, other, seed=context.seed) for mine, other in asked]
     wins, about_judge = judged(config, comparisons, context) if comparisons else ([], {})
@@ -210,7 +203,10 @@ def compared(
         for (mine, _), (ours_failed, theirs_failed) in zip(pairs, failed, strict=True)
     ]
     # A failure has no length.
-    both = [(0, 0) if any(one) else lengths_of(pair) for pair, one in zip(pairs, failed, strict=True)]
+    both = [
+        (0, 0) if any(one) else (len(pair[0].completion.text), len(pair[1].completion.text))
+        for pair, one in zip(pairs, failed, strict=True)
+    ]
     lengths, their_lengths = [mine for mine, _ in both], [other for _, other in both]
     found = [row_of(mine, {"win_rate": value}) for (mine, _), value in zip(pairs, preferences, strict=True)]
     controlled = length_controlled(preferences, lengths, their_lengths)
@@ -232,11 +228,6 @@ def first_answers(rows: Sequence[Generation]) -> dict[str, Generation]:
     for one in rows:
         found.setdefault(one.prompt.id, one)
     return found
-
-
-def lengths_of(pair: tuple[Generation, Generation]) -> tuple[int, int]:
-    """Return the characters of both answers."""
-    return len(pair[0].completion.text), len(pair[1].completion.text)
 
 
 def comparison(mine: Generation, other: Generation, *, seed: int) -> Comparison:
@@ -281,5 +272,5 @@ def rubric(config: JudgeSuite, context: StageContext) -> str:
         return config.judge.rubric
     path = Path(config.judge.rubric_file).expanduser()
     if context.files and hash_file(path) != context.files[RUBRIC]:
-        raise DataError(explain(RUBRIC, str(path), "has changed since the run was planned", "run it again"))
+        raise DataError(RUBRIC, str(path), "has changed since the run was planned", "run it again")
     return path.read_text(encoding="utf-8")

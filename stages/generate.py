@@ -6,8 +6,6 @@ its bits. In other shards, or another order of prompts, log-probs are the same t
 (docs/determinism.md).
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,19 +19,11 @@ from rlhf_core.agents.process import Environments
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import count_rows, finished_shards, read_generations, shards, write_generations, write_index
 from rlhf_core.data.tables import read_prompts
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.interfaces import Metrics, Sampler
 from rlhf_core.rollouts.answers import answers, episode_metrics, open_environments
 from rlhf_core.stage.context import StageContext
-from rlhf_core.types import (
-    Generation,
-    GenerationsRef,
-    Message,
-    PolicyRef,
-    Prompt,
-    PromptsRef,
-    derive_seed,
-)
+from rlhf_core.types import Generation, GenerationsRef, Message, PolicyRef, Prompt, PromptsRef, derive_seed
 from stages.config.generate import GenerateConfig
 
 TABLE_ROWS = 16
@@ -82,14 +72,11 @@ def chosen(prompts: Sequence[Prompt], config: GenerateConfig) -> list[Prompt]:
     """Return the prompts to answer; DataError if there are none."""
     found = list(prompts[: config.max_prompts] if config.max_prompts else prompts)
     if not found:
-        raise DataError(
-            explain("generate.prompts", len(found), "there are no prompts to answer", "prepare more prompts")
-        )
+        raise DataError("generate.prompts", len(found), "there are no prompts to answer", "prepare more prompts")
     return found
 
 
 def cut(prompts: Sequence[Prompt], shard_size: int) -> list[Sequence[Prompt]]:
-    """Return the prompts in pieces of `shard_size`."""
     return [prompts[start : start + shard_size] for start in range(0, len(prompts), shard_size)]
 
 

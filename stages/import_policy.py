@@ -1,9 +1,7 @@
 """A policy from outside, in the layout of ours, to be evaluated beside the policies of the pipeline."""
 
-from __future__ import annotations
-
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.models.loading import materialize
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import PolicyRef
@@ -16,5 +14,5 @@ def run(config: ImportPolicyConfig, *, context: StageContext) -> PolicyRef:
     ChatTemplate.load(context.out)
     if context.files and content_digests(config) != context.files:
         rule, remedy = "has changed since the run was planned", "run again when no other process writes to it"
-        raise ConfigError(explain("evaluate.baselines.model.path", config.model.path, rule, remedy))
+        raise ConfigError("evaluate.baselines.model.path", config.model.path, rule, remedy)
     return context.commit(PolicyRef)

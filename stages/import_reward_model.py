@@ -3,8 +3,6 @@
 Its scores are those that transformers computes of the same tokens: r = w . h(last token).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -12,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.model import check_classifier, probe_messages, single_output
 from rlhf_core.stage.context import StageContext
@@ -41,9 +39,7 @@ def run(config: ImportRewardModelConfig, *, policy: PolicyRef, context: StageCon
         scores = trainer.scores(probe)
     if not all(map(math.isfinite, scores)):
         rule = f"its scores of the probe texts are {scores}"
-        raise ConfigError(
-            explain("import_reward_model.path", config.path, rule, "its weights are damaged; download it again")
-        )
+        raise ConfigError("import_reward_model.path", config.path, rule, "its weights are damaged; download it again")
     contract = {
         "max_length": config.max_length,
         "eos_token_id": chat.eos_id,
@@ -67,7 +63,7 @@ def check_copy(names: list[str], config: ImportRewardModelConfig, context: Stage
     if planned and tree_digest(hash_files(context.out, names)) != planned["reward_model"]:
         rule = "its files have changed since the run was planned"
         remedy = "run again when no other process writes to it"
-        raise ConfigError(explain("import_reward_model.path", config.path, rule, remedy))
+        raise ConfigError("import_reward_model.path", config.path, rule, remedy)
 
 
 def check_tokens(chat: ChatTemplate, policys: ChatTemplate, config: ImportRewardModelConfig) -> None:
@@ -80,7 +76,7 @@ def check_tokens(chat: ChatTemplate, policys: ChatTemplate, config: ImportReward
         if theirs != ours:
             rule = f"its tokenizer or chat template turns {messages[0].content!r} into other tokens than the policy's"
             remedy = 'use one trained from a model of the policy\'s family, or serve it as text: type = "remote"'
-            raise ConfigError(explain("import_reward_model.path", config.path, rule, remedy))
+            raise ConfigError("import_reward_model.path", config.path, rule, remedy)
 
 
 def probes(chat: ChatTemplate, max_length: int) -> list[tuple[int, ...]]:
@@ -93,5 +89,5 @@ def probes(chat: ChatTemplate, max_length: int) -> list[tuple[int, ...]]:
             found.append(sample.token_ids[:end])
     if not found:
         rule = "it leaves no room for an answer in any probe text"
-        raise ConfigError(explain("import_reward_model.max_length", max_length, rule, "raise it"))
+        raise ConfigError("import_reward_model.max_length", max_length, rule, "raise it")
     return found

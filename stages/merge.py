@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.models.loading import shared_vocabulary
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import PolicyRef, derive_seed
@@ -28,9 +28,7 @@ def run(
     folders = {name: context.path(policies[name]) for name in config.weights}
     if config.uses_base:
         if base is None:
-            raise ConfigError(
-                explain("merge.base", None, f"{config.method.type} merges changes from it", "name a policy")
-            )
+            raise ConfigError("merge.base", None, f"{config.method.type} merges changes from it", "name a policy")
         folders["base"] = context.path(base)
     first = next(iter(folders.values()))
     for name, folder in folders.items():
@@ -69,9 +67,7 @@ def one_tensor(config: MergeConfig, name: str, opened: Mapping[str, Opened], see
     if not first.is_floating_point():
         for policy, value in values.items():
             if not torch.equal(first, value):
-                raise ConfigError(
-                    explain(f"merge.weights.{policy}", name, "differs and is not a number", "leave it out")
-                )
+                raise ConfigError(f"merge.weights.{policy}", name, "differs and is not a number", "leave it out")
         return first
     base = values["base"].float() if config.uses_base else None
     models = [values[policy].float() for policy in config.weights]
@@ -109,4 +105,4 @@ class Opened:
             theirs, ours = first.shape(name), self.shape(name)
             if ours != theirs:
                 rule = f"{name} has shape {ours}, and {theirs} in {first._policy}"
-                raise ConfigError(explain("merge.weights", self._policy, rule, "merge policies of one architecture"))
+                raise ConfigError("merge.weights", self._policy, rule, "merge policies of one architecture")

@@ -1,7 +1,5 @@
 """Union of preference pairs, such as those of all rounds so far."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rlhf_core.data.tables import Preference, read_preferences, write_preferences

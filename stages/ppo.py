@@ -12,8 +12,6 @@ in `algorithms.advantage`, with the losses in `algorithms.policy`. One step, top
 How a step is sampled (ahead of the training, in parts, in several rounds) is chosen by `open_rollouts`.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +27,7 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import rows_at, shuffled_indices
 from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.data.tables import read_demonstrations, read_prompts
-from rlhf_core.errors import ConfigError, DataError, explain, nearest
+from rlhf_core.errors import ConfigError, DataError, nearest
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import (
@@ -340,12 +338,12 @@ def token_samples(
     if ptx is None:
         return []
     if demonstrations is None:
-        raise ConfigError(explain("ppo.ptx", ptx.coef, "there are no demonstrations to mix in", "provide some"))
+        raise ConfigError("ppo.ptx", ptx.coef, "there are no demonstrations to mix in", "provide some")
     rows = read_demonstrations(context.path(demonstrations) / "train.parquet")
     samples = [sample for row in rows for sample in chat.examples(row.messages, max_length=ptx.max_length)]
     if not samples:
         rule = "leaves no tokens of the demonstrations to train on"
-        raise DataError(explain("ppo.ptx.max_length", ptx.max_length, rule, "raise it"))
+        raise DataError("ppo.ptx.max_length", ptx.max_length, rule, "raise it")
     return samples
 
 

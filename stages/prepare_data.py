@@ -4,8 +4,6 @@ In order: rows -> clean and split (a prompt is in one split only) -> base model 
 tokens -> parquet, `validation.json` (every dropped row and why), `preview.md` (what the model sees).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -103,15 +101,13 @@ def _as_planned(config: PrepareDataConfig, planned: Mapping[str, str]) -> Iterat
     for name, (key, _) in files.items():
         if name in planned and planned[name] != digests[name]:
             remedy = "run again: the new content gets its own key"
-            raise DataError(explain(key, name, "has changed since the run was planned", remedy))
+            raise DataError(key, name, "has changed since the run was planned", remedy)
     try:
         yield
     finally:  # also where reading failed: a file that changed under it is the reason
         for name, (key, path) in files.items():
             if _statuses(path) != before[name]:
-                raise DataError(
-                    explain(key, name, "changed while it was read", "run again when no other process writes to it")
-                )
+                raise DataError(key, name, "changed while it was read", "run again when no other process writes to it")
 
 
 def _statuses(path: Path) -> dict[str, tuple[int, ...]]:
@@ -147,12 +143,10 @@ def _base_model(config: PrepareDataConfig, tables: Tables, folder: Path, *, seed
         return
     if template is not None:
         raise ConfigError(
-            explain(
-                "prepare_data.chat_template",
-                config.chat_template,
-                "an initialized model has its own template",
-                f'set it to "{MODEL_TEMPLATE}"',
-            )
+            "prepare_data.chat_template",
+            config.chat_template,
+            "an initialized model has its own template",
+            f'set it to "{MODEL_TEMPLATE}"',
         )
     train_tokenizer(tables.training_texts(), vocab_size=config.model.vocab_size, folder=folder)
     initialise_llama(config.model, folder, seed=seed)
@@ -169,12 +163,10 @@ def _template(name: str) -> str | None:
     path = Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(
-            explain(
-                "prepare_data.chat_template",
-                name,
-                "is not a file",
-                f'give "model", "chatml", {", ".join(map(repr, SHIPPED))} or a Jinja file',
-            )
+            "prepare_data.chat_template",
+            name,
+            "is not a file",
+            f'give "model", "chatml", {", ".join(map(repr, SHIPPED))} or a Jinja file',
         )
     return path.read_text(encoding="utf-8")
 
@@ -206,12 +198,7 @@ def _write(tables: Tables, report: DropReport, out: Path) -> dict[str, tuple[str
             children[name] = (name, PromptsRef)
     if len(children) == 1:
         raise DataError(
-            explain(
-                "prepare_data.data",
-                0,
-                "no rows are left",
-                f"raise the limits or fix the data; reasons: {report.counts()}",
-            )
+            "prepare_data.data", 0, "no rows are left", f"raise the limits or fix the data; reasons: {report.counts()}"
         )
     return children
 

@@ -3,8 +3,6 @@
 Loss (arXiv 2305.20050, 2312.08935): -y log sigmoid(x) - (1 - y) log sigmoid(-x), mean over steps, labels hard or soft.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +11,7 @@ from statistics import fmean, pstdev
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import SteppedAnswer, StepSplitter, read_steps
 from rlhf_core.data.turns import Turns
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.reward_report import step_report
 from rlhf_core.interfaces import ModelSpec, Trainer
 from rlhf_core.models.architecture import check_longest
@@ -41,21 +39,13 @@ def run(
     if not samples["train"]:
         rule = f"none of the {len(rows['train'])} answers can be split into its steps at the separator"
         remedy = "use a separator that no step contains, or raise max_length"
-        raise DataError(explain(f"{context.label}.separator", config.separator, rule, remedy))
+        raise DataError(f"{context.label}.separator", config.separator, rule, remedy)
     context.tracker.dataset("steps", steps.digest, "training")
     context.tracker.input_model(policy.digest)
 
     model = ModelSpec(path=str(context.path(policy)), head="score", lora=None, seed=context.seed)
     with context.runtime.trainer("reward_model", model, config.optimizer) as trainer:
-        result = fit(
-            trainer,
-            samples["train"],
-            samples["eval"],
-            StepObjective(),
-            optimizer=config.optimizer,
-            loop=config.loop,
-            context=context,
-        )
+        result = fit(trainer, samples, StepObjective(), config.optimizer, config.loop, context)
         trainer.export(context.out)
         write_contract(trainer, samples["eval"] or samples["train"], chat, config, context.out)
         report = write_report(trainer, found["eval"], chat, context)
@@ -130,11 +120,7 @@ def write_report(
     labels = [judgements(sample) for sample in samples]
     report, figures = step_report(logits=logits, labels=labels, prompts=[prompt for prompt, _ in found])
     (context.out / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
-    (context.out / "figures").mkdir()
-    for name, png in figures.items():
-        path = context.out / "figures" / f"{name}.png"
-        path.write_bytes(png)
-        context.tracker.file(path, "figures")
+    context.figures(figures)
     shown = zip(samples[:TABLE_ROWS], labels, logits, strict=False)
     table = [[chat.decode(sample.token_ids), json.dumps(said), json.dumps(scores)] for sample, said, scores in shown]
     context.tracker.table("samples/steps", ["answer", "labels", "scores"], table)

@@ -3,8 +3,6 @@
 A budget of judgments is spent on the prompts evenly; among the pairs of a prompt the strategy decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -18,7 +16,7 @@ from rlhf_core.annotation.proposing import (
     write_comparisons,
 )
 from rlhf_core.data.shards import read_rollouts
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.interfaces import Metrics
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import ComparisonsRef, Rollout, RolloutsRef
@@ -36,20 +34,13 @@ def run(config: ProposeComparisonsConfig, *, rollouts: dict[str, RolloutsRef], c
         require_components(rows)
     by_prompt = candidates(rows)
     pairs = chosen(
-        by_prompt,
-        strategy=config.strategy,
-        budget=config.budget,
-        per_prompt=config.pairs_per_prompt,
-        seed=context.seed,
+        by_prompt, strategy=config.strategy, budget=config.budget, per_prompt=config.pairs_per_prompt, seed=context.seed
     )
     if not pairs:
         rule = f"the answers to {len(by_prompt)} prompts hold no two different valid ones"
-        raise DataError(explain(context.label, config.strategy, rule, "sample more answers per prompt"))
+        raise DataError(context.label, config.strategy, rule, "sample more answers per prompt")
     asked = comparisons(
-        pairs,
-        repeat_fraction=config.repeat_fraction,
-        attention_fraction=config.attention_fraction,
-        seed=context.seed,
+        pairs, repeat_fraction=config.repeat_fraction, attention_fraction=config.attention_fraction, seed=context.seed
     )
     write_comparisons(context.out, asked)
     record_table(asked, context)
@@ -79,6 +70,5 @@ def proposal_metrics(
 
 
 def record_table(asked: Sequence[Comparison], context: StageContext) -> None:
-    """Record the first comparisons as a table."""
     rows = [[one.prompt[-1].content, one.first, one.second] for one in asked[:TABLE_ROWS]]
     context.tracker.table("samples/comparisons", ["prompt", "first", "second"], rows)

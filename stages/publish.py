@@ -4,8 +4,6 @@ Every policy that gets here is registered as `candidate`; `champion` moves only 
 back to a policy that was rolled back. A failed gate is an outcome, written down like a passed one.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import operator
@@ -16,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import RegistryState
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.layout import MANIFEST
@@ -112,24 +110,18 @@ def name_of(config: PublishConfig, policy: PolicyRef, report: Mapping[str, Any])
     if config.policy:
         if config.policy not in report["order"]:
             known = ", ".join(report["order"])
-            raise ConfigError(
-                explain("publish.policy", config.policy, f"is not in the report ({known})", "name one of these")
-            )
+            raise ConfigError("publish.policy", config.policy, f"is not in the report ({known})", "name one of these")
         if config.policy not in names:
             raise ConfigError(
-                explain(
-                    "publish.policy",
-                    config.policy,
-                    "the report evaluates other weights under this name",
-                    "publish the policy that was evaluated",
-                )
+                "publish.policy",
+                config.policy,
+                "the report evaluates other weights under this name",
+                "publish the policy that was evaluated",
             )
         return config.policy
     if not names:
         raise ConfigError(
-            explain(
-                "publish.policy", policy.digest[:12], "was not evaluated in this report", "evaluate it, then publish it"
-            )
+            "publish.policy", policy.digest[:12], "was not evaluated in this report", "evaluate it, then publish it"
         )
     return names[-1]
 
@@ -176,11 +168,11 @@ def challenge(config: ChallengeConfig, name: str, champion: PolicyRef, report: M
     rows = report["policies"]
     if CHAMPION not in rows or rows[CHAMPION]["digest"] != champion.digest:
         rule = f"the report does not evaluate the champion {champion.digest[:12]}"
-        raise ConfigError(explain(key, config.metric, rule, "run the pipeline again, or leave the champion out"))
+        raise ConfigError(key, config.metric, rule, "run the pipeline again, or leave the champion out")
     if measure not in rows[name]:
         rule = "the report does not compare with the champion by it"
         remedy = "set evaluate.evaluate.gold" if config.metric == "gold" else "train a reward model"
-        raise ConfigError(explain(key, config.metric, rule, f"{remedy}, or choose another metric"))
+        raise ConfigError(key, config.metric, rule, f"{remedy}, or choose another metric")
     low = metric(report, name, f"{measure}/low", key)
     return {
         "metric": f"{measure}/low",
@@ -204,7 +196,7 @@ def check_opponent(
         rule = f"the champion is {_short(state.champion)} now, and the policy was compared with {_short(compared)}"
     else:
         return
-    raise ConfigError(explain("publish.challenge", config.name, rule, "run again"))
+    raise ConfigError("publish.challenge", config.name, rule, "run again")
 
 
 def _short(digest: str) -> str:
@@ -245,21 +237,19 @@ def metric(report: Mapping[str, Any], policy: str, path: str, key: str) -> float
     """
     if policy not in report["policies"]:
         known = ", ".join(report["policies"])
-        raise ConfigError(explain(key, path, f"the report has no policy {policy!r} ({known})", "name one of these"))
+        raise ConfigError(key, path, f"the report has no policy {policy!r} ({known})", "name one of these")
     here: Any = report["policies"][policy]
     for part in _parts(path):
         if isinstance(here, Mapping) and part in ("low", "high") and "mean" in here and part not in here:
             return None
         if not isinstance(here, Mapping) or part not in here:
             known = ", ".join(here) if isinstance(here, Mapping) else "a number"
-            raise ConfigError(
-                explain(key, path, f"{policy} has no {part!r} there ({known})", "name a metric of the report")
-            )
+            raise ConfigError(key, path, f"{policy} has no {part!r} there ({known})", "name a metric of the report")
         here = here[part]
     if isinstance(here, Mapping):
-        raise ConfigError(explain(key, path, "is not a number", f"add one of {', '.join(here)} to the path"))
+        raise ConfigError(key, path, "is not a number", f"add one of {', '.join(here)} to the path")
     if isinstance(here, bool) or not isinstance(here, (int, float)):
-        raise ConfigError(explain(key, path, f"is {here!r}, not a number", "name a metric of the report"))
+        raise ConfigError(key, path, f"is {here!r}, not a number", "name a metric of the report")
     return float(here)
 
 

@@ -1,7 +1,5 @@
 """One report over all suites: policies by suites with intervals, differences to the reference, slices, regressions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

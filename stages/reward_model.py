@@ -3,8 +3,6 @@
 Loss (Bradley-Terry): -log sigmoid(r_chosen - r_rejected - margin) [+ c (r_chosen + r_rejected)^2], mean over pairs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import place
 from rlhf_core.data.tables import Preference, read_feedback, read_preferences
 from rlhf_core.data.turns import Turns
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.reward_report import (
     EDITS,
     SuiteRow,
@@ -74,15 +72,8 @@ def run(
 
     model = ModelSpec(path=str(context.path(policy)), head="score", lora=None, seed=context.seed)
     with context.runtime.trainer("reward_model", model, config.optimizer) as trainer:
-        result = fit(
-            trainer,
-            pairs["train"],
-            pairs["eval"],
-            BradleyTerryObjective(centering_coef=config.centering_coef),
-            optimizer=config.optimizer,
-            loop=config.loop,
-            context=context,
-        )
+        objective = BradleyTerryObjective(centering_coef=config.centering_coef)
+        result = fit(trainer, pairs, objective, config.optimizer, config.loop, context)
         trainer.export(context.out)
         write_contract(trainer, pairs["eval"] or pairs["train"], chat, config, context.out)
         probes = probed(trainer, rows["eval"][: config.probe_answers], chat, config)
@@ -118,7 +109,7 @@ def no_pairs(context: StageContext, preferences: PreferencesRef, *, dropped: int
     else:
         rule = f"no pairs are left to train on: {dropped} of {dropped} became equal or empty when they were cut"
         remedy = "raise max_length, or see the validation report of prepare_data"
-    return DataError(explain(f"{context.label}.preferences", 0, rule, remedy))
+    return DataError(f"{context.label}.preferences", 0, rule, remedy)
 
 
 def reward_pairs(chat: ChatTemplate, rows: Sequence[Preference], config: RewardModelConfig) -> list[RenderedPair]:
@@ -176,11 +167,7 @@ def write_report(trainer: Trainer, rendered: Sequence[RenderedPair], probes: Pro
     if probes.rewards:
         report["probes"] = probe_report(rewards=probes.rewards, changes=probes.changes, spread=report["score_std"])
     (context.out / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
-    (context.out / "figures").mkdir()
-    for name, png in figures.items():
-        path = context.out / "figures" / f"{name}.png"
-        path.write_bytes(png)
-        context.tracker.file(path, "figures")
+    context.figures(figures)
     return headline(report)
 
 

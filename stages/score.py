@@ -1,7 +1,5 @@
 """Scoring: rewards for generations that are already there. A change of the reward scores again, it does not sample again."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -13,7 +11,7 @@ from statistics import fmean, pstdev
 
 from rlhf_core.config.rewards import check_sources
 from rlhf_core.data.shards import read_generations, read_index, read_rollouts, shards, write_index, write_rollouts
-from rlhf_core.errors import DataError, RewardError, explain
+from rlhf_core.errors import DataError, RewardError
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.batches import whole_groups
 from rlhf_core.rewards.scoring import Scorer, check_reward_models, component_means, open_scorer
@@ -27,18 +25,14 @@ TABLE_ROWS = 8
 
 
 def run(
-    config: ScoreConfig,
-    *,
-    generations: GenerationsRef,
-    reward_models: dict[str, RewardModelRef],
-    context: StageContext,
+    config: ScoreConfig, *, generations: GenerationsRef, reward_models: dict[str, RewardModelRef], context: StageContext
 ) -> RolloutsRef:
     """Score every generation; return the rollouts in the same order, each with its reward and components."""
     check_reward_models(config.rewards, reward_models)
     source = context.path(generations)
     rows = read_generations(source)
     if not rows:
-        raise DataError(explain("score.generations", generations.uri, "contains no generations", "generate again"))
+        raise DataError("score.generations", generations.uri, "contains no generations", "generate again")
     check_sources(config.rewards, {row.prompt.source for row in rows})
     context.tracker.dataset("generations", generations.digest, "evaluation")
     for ref in reward_models.values():
@@ -88,9 +82,7 @@ def check_some_are_valid(rollouts: Sequence[Rollout], folder: Path) -> None:
     """Raise RewardError when none of the rollouts has a reward; their shards are removed, so that the next attempt scores again."""
     if all(rollout.invalid for rollout in rollouts):
         shutil.rmtree(folder)
-        raise RewardError(
-            explain("rewards", rollouts[0].invalid, "none of the rollouts has a reward", "fix the reward")
-        )
+        raise RewardError("rewards", rollouts[0].invalid, "none of the rollouts has a reward", "fix the reward")
 
 
 def keep(score: Scorer, folder: Path, shard: int) -> None:

@@ -241,18 +241,15 @@ def split_by_prompt(
     train = [row for row in rows if prompt_of(row) not in evaluation]
     if not train:
         raise DataError(
-            explain(
-                "select",
-                config.model_dump(mode="json"),
-                f"keeps {len(rows)} of the rollouts, and none of them to train on",
-                "lower minimum or margin_threshold, sample more per prompt, or raise sampling.max_tokens",
-            )
+            "select",
+            config.model_dump(mode="json"),
+            f"keeps {len(rows)} of the rollouts, and none of them to train on",
+            "lower minimum or margin_threshold, sample more per prompt, or raise sampling.max_tokens",
         )
     return {"train": train, "eval": [row for row in rows if prompt_of(row) in evaluation]}
 
 
 def prompt_of_rollout(rollout: Rollout) -> str:
-    """Return the id of the prompt."""
     return rollout.prompt.id
 
 

@@ -4,8 +4,6 @@ Loss: -log pi(y_t | y_<t, x), token mean over the whole optimizer step, on assis
 or on all tokens, as in pretraining. `dft` weights each token by its own probability (arXiv 2508.05629).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from itertools import pairwise
@@ -44,15 +42,7 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     objective = SftObjective(pack_to=config.max_length if config.packing else None, dft=config.loss == "dft")
     model = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
     with context.runtime.trainer("policy", model, config.optimizer) as trainer:
-        result = fit(
-            trainer,
-            splits["train"],
-            splits["eval"],
-            objective,
-            optimizer=config.optimizer,
-            loop=config.loop,
-            context=context,
-        )
+        result = fit(trainer, splits, objective, config.optimizer, config.loop, context)
         trainer.export(context.out)
     metrics: Metrics = {"steps": result.steps, "train_samples": len(splits["train"])}
     if config.train_on == "assistant":

@@ -1,7 +1,5 @@
 """Prompts of a suite, read from a local file. A suite is used whole: the first malformed row is an error."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -11,7 +9,7 @@ from rlhf_core.config.data import Source
 from rlhf_core.data.sources import read
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.data.turns import turns_of
-from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.suites.results import instructions_of, is_safe
@@ -49,10 +47,10 @@ def read_prompts(config: SuitePromptsConfig) -> list[Prompt]:
                 raise DataError("repeats an earlier row")
         except DataError as error:
             place = f"{Path(record.origin.file).name}:{record.origin.line}"
-            raise DataError(explain(KEY, place, str(error), "name its columns, or fix the row")) from error
+            raise DataError(KEY, place, str(error), "name its columns, or fix the row") from error
         prompts[prompt.id] = prompt
     if not prompts:
-        raise DataError(explain(f"{KEY}.path", config.path, "has no rows", "give a file with rows"))
+        raise DataError(f"{KEY}.path", config.path, "has no rows", "give a file with rows")
     return list(prompts.values())
 
 
@@ -89,4 +87,4 @@ def check_file(config: SuitePromptsConfig, context: StageContext) -> None:
     """Raise ConfigError unless the file is the one whose digest is in the key."""
     if context.files and content_digests(config) != context.files:
         rule, remedy = "has changed since the run was planned", "run again: the new content gets its own key"
-        raise ConfigError(explain(f"{KEY}.path", config.path, rule, remedy))
+        raise ConfigError(f"{KEY}.path", config.path, rule, remedy)

@@ -10,8 +10,6 @@ To add a stage see docs/add_a_stage.md.
 # mypy: disable-error-code="empty-body"
 # A declaration returns nothing; the stage's `run` does.
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

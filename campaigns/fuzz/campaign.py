@@ -31,7 +31,6 @@ class Target(Protocol):
 
     def attempt(self, rng: random.Random) -> None:
         """Make one input and use it. Returns if the result is right; RlhfError is a clear error, anything else a finding."""
-        ...
 
 
 @dataclass(frozen=True)

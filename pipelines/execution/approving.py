@@ -1,7 +1,5 @@
 """Answer the question of a gate or a pause, for `rlhf approve`, `rlhf reject` and the form in Prefect."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +8,7 @@ from pipelines.execution.gates import SHORT_ID
 from pipelines.execution.opening import store_of
 from pipelines.flows.profile import find_profile, load_profile, profile_digest
 from pipelines.services.home import Home
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import Answer, GateAnswer, GateDecisions, GateRequest
 
@@ -34,7 +32,7 @@ def answer_gate(
     Raises ConfigError if nothing or more than one thing is meant, and says what is open.
     """
     if not reason.strip():
-        raise ConfigError(explain("reason", reason, "is empty", "give a reason; it is kept with the decision"))
+        raise ConfigError("reason", reason, "is empty", "give a reason; it is kept with the decision")
     where, run, profile = place_of(meant.run, store)
     decisions = GateDecisions(where.layout)
     request = chosen(decisions.requests(), meant, run=run, profile=profile)
@@ -65,19 +63,17 @@ def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: 
             ", ".join(sorted({f"{who.run} {one.question.gate}" for one in requests for who in one.askers})) or "none"
         )
         rule = f"no gate of this name waits in {run!r}"
-        raise ConfigError(explain("gate", meant.gate, rule, f"name one that has (run and gate): {asked}"))
+        raise ConfigError("gate", meant.gate, rule, f"name one that has (run and gate): {asked}")
     found = [one for one in of_gate if one.question.digest.startswith(meant.artifact)]
     if not found:
         known = ", ".join(one.question.digest[:SHORT_ID] for one in of_gate)
         raise ConfigError(
-            explain(
-                "artifact", meant.artifact, "no question of the gate is about it", f"its questions are about {known}"
-            )
+            "artifact", meant.artifact, "no question of the gate is about it", f"its questions are about {known}"
         )
     found = [one for one in found if one.id.startswith(meant.question)]
     if not found:
         raise ConfigError(
-            explain("question", meant.question, "the gate has no such question", f"its questions are {listed(of_gate)}")
+            "question", meant.question, "the gate has no such question", f"its questions are {listed(of_gate)}"
         )
     own = [one for one in found if any(who.profile == profile for who in one.askers)] or found
     if len(own) == 1 and (own[0].answer is None or all(one.answer is not None for one in found)):
@@ -86,7 +82,7 @@ def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: 
     if len(waiting) == 1 and all(one.asked <= waiting[0].asked for one in own):
         return waiting[0]
     rule = f"has {len(found)} questions: {listed(found)}"
-    raise ConfigError(explain("gate", meant.gate, rule, "add --question"))
+    raise ConfigError("gate", meant.gate, rule, "add --question")
 
 
 def listed(requests: Sequence[GateRequest]) -> str:

@@ -4,8 +4,6 @@ What the attempts of a run have spent is kept in the store, under the name of th
 killed does not write down what its last stage had spent.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ from pathlib import Path
 
 from pipelines.flows.run_rules import BudgetConfig
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunOverBudget, StageStopped
@@ -157,4 +155,4 @@ def check_comparisons(budget: BudgetConfig, planned: Sequence[StageSpec]) -> Non
     if total > budget.comparisons:
         rule = f"{' + '.join(f'{label} {pairs}' for label, pairs in asked.items())} may propose {total} pairs"
         remedy = "lower the budget of the proposals or the number of rounds, or raise this one"
-        raise ConfigError(explain("budget.comparisons", budget.comparisons, rule, remedy))
+        raise ConfigError("budget.comparisons", budget.comparisons, rule, remedy)

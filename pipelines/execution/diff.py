@@ -1,7 +1,5 @@
 """Compare two runs, artifacts or profiles: configuration, code, inputs, metrics, and answers to the same prompts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +10,10 @@ from pipelines.execution.opening import store_of
 from pipelines.execution.plan import DIGITS, PENDING, PlannedStage, plan
 from pipelines.execution.summary import Measure, stage_measures
 from pipelines.flows.inputs import find_artifact
-from pipelines.flows.profile import PipelineConfig, find_profile, load_profile
+from pipelines.flows.profile import find_profile, load_profile
 from pipelines.services.home import Home
 from rlhf_core.data.shards import read_generations
-from rlhf_core.errors import ArtifactError, ConfigError, explain
+from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.evaluation.lineage import handles, lineage
 from rlhf_core.stage.decision import changed_modules, differences
 from rlhf_core.stage.key import key_payload
@@ -82,7 +80,7 @@ def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Hom
     except ConfigError as no_profile:
         if overrides:
             rule = f"{name!r} is no profile, and nothing else can be changed"
-            raise ConfigError(explain("--set", overrides[0], rule, "name a profile, or leave it out")) from None
+            raise ConfigError("--set", overrides[0], rule, "name a profile, or leave it out") from None
         try:
             return of_artifact(name, store)
         except ArtifactError as no_artifact:
@@ -96,7 +94,8 @@ def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Hom
     config = load_profile(name, overrides)
     own = store_of(config, home)
     stages = {stage.label: of_planned(stage, own) for stage in plan(config, own)}
-    return Side(" ".join([name, *overrides]), own, stages, plain_config(config))
+    values = flatten(config.model_dump(mode="json", exclude={"notify"}))  # secrets hidden, as MLflow keeps them
+    return Side(" ".join([name, *overrides]), own, stages, values)
 
 
 def of_artifact(name: str, store: ArtifactStore) -> Side:
@@ -127,11 +126,6 @@ def of_planned(stage: PlannedStage, store: ArtifactStore) -> StageSide:
     record = store.record(stage.decision.key) if stage.decision.action == "HIT" else None
     code = module_digests(stage.spec.module) if record is None else record.code
     return StageSide(key_payload(stage.spec), code, record)
-
-
-def plain_config(config: PipelineConfig) -> dict[str, str]:
-    """Return dotted key -> value of a profile, with secrets hidden, as MLflow keeps it for a run."""
-    return flatten(config.model_dump(mode="json", exclude={"notify"}))
 
 
 # ---------------------------------------------------------------- what differs
@@ -191,17 +185,13 @@ def _phrases(label: str, here: StageSide, there: StageSide) -> Iterator[str]:
         counted = "" if strict[0] != strict[1] else " (not in the key)"
         yield f"code{counted}: {', '.join(modules)}"
     if here.record is not None and there.record is not None:
-        yield from other_versions(here.record.environment, _versions(there.record))
+        yield from other_versions(here.record.environment, there.record.environment)
 
 
 def _with_known_inputs(payload: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return a payload without the inputs that one of the two sides has not made yet."""
     unknown = {name for table in (payload, other) for name, value in table["inputs"].items() if PENDING in str(value)}
     return {**payload, "inputs": {name: value for name, value in payload["inputs"].items() if name not in unknown}}
-
-
-def _versions(record: KeyRecord) -> dict[str, str]:
-    return dict(record.environment)
 
 
 def metric_differences(ours: Side, theirs: Side) -> list[tuple[str, Measure | None, Measure | None]]:

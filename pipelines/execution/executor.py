@@ -1,7 +1,5 @@
 """Define the interface between a run and the executor of its stages, and the values passed through it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

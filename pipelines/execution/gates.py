@@ -4,8 +4,6 @@ A gate is judged from the record of its stage, or from the stage's report.json, 
 costs nothing, and gates are in no key. The same rules serve the plan and the run.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -23,7 +21,7 @@ from pipelines.flows.run_rules import OPPOSITE, GateConfig
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
 from pipelines.services.waits import answers_awaited
-from rlhf_core.errors import ArtifactError, ConfigError, explain, nearest
+from rlhf_core.errors import ArtifactError, ConfigError, nearest
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunBlocked, RunHalted, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
@@ -149,13 +147,7 @@ class Gatekeeper:
             raise RunBlocked("; ".join(said) + left)
 
     def _judged(
-        self,
-        gate: GateConfig,
-        index: int,
-        spec: StageSpec,
-        digest: str,
-        metrics: Mapping[str, float],
-        folder: Path,
+        self, gate: GateConfig, index: int, spec: StageSpec, digest: str, metrics: Mapping[str, float], folder: Path
     ) -> Verdict:
         said = ""
         if gate.metric:
@@ -245,7 +237,7 @@ def value_of(gate: GateConfig, index: int, known: Mapping[str, float]) -> float:
     rule = f"{gate.after} has no such metric; it has {', '.join(names[:SHOWN]) or 'none'}{more}"
     near = nearest(gate.metric, names)
     remedy = near if near.startswith("did you mean") else "name one of them"
-    raise ConfigError(explain(f"gates[{index}].metric", gate.metric, rule, remedy))
+    raise ConfigError(f"gates[{index}].metric", gate.metric, rule, remedy)
 
 
 def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
@@ -287,7 +279,7 @@ def champion_for(publish: PublishConfig, store: ArtifactStore) -> Opponents | No
     except ArtifactError:
         rule = f"the champion of {name} ({digest[:12]}) is not in the store {store.root}"
         remedy = "use the store that it was made in, or remove [publish.challenge] for this run"
-        raise ConfigError(explain("publish.challenge", name, rule, remedy)) from None
+        raise ConfigError("publish.challenge", name, rule, remedy) from None
     with suppress(ArtifactError):  # needed only when the champion is made again; then it has no opponent
         return Opponents(current, find_artifact(store, PolicyRef, previous) if previous else None)
     return Opponents(current)
@@ -308,7 +300,7 @@ def outside_of(config: PipelineConfig, store: ArtifactStore) -> FindOutside:
             return find_artifact(store, kind, digest)
         except ArtifactError:
             rule = f"{title(kind)} of this digest ({digest[:12]}) is not in the store {store.root}"
-            raise ConfigError(explain(key, name, rule, "`rlhf store ls` lists what there is")) from None
+            raise ConfigError(key, name, rule, "`rlhf store ls` lists what there is") from None
 
     return find
 
@@ -321,9 +313,7 @@ def registered(key: str, name: str, config: PipelineConfig) -> str:
     if name == CHAMPION:
         if config.publish is None:
             raise ConfigError(
-                explain(
-                    key, name, "the profile has no [publish] that names the model", f'"models:/NAME@{CHAMPION}" does'
-                )
+                key, name, "the profile has no [publish] that names the model", f'"models:/NAME@{CHAMPION}" does'
             )
         model = config.publish.name
     else:
@@ -333,5 +323,5 @@ def registered(key: str, name: str, config: PipelineConfig) -> str:
     version = version or (champions.current if champions else "")
     if champions is None or not champions.digests.get(version):
         rule = f"the registry has no version {version!r} of {model}" if version else f"{model} has no champion"
-        raise ConfigError(explain(key, name, rule, f"`rlhf champion {model}` lists the versions"))
+        raise ConfigError(key, name, rule, f"`rlhf champion {model}` lists the versions")
     return champions.digests[version]

@@ -3,8 +3,6 @@
 The job holds the lease of the stage's key and commits; no flow needs to wait for it.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import sys
@@ -19,7 +17,7 @@ from pipelines.execution.opening import open_tracker
 from pipelines.execution.ray_job import SPEC, JobOutcome, JobSpec, Reporter, failure, read_spec, write_outcome
 from pipelines.execution.run import PipelineRun
 from pipelines.services.home import Home
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.processes.large_imports import skip_last_collections
 from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import target_of
@@ -83,9 +81,7 @@ def _check_key(store: ArtifactStore, job: JobSpec) -> None:
     key = target_of(store, job.stage, strict=job.strict).key
     if key != job.key:
         rule = f"the cluster computes {key[:12]}: it sees another version of this program, or of the files that the profile names"
-        raise ConfigError(
-            explain(f"{job.stage.label}.key", job.key[:12], rule, "use the same checkout and data folder on both")
-        )
+        raise ConfigError(f"{job.stage.label}.key", job.key[:12], rule, "use the same checkout and data folder on both")
 
 
 def _keep_log(reporter: Reporter) -> None:

@@ -1,7 +1,5 @@
 """Execute stages in this process, on engines that start when the plan or a stage needs them."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

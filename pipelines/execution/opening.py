@@ -1,7 +1,5 @@
 """Open the parts of a run: its store, its tracker, its plan and its executor; or take all of its results from the store."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Plan a pipeline: run the same function over the same stages, with a runner that only decides."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +14,7 @@ from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.config.monitors import is_named, remedy_of
-from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.stage.decision import Decision, decide, last_record
 from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store.artifacts import ArtifactStore
@@ -174,12 +172,12 @@ def check_gates(config: PipelineConfig, pipeline: Pipeline, specs: Mapping[str, 
             rule = f"no such stage; this pipeline has {', '.join(specs)}"
             near = nearest(gate.after, list(specs))
             remedy = near if near.startswith("did you mean") else "name one of them"
-            raise ConfigError(explain(f"gates[{index}].after", gate.after, rule, remedy))
+            raise ConfigError(f"gates[{index}].after", gate.after, rule, remedy)
         numbers = numbers_of(specs[gate.after], specs)
         known = [] if numbers is None else [*numbers.record, *numbers.report]
         if gate.metric and numbers is not None and not is_named(gate.metric, known):
             rule = f"{gate.after} measures no such number"
-            raise ConfigError(explain(f"gates[{index}].metric", gate.metric, rule, remedy_of(gate.metric, known)))
+            raise ConfigError(f"gates[{index}].metric", gate.metric, rule, remedy_of(gate.metric, known))
 
 
 def all_specs(

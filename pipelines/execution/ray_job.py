@@ -9,8 +9,6 @@ Each file is replaced as a whole, so a reader sees the old or the new one. The f
 cluster.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os
@@ -246,7 +244,7 @@ def read_spec(path: Path) -> JobSpec:
     """Return the job that `write_spec` wrote; raise ArtifactError if there is no such file."""
     table = read_json(path)
     if table is None:
-        raise ArtifactError(explain("job", str(path), "cannot be read here", ONE_PATH))
+        raise ArtifactError("job", str(path), "cannot be read here", ONE_PATH)
     return JobSpec(
         **table
         | {
@@ -272,7 +270,7 @@ def restore_stage(stored: Mapping[str, Any]) -> StageSpec:
     kind = getattr(importlib.import_module(module), name, None)
     if not (isinstance(kind, type) and issubclass(kind, Config)):
         rule, remedy = "is not a configuration class", "use the version of this program that wrote it"
-        raise ArtifactError(explain("stage.config.type", stored["config"]["type"], rule, remedy))
+        raise ArtifactError("stage.config.type", stored["config"]["type"], rule, remedy)
     config = kind.model_validate(stored["config"]["fields"])
     inputs = {name: _restore_input(value) for name, value in stored["inputs"].items()}
     return StageSpec(**{**stored, "config": config, "inputs": inputs, "callables": tuple(stored["callables"])})
@@ -458,7 +456,7 @@ def _address(name: str, address: str) -> str:
     if without_secrets(address) != address:
         rule = "contains a password, which the job server would show to all of its users"
         remedy = "give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to `ray start` instead"
-        raise ConfigError(explain(name, without_secrets(address), rule, remedy))
+        raise ConfigError(name, without_secrets(address), rule, remedy)
     return address
 
 
@@ -484,7 +482,8 @@ def _await(context: RunContext, submission: _Submission, show_progress: Progress
     if submission.attached:
         decision = Decision("ATTACH", f"Ray job {job.job_id} is computing it", job.key, None)
     else:
-        decision = _decide_work(context, job)
+        target = target_of(context.store, job.stage, strict=job.strict)
+        decision = decide_work(context.store, job.stage, target, force=job.force)
     context.listener.started(label, decision)
     watcher = Watcher(submission.folder, label, context.listener, show_progress, decision=decision)
     try:
@@ -531,7 +530,10 @@ def _follow(jobs: Jobs, job_id: str, watcher: Watcher, *, pending_s: float, atta
                     return job
                 if job.state == "PENDING" and now - began > pending_s:
                     _stop(jobs, job_id)
-                    raise _pending(job, pending_s)
+                    rule = f"Ray job {job.id} was still PENDING ({job.message}) and was stopped"
+                    raise ConfigError(
+                        "runtime.job_pending_timeout_s", pending_s, rule, "check `ray status`, or raise it"
+                    )
         time.sleep(TICK_S)
     return job
 
@@ -541,9 +543,7 @@ def _tolerate_silence(error: JobServerError, job_id: str, *, silent_s: float) ->
     logger.debug("the job server does not answer: %s", error)
     if silent_s > SERVER_AWAY_S:
         rule = f"the job server has not answered for {silent_s:.0f} s ({error}); the job may still be running"
-        raise TrainingError(
-            explain("Ray job", job_id, rule, "run again: it attaches to the job, or resumes it")
-        ) from error
+        raise TrainingError("Ray job", job_id, rule, "run again: it attaches to the job, or resumes it") from error
 
 
 def _stop(jobs: Jobs, job_id: str) -> None:
@@ -566,11 +566,6 @@ def _check_stopped(submission: _Submission, ended: Job | None, outcome: JobOutco
     raise JobLost(message) if submission.attached else TrainingError(message)
 
 
-def _pending(job: Job, pending_s: float) -> ConfigError:
-    rule = f"Ray job {job.id} was still PENDING ({job.message}) and was stopped"
-    return ConfigError(explain("runtime.job_pending_timeout_s", pending_s, rule, "check `ray status`, or raise it"))
-
-
 def _lost(job_id: str, ended: Job | None) -> str:
     if ended is None:
         rule = "Ray no longer knows this job: the cluster was restarted"
@@ -587,7 +582,7 @@ def _result(context: RunContext, ended: _Ended, seconds: float) -> StageOutcome:
     record = context.store.record(job.key)
     if record is None:
         rule = f"Ray job {job.job_id} has finished, but its record is not in this store"
-        raise ArtifactError(explain("store", str(job.store), rule, ONE_PATH))
+        raise ArtifactError("store", str(job.store), rule, ONE_PATH)
     run_id = record.tracking["run_id"] if "run_id" in record.tracking else ""
     if attached:  # its tracking run belongs to another pipeline run
         context.tracker.cached(job.stage.label, run_id=run_id, key=job.key)
@@ -595,8 +590,3 @@ def _result(context: RunContext, ended: _Ended, seconds: float) -> StageOutcome:
     samples = [] if outcome is None else outcome.samples
     url = context.tracker.url(run_id) if run_id else ""
     return StageOutcome(record.handle, reported or ended.decision, record.metrics, seconds, samples, url)
-
-
-def _decide_work(context: RunContext, job: JobSpec) -> Decision:
-    target = target_of(context.store, job.stage, strict=job.strict)
-    return decide_work(context.store, job.stage, target, force=job.force)

@@ -1,7 +1,5 @@
 """Run an unfinished run again (`rlhf resume`). Finished stages are taken from the store."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 from typing import Literal

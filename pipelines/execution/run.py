@@ -301,12 +301,7 @@ class UntilStage:
 
 
 def run_stages(
-    run: PipelineRun,
-    pipeline: Pipeline,
-    run_stage: RunStage,
-    *,
-    tags: Mapping[str, str],
-    group: RunGroup = ungrouped,
+    run: PipelineRun, pipeline: Pipeline, run_stage: RunStage, *, tags: Mapping[str, str], group: RunGroup = ungrouped
 ) -> dict[str, ArtifactRef]:
     """Run the pipeline through `run_stage`; return the artifacts by label. The tracking run gets the true status.
 

@@ -1,7 +1,5 @@
 """Write the run's name, headline metrics and description to the tracker."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -25,7 +25,7 @@ from pipelines.execution.gates import Gatekeeper, Outcome, Verdict, condition
 from pipelines.execution.summary import Measure, shown_overrides, stage_measures
 from pipelines.flows.run_rules import GateConfig
 from rlhf_core.config.monitors import is_named, remedy_of
-from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunHalted
@@ -73,13 +73,12 @@ def random_points(count: int, ranges: Sequence[str], grids: Sequence[str], *, se
     [('ppo.kl_coef=0.03538', 'seed=1')]
     """
     if count < 1:
-        raise ConfigError(explain("--random", count, "must be >= 1", "give the number of points to draw"))
+        raise ConfigError("--random", count, "must be >= 1", "give the number of points to draw")
     space, study = Space.of(ranges, grids), new_study("RandomSampler", seed=seed)
     return list(dict.fromkeys(space.point(study.ask()) for _ in range(count)))
 
 
 def new_study(sampler: str, direction: Direction = "max", **options: Any) -> Any:
-    """Return a study of Optuna with one of its samplers."""
     import optuna  # a second, which other commands need not wait
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -145,16 +144,16 @@ def span_of(text: str) -> Span:
     matched = _RANGE.fullmatch(written.strip())
     remedy = "write KEY=LOW..HIGH or KEY=log:LOW..HIGH, such as ppo.kl_coef=log:0.01..0.2"
     if not key.strip() or matched is None:
-        raise ConfigError(explain("--range", text, "must read KEY=LOW..HIGH", remedy))
+        raise ConfigError("--range", text, "must read KEY=LOW..HIGH", remedy)
     ends = (matched["low"].strip(), matched["high"].strip())
     try:
         low, high = (float(end) for end in ends)
     except ValueError:
-        raise ConfigError(explain("--range", text, "its ends must be numbers", remedy)) from None
+        raise ConfigError("--range", text, "its ends must be numbers", remedy) from None
     log = matched["log"] is not None
     if not low < high or not math.isfinite(high - low) or (log and low <= 0):
         rule = "must begin above 0" if log and low <= 0 else "must have its lower end first"
-        raise ConfigError(explain("--range", text, rule, remedy))
+        raise ConfigError("--range", text, rule, remedy)
     whole = all(re.fullmatch(r"[+-]?\d+", end) for end in ends)
     return Span(key.strip(), low, high, log, whole)
 
@@ -164,9 +163,9 @@ def choices_of(grid: str) -> tuple[str, list[str]]:
     values = _split(grid, written)
     if not key.strip() or not all(values):
         remedy = "for example --grid ppo.kl_coef=0.02,0.05,0.1"
-        raise ConfigError(explain("--grid", grid, "must read KEY=VALUE,VALUE,...", remedy))
+        raise ConfigError("--grid", grid, "must read KEY=VALUE,VALUE,...", remedy)
     if len(set(values)) < len(values):
-        raise ConfigError(explain("--grid", grid, "names a value twice", "remove one of them"))
+        raise ConfigError("--grid", grid, "names a value twice", "remove one of them")
     return key.strip(), values
 
 
@@ -188,14 +187,14 @@ def _split(grid: str, text: str) -> list[str]:
             parts[-1] += letter
     if quote or depth:
         rule = f"has {quote or 'a bracket'} without its partner, so that its commas separate nothing"
-        raise ConfigError(explain("--grid", grid, rule, "close it, or put the value in quotes"))
+        raise ConfigError("--grid", grid, rule, "close it, or put the value in quotes")
     return [part.strip() for part in parts]
 
 
 def check_keys(keys: Sequence[str]) -> None:
     for key in keys:
         if keys.count(key) > 1:
-            raise ConfigError(explain("--grid", key, "is swept twice", "name each key once"))
+            raise ConfigError("--grid", key, "is swept twice", "name each key once")
 
 
 # ---------------------------------------------------------------- Run one profile with several values of its options, and choose the best
@@ -325,16 +324,16 @@ def goal_of(
     labels = list(dict.fromkeys(one for run in runs for one in run))
     if label not in labels:
         rule = f"the runs have no stage {label!r}"
-        raise ConfigError(explain("--metric", metric, rule, nearest(label, labels)))
+        raise ConfigError("--metric", metric, rule, nearest(label, labels))
     policy = name.partition("/")[0]
     if label == "evaluate" and not policy.startswith("best-of") and policy not in policies:
         rule = f"the runs evaluate no policy {policy!r}"
-        raise ConfigError(explain("--metric", metric, rule, nearest(policy, policies)))
+        raise ConfigError("--metric", metric, rule, nearest(policy, policies))
     found = [numbers_of(run[label], run) for run in runs if label in run]
     known = list(dict.fromkeys(one for numbers in found if numbers is not None for one in numbers.record))
     if None not in found and not is_named(name, known):
         rule = f"{label} records no such metric"
-        raise ConfigError(explain("--metric", metric, rule, remedy_of(name, known)))
+        raise ConfigError("--metric", metric, rule, remedy_of(name, known))
     return Goal(label, name, direction)
 
 
@@ -381,11 +380,11 @@ def check_metric(results: Sequence[PointResult], goal: Goal) -> None:
     finished = [result for result in results if not result.error]
     if any(goal.of(result) for result in finished) and best_of(finished, goal) is None:
         rule = "is not finite at any point"
-        raise ConfigError(explain("--metric", str(goal), rule, "see why in the runs of the points, or name another"))
+        raise ConfigError("--metric", str(goal), rule, "see why in the runs of the points, or name another")
     if finished and best_of(finished, goal) is None:
         known = sorted({name for result in finished for name in result.measures.get(goal.label, {})})
         rule = f"{goal.label} has no such metric; it has {', '.join(known) or 'none'}"
-        raise ConfigError(explain("--metric", goal.name, rule, nearest(goal.name, known)))
+        raise ConfigError("--metric", goal.name, rule, nearest(goal.name, known))
 
 
 def check_approved(
@@ -439,11 +438,11 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ConfigError(explain("--optuna", self.count, "must be >= 1", "give the number of points to try"))
+            raise ConfigError("--optuna", self.count, "must be >= 1", "give the number of points to try")
         self._space = Space.of(self.ranges, self.grids)
         if not self.ranges and not self.grids:
             rule, remedy = "has nothing to search", "add --range KEY=LOW..HIGH or --grid KEY=VALUE,VALUE"
-            raise ConfigError(explain("--optuna", self.count, rule, remedy))
+            raise ConfigError("--optuna", self.count, rule, remedy)
         # Optuna's own default of 10 random points before it learns is more than most sweeps here have.
         first = max(2, min(10, self.count // 3))
         self._study = new_study("TPESampler", direction=self.direction, seed=self.seed, n_startup_trials=first)

@@ -1,7 +1,5 @@
 """Run declared stages. A pipeline is a function over `Stages`, which both runs and plans call."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from pipelines.services.user_servers import registry
 from rlhf_core.config.agents import AgentConfig, EpisodeLimits
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.rewards import RewardsConfig
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.model import check_reward_models
 from rlhf_core.schema.base import Config, keyed
 from rlhf_core.stage.key import StageInput, StageSpec
@@ -62,7 +60,7 @@ class FindOutside(Protocol):
 
 def nothing_outside(key: str, name: str, kind: type[R]) -> R:
     """Raise ConfigError: there is no store to look into."""
-    raise ConfigError(explain(key, name, "there is no store to look it up in", "name a step"))
+    raise ConfigError(key, name, "there is no store to look it up in", "name a step")
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class Stages:
                 f"the sampler takes at most {longest} tokens",
                 "lower it or raise runtime.sampler.max_model_len",
             )
-            raise ConfigError(explain(f"{path}.agent.max_episode_tokens", agent.max_episode_tokens, rule, remedy))
+            raise ConfigError(f"{path}.agent.max_episode_tokens", agent.max_episode_tokens, rule, remedy)
 
 
 def inputs_of(stage: Stage[..., Any], config: Config, given: Mapping[str, GivenInput]) -> dict[str, StageInput]:
@@ -177,7 +175,7 @@ def agent_digests(config: Any, key: str) -> dict[str, str]:
         return {}
     for name in agent.read_files():
         if not Path(name).is_file():
-            raise ConfigError(explain(f"{key}.agent", name, f"there is no such file in {Path.cwd()}", "fix the path"))
+            raise ConfigError(f"{key}.agent", name, f"there is no such file in {Path.cwd()}", "fix the path")
     return {name: hash_file(Path(name)) for name in agent.read_files()}
 
 

@@ -1,12 +1,10 @@
 """Find an artifact by the label of the stage that made it, by its digest, or by the path of a folder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rlhf_core.errors import ArtifactError, explain, nearest
+from rlhf_core.errors import ArtifactError, nearest
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import ArtifactRef, PolicyRef
 
@@ -58,7 +56,7 @@ def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
     }
     remedy = nearest(name, sorted(names)) if names else "the store has none: run `rlhf run tiny/full` first"
     rule = f"no {kind.__name__} has this label or digest, and no folder has this path"
-    raise ArtifactError(explain("input", name, rule, remedy))
+    raise ArtifactError("input", name, rule, remedy)
 
 
 def parts(ref: ArtifactRef) -> list[ArtifactRef]:

@@ -4,8 +4,6 @@ Iterated RLHF (arXiv 2204.05862, section 4.5; arXiv 2307.09288, section 3.2.3): 
 of the current policy, so that the reward model knows the answers that it is about to reward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import partial
 

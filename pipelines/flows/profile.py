@@ -160,7 +160,6 @@ def _models_at(keys: Sequence[str], model: type[BaseModel]) -> list[type[BaseMod
 
 
 def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields of a model by their keys."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 

@@ -1,7 +1,5 @@
 """Find the files that a profile names: beside the profile, as for `extends`, and only then in the current folder."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping

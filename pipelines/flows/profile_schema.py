@@ -1,7 +1,5 @@
 """Make the JSON Schema by which editors complete a profile; `load_profile` is what checks it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ This is the lifecycle without preferences: the reward checks the answer against 
 so no reward model is trained. The profile selects the estimator, usually `grpo`.
 """
 
-from __future__ import annotations
-
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig

@@ -47,7 +47,6 @@ class GateConfig(Config):
 
     @property
     def title(self) -> str:
-        """Return the name of the gate."""
         return self.name or self.after
 
     def holds(self, found: float) -> bool:

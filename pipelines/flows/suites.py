@@ -4,15 +4,13 @@ A suite with the held-out prompts and the sampling of `[evaluate.generate]` read
 is about; suites with the same prompts and sampling of their own share theirs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pipelines.flows.graph import Stages
 from pipelines.flows.sections import EvaluationConfig
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.types import CHAMPION, GenerationsRef, PolicyRef, PromptsRef, ReportRef, RewardModelRef
 from stages import table
 from stages.config.evaluate_harness import HarnessSuite
@@ -173,7 +171,7 @@ def reward_model_of(suite: AnswerSuite, reward_models: Mapping[str, RewardModelR
     if suite.model not in reward_models:
         rule = f"this profile makes {', '.join(reward_models) or 'no reward model'}"
         raise ConfigError(
-            explain(f"evaluate.suites.{suite.name}.model", suite.model, rule, "name one of them, or add [reward_model]")
+            f"evaluate.suites.{suite.name}.model", suite.model, rule, "name one of them, or add [reward_model]"
         )
     return reward_models[suite.model]
 

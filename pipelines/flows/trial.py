@@ -1,7 +1,5 @@
 """Call the losses and estimators of a user once on small tensors when a run is planned, not after hours of sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -15,7 +13,7 @@ from rlhf_core.algorithms.policy.weighted import CustomPolicyLoss
 from rlhf_core.algorithms.preference.base import PairBatch
 from rlhf_core.algorithms.preference.dpo import CustomPreferenceLoss
 from rlhf_core.algorithms.token_math import Tensor, loaded_torch
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.user_code.dependencies import user_code_digest
 from rlhf_core.user_code.modules import load_callable
 
@@ -62,7 +60,7 @@ def _try(key: str, kind: type[Any], dumped: str, digest: str, group: int) -> Non
         raise ConfigError(f"{key.rpartition('.')[0]}.{error}") from None
     except Exception as error:  # of the user's code
         rule = f"fails on small tensors with {error!r}"
-        raise ConfigError(explain(f"{key}.function", part.function, rule, CONTRACT)) from error
+        raise ConfigError(f"{key}.function", part.function, rule, CONTRACT) from error
 
 
 def _check_advantages(part: CustomAdvantage, function: Callable[..., Tensor], group: int) -> None:
@@ -73,7 +71,7 @@ def _check_advantages(part: CustomAdvantage, function: Callable[..., Tensor], gr
     def checked(*given: Tensor, **arguments: Any) -> Tensor:
         returned = function(*given, **arguments)
         if isinstance(returned, torch.Tensor) and not returned.is_floating_point():
-            raise ConfigError(explain("advantage.function returned", str(returned.dtype), "must be floats", CONTRACT))
+            raise ConfigError("advantage.function returned", str(returned.dtype), "must be floats", CONTRACT)
         return returned
 
     part.compare(GroupRewards(rewards=rewards_PG, lengths=lengths_PG, function=checked))
@@ -120,4 +118,4 @@ def _check_gradient(loss: Tensor, logprobs: list[Tensor]) -> None:
     gradients = [one.grad for one in logprobs if one.grad is not None]
     if not all(bool(one.isfinite().all()) for one in (loss, *gradients)):
         rule = "its loss or gradient is not finite on small tensors"
-        raise ConfigError(explain("loss.function returned", "a tensor", rule, "check for divisions by 0 and logs of 0"))
+        raise ConfigError("loss.function returned", "a tensor", rule, "check for divisions by 0 and logs of 0")

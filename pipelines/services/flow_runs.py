@@ -9,8 +9,6 @@ this state folder started (shown by a label) or that its deployments will start 
 they also include runs without a state folder, as earlier versions left them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta

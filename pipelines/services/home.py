@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 from dotenv import dotenv_values
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.processes.private_folder import keep_others_out
 from rlhf_core.secrets.redaction import shown
 
@@ -75,14 +75,14 @@ def check_databases() -> None:
         url = _setting((name,), ("server", "database", "connection_url"))
         if url and not url.startswith(_PREFECT_DRIVERS):
             remedy = "write it as postgresql+asyncpg://... or sqlite+aiosqlite:///..."
-            raise ConfigError(explain(name, shown(url), "Prefect uses asynchronous drivers", remedy))
+            raise ConfigError(name, shown(url), "Prefect uses asynchronous drivers", remedy)
     store = tracking_store()
     if "://" not in store or store.startswith("file:"):
         allowed = os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1")
         if allowed or not store or store.startswith("arn:"):
             return
         remedy = "name a database (sqlite:////path/mlflow.db), or set MLFLOW_ALLOW_FILE_STORE=true"
-        raise ConfigError(explain("MLFLOW_TRACKING_URI", shown(store), "MLflow no longer writes to folders", remedy))
+        raise ConfigError("MLFLOW_TRACKING_URI", shown(store), "MLflow no longer writes to folders", remedy)
     from sqlalchemy.engine import make_url  # half a second, which only users with a database of their own wait
     from sqlalchemy.exc import ArgumentError
 
@@ -96,7 +96,7 @@ def check_databases() -> None:
         rule = "is no address of a database"
     if rule:
         remedy = "pip install 'rlhf-lifecycle[server]' has the driver of postgresql://..."
-        raise ConfigError(explain("MLFLOW_TRACKING_URI", shown(store), rule, remedy))
+        raise ConfigError("MLFLOW_TRACKING_URI", shown(store), rule, remedy)
 
 
 def profiles_path() -> Path:
@@ -166,7 +166,7 @@ def _toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         # If this error were ignored, a server that the user set would be silently replaced.
-        raise ConfigError(explain("file", str(path), f"is not valid TOML ({error})", "fix it")) from error
+        raise ConfigError("file", str(path), f"is not valid TOML ({error})", "fix it") from error
 
 
 # ---------------------------------------------------------------- home
@@ -216,7 +216,7 @@ class Home:
             rule = f"cannot be a folder ({error.strerror if isinstance(error, OSError) else error})"
         if rule:
             remedy = "set it to a folder of your own; a team shares a store (`rlhf store share`), not a state folder"
-            raise ConfigError(explain("RLHF_HOME", str(root), rule, remedy))
+            raise ConfigError("RLHF_HOME", str(root), rule, remedy)
         return cls(root)
 
     @property
@@ -321,7 +321,7 @@ def _read_or_create(path: Path, make: Callable[[], str]) -> str:
         if text:
             return text
         time.sleep(ID_WAIT_S)  # without hard links, the file is created first and written afterwards
-    raise ConfigError(explain("file", str(path), "is empty: its writer was killed", "remove it; a new one is written"))
+    raise ConfigError("file", str(path), "is empty: its writer was killed", "remove it; a new one is written")
 
 
 def _write_first(path: Path, text: str) -> None:

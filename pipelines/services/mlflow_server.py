@@ -5,8 +5,6 @@ installed plugins, and has none that checks the caller without a user database. 
 command would start one.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ This differs from `rlhf_core.processes.guard`, which kills at once. SIGTERM to t
 and after a crash it kills the rest of the service's process group, which would still hold the port, before a restart.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

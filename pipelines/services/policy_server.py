@@ -1,7 +1,5 @@
 """Serve a policy with vLLM's OpenAI server on 127.0.0.1, with a token that no list of processes shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -14,7 +12,7 @@ from pathlib import Path
 from pipelines.services.home import LOOPBACK, Home
 from pipelines.services.running import await_health, bound_port, port_of
 from pipelines.services.servers import start_guarded
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.processes.identity import process_stat, process_state
 from rlhf_core.sampling.vllm_front import TOKEN
 from rlhf_core.store.layout import write_json
@@ -69,14 +67,10 @@ def check_served(model: ServedModel) -> None:
     """Raise ConfigError for a policy without a chat template, or an adapter folder without an adapter."""
     if not has_chat_template(model.folder):
         rule = "its tokenizer has no chat template"
-        raise ConfigError(
-            explain("policy", model.name, rule, "serve a policy that a stage made, or add one to the folder")
-        )
+        raise ConfigError("policy", model.name, rule, "serve a policy that a stage made, or add one to the folder")
     if model.adapter is not None and not (model.adapter / "adapter_config.json").is_file():
         rule = "has no adapter_config.json"
-        raise ConfigError(
-            explain("--adapter", str(model.adapter), rule, "name the folder `adapter` of a policy with LoRA")
-        )
+        raise ConfigError("--adapter", str(model.adapter), rule, "name the folder `adapter` of a policy with LoRA")
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -138,7 +132,8 @@ def policy_server(home: Home, model: ServedModel, options: ServeOptions, token: 
         write_json(home.serving, note.model_dump())
         yield note
     finally:
-        _forget(home, note)
+        if read_stored(home.serving, ServingNote) == note:
+            home.serving.unlink(missing_ok=True)
         if process.stdin is not None:
             process.stdin.close()  # the guard stops the server
         process.wait()
@@ -176,12 +171,5 @@ def token_of(home: Home, token_env: str, environment: Mapping[str, str] = os.env
     if not token_env:
         return home.serve_token_string
     if not environment.get(token_env):
-        raise ConfigError(
-            explain("--token-env", token_env, "this variable is not set", "set it, or leave the option out")
-        )
+        raise ConfigError("--token-env", token_env, "this variable is not set", "set it, or leave the option out")
     return environment[token_env]
-
-
-def _forget(home: Home, note: ServingNote) -> None:
-    if read_stored(home.serving, ServingNote) == note:
-        home.serving.unlink(missing_ok=True)

@@ -5,8 +5,6 @@ the API therefore needs Prefect's auth string (`Home.prefect_auth`), which Prefe
 link. The files of its pages hold nothing, and its WebSockets get the auth string as their first message, from Prefect.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """Correct the state of runs of killed processes in stores, MLflow and Prefect (`rlhf reconcile`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -132,7 +132,6 @@ def whereabouts(profile: str) -> str:
 
 
 def folder(home: Home) -> Path:
-    """Return the folder of the records."""
     return home.root / "runs"
 
 

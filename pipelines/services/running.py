@@ -1,7 +1,5 @@
 """Read and write the record of running services in the state folder: their addresses, and who supervises them."""
 
-from __future__ import annotations
-
 import hmac
 import http.client
 import json

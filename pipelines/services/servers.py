@@ -3,8 +3,6 @@
 A Prefect or MLflow server that the user set is used instead of ours, which is then not started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

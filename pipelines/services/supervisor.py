@@ -5,8 +5,6 @@ A service that dies is restarted within seconds, one that hangs within about a m
 starts new ones.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -146,12 +144,7 @@ def _beats(mark: Path) -> bool:
 
 
 def _start(
-    servers: list[Child],
-    health: dict[str, str],
-    auth: str,
-    deployments: Child,
-    mark: Path,
-    stop: threading.Event,
+    servers: list[Child], health: dict[str, str], auth: str, deployments: Child, mark: Path, stop: threading.Event
 ) -> None:
     for child in servers:
         child.start()

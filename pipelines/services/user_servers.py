@@ -3,8 +3,6 @@
 Servers that the user set are used instead of ours; `pipelines.services.home` reads the settings.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ while no process waits. The command prints the named runs whose condition is met
 client takes 200 MB.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Mapping, Sequence

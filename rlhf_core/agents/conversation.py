@@ -5,8 +5,6 @@ kept; only new ones are rendered and tokenized, so the policy's own turns are ne
 earlier messages (it summarizes, drops its thoughts, starts over) is refused: its request has no exact tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -137,7 +135,8 @@ class Conversation:
                 f"message {differs + 1} differs from this conversation, whose tokens are kept as they were "
                 f"sampled: send its {len(self._past)} messages unchanged and add to them",
             )
-        self._check_open()
+        if self.cut:
+            raise EpisodeCut("the last turn was cut for its length, so nothing can follow it")
         ended = bool(self._token_ids) and self._token_ids[-1] == self._template.eos_id
         try:
             added = self._template.turn_ids([Message(message.role, message.content) for message in new])
@@ -178,10 +177,6 @@ class Conversation:
         except EpisodeCut:
             self.cut = True
             raise
-
-    def _check_open(self) -> None:
-        if self.cut:
-            raise EpisodeCut("the last turn was cut for its length, so nothing can follow it")
 
     def _kept(self, turn: PolicyTurn) -> PolicyTurn:
         self._token_ids = turn.prompt_ids + turn.answer.token_ids

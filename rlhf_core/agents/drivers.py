@@ -4,8 +4,6 @@
 and the driver checks that it holds exactly what was sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,15 +37,12 @@ class EpisodeDriver(Protocol):
 
     def on_observation(self, kind: str, value: Any) -> SamplingRequest | CallOut | None:
         """Take an event of the session; return the next request or call, or None at the end. EpisodeFailed."""
-        ...
 
     def on_completion(self, completion: Completion) -> CallOut:
         """Take a turn of the policy; return the call that passes it on."""
-        ...
 
     def result(self, failure: str = "") -> EpisodeResult:
         """Return the episode up to now."""
-        ...
 
 
 class EnvironmentDriver:

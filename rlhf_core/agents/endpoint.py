@@ -5,8 +5,6 @@ whose episode a request belongs to; the API key is the run's. How tokens are dra
 says of temperature and the like is ignored with a warning, what would change the answer's form (`n`, `stop`, ...) is refused.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

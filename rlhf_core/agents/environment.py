@@ -4,8 +4,6 @@ It lives in a process of its own. A failure there (an exception, a hang, a crash
 and left out, never scored 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

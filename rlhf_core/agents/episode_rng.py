@@ -5,8 +5,6 @@ so its samples do not depend on the episodes beside it. Its ticket is written wh
 after a crash, so a hang is attributed to the right episode.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Coroutine, Generator
@@ -42,7 +40,6 @@ class EpisodeRng:
                 self._states[name] = read()
 
     def leave(self) -> None:
-        """Save them."""
         self._states = {name: read() for name, (read, _, _) in _generators().items()}
         self._mark(NOBODY)
 

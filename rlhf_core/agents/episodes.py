@@ -119,7 +119,6 @@ class _EpisodePool:
         return bool(self._by_ticket)
 
     def add(self, episode: Episode) -> _Slot:
-        """Start an episode."""
         slot = _Slot(episode, self._new_driver(episode), -1)
         self._begin(slot)
         return slot
@@ -209,7 +208,6 @@ class _EpisodePool:
 
 
 def _problem(event: Event, config: EpisodeLimits) -> str:
-    """Return the problem of an event, "" if there is none."""
     match event.kind:
         case "raised":
             return f"it raised\n{event.value}"

@@ -157,9 +157,7 @@ class _Child:
     """One process, and what is known of its replies."""
 
     def __init__(
-        self,
-        given: tuple[AgentConfig, str, Mapping[str, str], str],
-        inbox: queue.SimpleQueue[tuple[_Child, Any]],
+        self, given: tuple[AgentConfig, str, Mapping[str, str], str], inbox: queue.SimpleQueue[tuple[_Child, Any]]
     ) -> None:
         self.owed: dict[int, None] = {}
         """Tickets of the episodes whose calls it has not answered, in order."""
@@ -194,7 +192,7 @@ class _Child:
         status = self.close()
         if isinstance(message, Ended):
             rule = "its process ended before the code was loaded"
-            raise AgentError(explain("agent", status, rule, "see its error output"))
+            raise AgentError("agent", status, rule, "see its error output")
         raise ConfigError(message[1] if message[0] == "refused" else explain("agent", None, message[1], "fix it"))
 
     def send(self, call: Call) -> None:

@@ -4,8 +4,6 @@ A program is `async (prompt, seed, engine) -> ProgramResult`. What it gets from 
 and kept there, so its tokens cannot be changed on the way: the result only lists the turns that count and their rewards.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A session has `begin(prompt, seed)`, then `step(...)` (environments) or `answer(
 what happened as (kind, value). Agents of other projects are the modules of `rlhf_core.integrations`, found by their `type`.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +56,6 @@ class EnvironmentSession:
         return "stepped", checked_step(result)
 
     async def close(self) -> None:
-        """Close the environment, if it can be."""
         if hasattr(self._environment, "close"):
             await resolved(self._environment.close())
 

@@ -4,8 +4,6 @@ The format is that of Hermes and Qwen templates: `{"name": ..., "arguments": {..
 reported to the policy as the tool's answer, so that it can correct it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.agents.environment import StepResult
-from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import encodable
 from rlhf_core.user_code.modules import NO_DIGESTS, load_callables
@@ -118,15 +116,13 @@ def load_tools(specs: Sequence[str], *, code: Mapping[str, str] = NO_DIGESTS, no
             schema = get_json_schema(function)
         except Exception as error:  # TypeHintParsingException, DocstringParsingException
             raise ConfigError(
-                explain(
-                    "agent.tools",
-                    spec,
-                    f"no schema can be derived from it ({error})",
-                    "add types and documentation to its arguments",
-                )
+                "agent.tools",
+                spec,
+                f"no schema can be derived from it ({error})",
+                "add types and documentation to its arguments",
             ) from error
         name = schema["function"]["name"]
         if name in tools:
-            raise ConfigError(explain("agent.tools", spec, f"two tools are named {name}", "rename one"))
+            raise ConfigError("agent.tools", spec, f"two tools are named {name}", "rename one")
         tools[name] = Tool(function, schema)
     return tools

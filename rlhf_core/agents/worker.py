@@ -4,8 +4,6 @@ Many episodes share one event loop. Reads pickled calls from standard input and 
 `BEACON` is the descriptor of a file that holds the ticket of the episode whose code is running.
 """
 
-from __future__ import annotations
-
 import asyncio
 import mmap
 import pickle

@@ -49,8 +49,6 @@ from the likeliest of each teacher, while each term here is a lower bound with t
 form in which teachers may have other tokenizers (`rlhf_core.algorithms.distillation`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, assert_never
@@ -59,7 +57,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.algorithms.token_math import LossOutput, at_least_fp32
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 
 # Shape legend: T selected tokens, V vocabulary, K the teacher's likeliest tokens, C classes (V, or K and the rest).
 
@@ -108,7 +106,7 @@ def topk_distillation_loss(
     """
     if teacher_ids_TK.shape[1] >= logits_TV.shape[1]:
         rule = f"the vocabulary has {logits_TV.shape[1]} tokens, and the bucket for the rest needs one of them"
-        raise ConfigError(explain("top_k", teacher_ids_TK.shape[1], rule, "lower it, or distill the full vocabulary"))
+        raise ConfigError("top_k", teacher_ids_TK.shape[1], rule, "lower it, or distill the full vocabulary")
     scaled_TV = at_least_fp32(logits_TV) / temperature
     log_norm_T1 = scaled_TV.logsumexp(dim=-1, keepdim=True)
     # Summed over the others rather than 1 - the K: the difference would cancel where the K have nearly all.

@@ -1,7 +1,5 @@
 """Finds methods: a file in the folder of a family is all that a method needs to be chosen by its `type`."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 import pkgutil

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, assert_never
 
 from pydantic import Field, model_validator
 
-from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.schema.base import Config, added_option
 
 if TYPE_CHECKING:
@@ -306,10 +306,10 @@ def check_terms(returned: object, logprobs: Tensor, what: str) -> None:
     if not isinstance(returned, type(logprobs)) or returned.shape != logprobs.shape:
         found = f"shape {tuple(returned.shape)}" if isinstance(returned, type(logprobs)) else type(returned).__name__
         rule = f"must be a tensor of shape {tuple(logprobs.shape)}"
-        raise ConfigError(explain("loss.function returned", found, rule, f"return {what}, without a mean or a sum"))
+        raise ConfigError("loss.function returned", found, rule, f"return {what}, without a mean or a sum")
     if logprobs.requires_grad and not returned.requires_grad:
         rule = "has no gradient"
-        raise ConfigError(explain("loss.function returned", "a tensor", rule, "compute it from the policy's log-probs"))
+        raise ConfigError("loss.function returned", "a tensor", rule, "compute it from the policy's log-probs")
 
 
 # ---------------------------------------------------------------- values
@@ -450,7 +450,7 @@ def step_loss(logits_S: Tensor, labels_S: Tensor, *, steps: float | None = None)
     logits_S, labels_S = at_least_fp32(logits_S), at_least_fp32(labels_S)
     if bool(((labels_S < 0) | (labels_S > 1) | labels_S.isnan()).any()):
         rule = "a label is the probability that the step is right"
-        raise DataError(explain("labels", labels_S.tolist()[:8], rule, "scale them to [0, 1]"))
+        raise DataError("labels", labels_S.tolist()[:8], rule, "scale them to [0, 1]")
     count = max(float(len(logits_S)), 1.0) if steps is None else steps
     loss = -(labels_S * log_sigmoid(logits_S) + (1 - labels_S) * log_sigmoid(-logits_S)).sum() / count
     positive_S = labels_S > 0.5
@@ -470,7 +470,7 @@ def reduce_steps(probs: Tensor, *, how: StepReduction) -> Tensor:
     model. Raises DataError for an answer without steps.
     """
     if probs.shape[-1] == 0:
-        raise DataError(explain("steps", 0, "an answer without steps has no step scores", "check the step separator"))
+        raise DataError("steps", 0, "an answer without steps has no step scores", "check the step separator")
     match how:
         case "min":
             return probs.amin(dim=-1)

@@ -1,15 +1,13 @@
 """Configure agents, whose answers are episodes of turns: `[ppo.agent]` and `[generate.agent]` with `type`."""
 
-from __future__ import annotations
-
 import ast
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, FunctionName
 from rlhf_core.schema.secrets import HOLDS_SECRETS, refuse_plain_options
 
 
@@ -56,16 +54,11 @@ class EnvironmentAgent(EpisodeLimits):
     """An environment with `reset` and `step` (`rlhf_core.agents.environment`)."""
 
     type: Literal["environment"] = "environment"
-    environment: str
+    environment: FunctionName
     """Environment class, or function that returns an environment, as `package.module:Class` or `path/to/file.py:Class`;
     called once per episode."""
     arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
     """Keyword arguments of the call; secrets as `"env:NAME"`."""
-
-    @field_validator("environment")
-    @classmethod
-    def _check_class_name(cls, spec: str) -> str:
-        return named_object(spec)
 
     def callables(self) -> tuple[str, ...]:
         """Return the environment."""
@@ -90,16 +83,11 @@ class ToolsAgent(EpisodeLimits):
     """Functions that the policy may call through the chat template; an answer without a call ends the episode."""
 
     type: Literal["tools"] = "tools"
-    tools: tuple[str, ...] = Field(min_length=1)
+    tools: tuple[FunctionName, ...] = Field(min_length=1)
     """Functions as `package.module:function` or `path/to/file.py:function`. Their schemas are built from their types
     and from docstrings that describe each argument."""
     max_tool_calls: int = Field(8, ge=1)
     """Maximum number of tool calls in an episode; further calls return an error."""
-
-    @field_validator("tools")
-    @classmethod
-    def _check_function_names(cls, specs: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(named_object, specs))
 
     def callables(self) -> tuple[str, ...]:
         """Return the tools."""
@@ -179,7 +167,7 @@ class VerifiersAgent(RewardingAgent):
     type: Literal["verifiers"] = "verifiers"
     python: Annotated[str, FAILURES]
     """Interpreter of the virtual environment in which `verifiers` and the environment are installed."""
-    environment: str
+    environment: FunctionName
     """Name of the environment for `load_environment`."""
     arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
     """Arguments of the environment; secrets as `"env:NAME"`."""
@@ -201,14 +189,6 @@ AgentConfig = Annotated[
     EnvironmentAgent | OpenRLHFAgent | ToolsAgent | ProgramAgent | OpenEnvAgent | NemoGymAgent | VerifiersAgent,
     Field(discriminator="type"),
 ]
-
-
-def named_object(spec: str) -> str:
-    """Return `spec` if it has the form `package.module:name` or `path/to/file.py:name`, else raise ValueError."""
-    module, separator, name = spec.rpartition(":")
-    if not separator or not module or not name.isidentifier():
-        raise ValueError("must read package.module:name or path/to/file.py:name; add what is missing")
-    return spec
 
 
 def _defined_names(file: str) -> set[str]:

@@ -1,14 +1,12 @@
 """Configure who judges comparisons: `annotator = {type = "program" | "file" | "mlflow" | "judge"}`."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.rewards import JsonVerdict, OnFailure, PatternVerdict, http_address
-from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
+from rlhf_core.config.rewards import JsonVerdict, OnFailure, PatternVerdict
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, HttpAddress
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 
 SHOWN_TO_JUDGE = ("{prompt}", "{first}", "{second}")
@@ -108,7 +106,7 @@ class JudgeAnnotator(Config):
     """
 
     type: Literal["judge"] = "judge"
-    url: Annotated[str, FAILURES, HOLDS_SECRETS]
+    url: Annotated[HttpAddress, FAILURES, HOLDS_SECRETS]
     """Address of the server without `/chat/completions`, usually `http://host:port/v1`. Write a secret in it as
     `${env:NAME}`."""
     model: str
@@ -147,11 +145,6 @@ class JudgeAnnotator(Config):
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
     """Action if a question gets no verdict: `fail` ends the stage, which keeps the other verdicts for the next
     run; `invalid` leaves the comparison without a judgment, counted."""
-
-    @field_validator("url")
-    @classmethod
-    def _check_address(cls, url: str) -> str:
-        return http_address(url)
 
     @model_validator(mode="after")
     def _check_placeholders(self) -> Self:

@@ -1,7 +1,5 @@
 """Configure the parts that several stages share: models, optimizer, trainer, sampler and runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache

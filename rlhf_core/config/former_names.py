@@ -3,8 +3,6 @@
 Until version 0.2 the options of `[ppo.kl]`, `[ppo.ahead]` and `[ppo.value]` were keys of `[ppo]` itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ Name what policy optimization and training on rows measure, so that a misspelt m
 depends on data, too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
@@ -18,14 +16,7 @@ from pydantic import Field
 from rlhf_core.config.rewards import RewardsConfig, what_moves_rewards
 from rlhf_core.errors import nearest
 from rlhf_core.monitoring.agreement import KLEstimate, Mismatch
-from rlhf_core.monitoring.bands import (
-    INDEPENDENT,
-    PROXY,
-    Band,
-    Collapse,
-    Drift,
-    OverOptimization,
-)
+from rlhf_core.monitoring.bands import INDEPENDENT, PROXY, Band, Collapse, Drift, OverOptimization
 from rlhf_core.schema.base import Config
 
 # ---------------------------------------------------------------- measured

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.errors import ConfigError, explain, nearest
-from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, added_option
+from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, FunctionName, HttpAddress, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS
-from rlhf_core.secrets.redaction import hidden
 
 # ---------------------------------------------------------------- terms
 
@@ -95,7 +93,7 @@ class FunctionReward(Term):
     """A Python function of answers, run in its own processes; `rlhf_core.rewards.protocols` lists the allowed forms."""
 
     type: Literal["function"] = "function"
-    function: str
+    function: FunctionName
     """Function as `package.module:function` or `path/to/file.py:function`."""
     arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
     """Keyword arguments of the function. Write secrets as `"env:NAME"`: the function gets the value of that environment
@@ -131,20 +129,12 @@ class FunctionReward(Term):
             raise ValueError(f'workers = {self.workers}: with compares = "batch" there is only one call; remove it')
         return self
 
-    @field_validator("function")
-    @classmethod
-    def _check_function_name(cls, function: str) -> str:
-        module, separator, name = function.rpartition(":")
-        if not separator or not module or not name.isidentifier():
-            raise ValueError("must read package.module:function or path/to/file.py:function; add what is missing")
-        return function
-
 
 class RemoteReward(Term):
     """Rewards from a server with OpenRLHF's `/get_reward` contract."""
 
     type: Literal["remote"] = "remote"
-    urls: Annotated[tuple[str, ...], Field(min_length=1), FAILURES, HOLDS_SECRETS]
+    urls: Annotated[tuple[HttpAddress, ...], Field(min_length=1), FAILURES, HOLDS_SECRETS]
     """Addresses of the server; several share the work. They are not part of the stage's key, `version` is. Write a
     secret in an address as `${env:NAME}`."""
     version: str = ""
@@ -169,11 +159,6 @@ class RemoteReward(Term):
     def _check_batches_of_comparisons(self) -> Self:
         _check_cache(self.compares, cache=self.cache)
         return self
-
-    @field_validator("urls")
-    @classmethod
-    def _check_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(http_address(url) for url in urls)
 
 
 class PatternVerdict(Config):
@@ -207,7 +192,7 @@ class JudgeReward(Term):
     """The score that a language model gives as a judge, through an OpenAI-compatible chat endpoint."""
 
     type: Literal["judge"] = "judge"
-    url: Annotated[str, FAILURES, HOLDS_SECRETS]
+    url: Annotated[HttpAddress, FAILURES, HOLDS_SECRETS]
     """Address of the server without `/chat/completions`, usually `http://host:port/v1`. Write a secret in it as
     `${env:NAME}`."""
     model: str
@@ -239,11 +224,6 @@ class JudgeReward(Term):
     group."""
     cache: Annotated[bool, OPERATIONAL] = False
     """Whether values are cached by content."""
-
-    @field_validator("url")
-    @classmethod
-    def _check_address(cls, url: str) -> str:
-        return http_address(url)
 
     @model_validator(mode="after")
     def _check_template_and_range(self) -> Self:
@@ -400,7 +380,7 @@ def check_sources(rewards: RewardsConfig, sources: Collection[str], *, key: str 
                 "no term with a weight applies to prompts of this source",
                 "add it to the `sources` of a term",
             )
-            raise ConfigError(explain(f"{key}.terms", source, rule, remedy))
+            raise ConfigError(f"{key}.terms", source, rule, remedy)
 
 
 def what_compares_answers(rewards: RewardsConfig) -> str:
@@ -417,17 +397,3 @@ def _check_cache(compares: Compares, *, cache: bool) -> None:
         raise ValueError(
             f'cache = true: with compares = "{compares}" an answer\'s value depends on the other answers; remove it'
         )
-
-
-def http_address(url: str) -> str:
-    """Return the URL of a server; raise ValueError unless it has http:// or https:// and a host."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{hidden('url', url)!r}: must begin with http:// or https://; give the complete URL")
-    try:
-        parts = urlsplit(url)
-        found = parts.hostname and parts.port != 0  # reading the port raises ValueError if it is not a number
-    except ValueError:
-        found = None
-    if not found:
-        raise ValueError(f"{hidden('url', url)!r}: has no host, or an invalid port; write it as http://host:port/path")
-    return url

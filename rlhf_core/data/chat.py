@@ -119,7 +119,7 @@ class Renderer:
             )
         except Exception as error:  # templates raise their own errors, e.g. for an unsupported system turn
             roles, rule = [row["role"] for row in rows], f"the chat template rejects them ({error})"
-            raise DataError(explain("messages.role", roles, rule, "change the turns")) from error
+            raise DataError("messages.role", roles, rule, "change the turns") from error
 
     def _silent_role(self, rows: Rows) -> str | None:
         """Return the first role of `rows` whose words the template leaves out, "" if none, and None if it rejects them."""
@@ -132,7 +132,7 @@ class Renderer:
     def _refused(self, missing: str, use: str) -> ConfigError:
         rule = f"the template does not render {missing}, so {use} cannot be trained on"
         remedy = "give a template that does (prepare_data.chat_template), or leave these rows out of the source"
-        return ConfigError(explain("chat_template", str(self._tokenizer.name_or_path), rule, remedy))
+        return ConfigError("chat_template", str(self._tokenizer.name_or_path), rule, remedy)
 
 
 def as_parts(rows: Rows) -> Rows:
@@ -230,7 +230,7 @@ def continued(tokenizer: Any, text: str) -> Ids:
         if added is not None:
             return added
     rule = "in the middle of a text, this tokenizer merges it with the tokens before it"
-    raise DataError(explain("text", text[:80], rule, "start it with a line break"))
+    raise DataError("text", text[:80], rule, "start it with a line break")
 
 
 def following(tokenizer: Any, text: str, *, after: int) -> Ids:
@@ -318,10 +318,10 @@ class ChatTemplate:
         if not self.tokenizer.chat_template:
             rule = f"the tokenizer of {name} has no chat template"
             remedy = 'set prepare_data.chat_template = "chatml" or give the path of a Jinja file'
-            raise ConfigError(explain("chat_template", None, rule, remedy))
+            raise ConfigError("chat_template", None, rule, remedy)
         if self.tokenizer.eos_token_id is None:
             rule = f"the tokenizer of {name} has no EOS token"
-            raise ConfigError(explain("eos_token", None, rule, "set eos_token in its config"))
+            raise ConfigError("eos_token", None, rule, "set eos_token in its config")
         eos_id = int(self.tokenizer.eos_token_id)
         self.pad_id = eos_id if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
         self.ends = frozenset({eos_id, *ends})
@@ -335,7 +335,7 @@ class ChatTemplate:
     def load(cls, folder: Path) -> ChatTemplate:
         """Return the template of the policy in `folder` (`tokenizer.json`, `chat_template.jinja`)."""
         if not folder.is_dir():
-            raise ConfigError(explain("policy", str(folder), "is not a folder", "give the folder of a policy"))
+            raise ConfigError("policy", str(folder), "is not a folder", "give the folder of a policy")
         return cls(load_tokenizer(folder), ends=declared_ends(folder), rows=vocabulary_rows(folder))
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
@@ -345,7 +345,7 @@ class ChatTemplate:
         shown = ChatTemplate(self.tokenizer, tools=tools, ends=self.ends, rows=self._rows)
         if shown.prompt_text(_PROBE[:1]) == self.prompt_text(_PROBE[:1]):
             rule = f"the chat template of {self.tokenizer.name_or_path} does not render tools"
-            raise ConfigError(explain("chat_template", len(tools), rule, "give a template that renders `tools`"))
+            raise ConfigError("chat_template", len(tools), rule, "give a template that renders `tools`")
         return shown
 
     @property
@@ -375,7 +375,7 @@ class ChatTemplate:
         after = self._after_answer(self._render([*_ANSWERED, *messages], generation_prompt=True))
         if before is None or after is None or not after.startswith(before):
             rule = "renders the end of an answer differently when these turns follow it"
-            raise DataError(explain("chat_template", [message.role for message in messages], rule, _KEEPS_TURNS))
+            raise DataError("chat_template", [message.role for message in messages], rule, _KEEPS_TURNS)
         return self._after(self._eos, after)
 
     def following_ids(self, text: str, *, after: int) -> tuple[int, ...]:
@@ -474,7 +474,7 @@ class ChatTemplate:
                 raise DataError(explain("chat_template", where, *opening))
             if not whole.startswith(after) or len(before) < done:
                 rule = "renders differently when later turns follow, so there is no exact loss mask"
-                raise RewrittenTurns(explain("chat_template", where, rule, _KEEPS_TURNS))
+                raise RewrittenTurns("chat_template", where, rule, _KEEPS_TURNS)
             asked = [whole[done : len(before)]] if done else self._cut(messages[:index], before)
             segments += [*((text, False) for text in asked), (whole[len(before) : len(after)], True)]
             done = len(after)
@@ -533,7 +533,7 @@ class ChatTemplate:
                 token = self.tokenizer.convert_ids_to_tokens(max(ids))
                 rule = f"is token {max(ids)} of the tokenizer, but the model has embeddings for {self._rows} tokens"
                 remedy = "use the tokenizer that belongs to the model, or resize its embeddings and train them"
-                raise ConfigError(explain("tokenizer", token, rule, remedy))
+                raise ConfigError("tokenizer", token, rule, remedy)
             self._recent[text] = ids
         return self._recent[text]
 
@@ -563,7 +563,7 @@ class ChatTemplate:
             rule = f"the chat template ends an answer with {answer[-30:]!r}, which contains no EOS token"
             remedy = "make the end-of-turn token the tokenizer's eos_token, or give another chat template"
             rule = f"{rule}: sampling would not stop"
-            raise ConfigError(explain("eos_token", self.tokenizer.eos_token, rule, remedy))
+            raise ConfigError("eos_token", self.tokenizer.eos_token, rule, remedy)
         return found[0]
 
 
@@ -580,5 +580,5 @@ def answer_message(rollout: Rollout) -> Message:
         written = f"{completion.action_mask.count(0)} of its {len(completion.token_ids)} tokens"
         rule = f"{written} come from an environment, and one message of the assistant cannot contain an episode"
         remedy = "train on episodes with ppo, or generate without an agent"
-        raise DataError(explain("rollouts", rollout.prompt.id, rule, remedy))
+        raise DataError("rollouts", rollout.prompt.id, rule, remedy)
     return Message("assistant", completion.text)

@@ -6,8 +6,6 @@ trained on tokens that follow another prompt than the sampler's. For these model
 `prepare_data.chat_template = "deepseek_r1"`. Reasoning stays in the answers, where `<think>` is the policy's own token.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

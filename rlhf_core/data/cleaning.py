@@ -5,8 +5,6 @@ confirm them: the checksum of cards (Luhn), `ipaddress`, and `phonenumbers` (Goo
 of their own, as names and addresses, are not found.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import re
@@ -20,7 +18,7 @@ from rlhf_core.config.data import Filters
 from rlhf_core.data.formats import Example
 from rlhf_core.data.limits import DropReport, Origin
 from rlhf_core.data.turns import Turns
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.types import Message
 
 _WORD = re.compile(r"[^\W\d_]+")
@@ -456,11 +454,11 @@ def _identifier(languages: tuple[str, ...]) -> Callable[[str], tuple[str, float]
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ModuleNotFoundError:
         rule, remedy = "needs the package py3langid", "install it: pip install 'rlhf-lifecycle[language]'"
-        raise ConfigError(explain("data.filters.languages", list(languages), rule, remedy)) from None
+        raise ConfigError("data.filters.languages", list(languages), rule, remedy) from None
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
     unknown = sorted(set(languages) - set(identifier.labels))
     if unknown:
         rule = f"{unknown[0]!r} is not a language that can be detected"
         known = f"use codes of ISO 639-1: {', '.join(sorted(identifier.labels))}"
-        raise ConfigError(explain("data.filters.languages", list(languages), rule, known))
+        raise ConfigError("data.filters.languages", list(languages), rule, known)
     return identifier.classify  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ from rlhf_core.data.comparisons import (
     responses,
 )
 from rlhf_core.data.turns import TRUTHS, WORTHS, Turns, begins_conversation, spelling, string, turns_of, unread_keys
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.types import Message
 
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input", "messages", "conversations")
@@ -303,12 +303,10 @@ def label_reading(source: Source, format_name: str, rows: Iterable[Row]) -> Labe
     elif tables == {"preferences"} and said.keys() <= {"0", "1", "0.0", "1.0"}:
         return "verdict"
     raise DataError(
-        explain(
-            f"data.sources[{source.name}].label_coding",
-            "auto",
-            f"the labels are {', '.join(sorted(said))}: verdicts on the answers, or the answers that are expected",
-            "set it to 'verdict' (bad answers are not imitated) or to 'answer'",
-        )
+        f"data.sources[{source.name}].label_coding",
+        "auto",
+        f"the labels are {', '.join(sorted(said))}: verdicts on the answers, or the answers that are expected",
+        "set it to 'verdict' (bad answers are not imitated) or to 'answer'",
     )
 
 

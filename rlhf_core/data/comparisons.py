@@ -7,8 +7,6 @@ row does not state what a number in `preference` means, so the meaning is decide
 remain, the rows are refused: a verdict read the wrong way round trains the opposite. Ties never become a preference.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -16,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rlhf_core.config.data import PreferenceCoding, RankingPairs
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -130,7 +128,7 @@ def verdict_coding(source: str, coding: PreferenceCoding, rows: Sequence[Row]) -
         "set preference_coding = 'zero_based' (0: the first is better, 1: the second), 'one_based' (1, 2), 'first_is_one' "
         "(1: the first, 0: the second) or 'signed' (negative: the first, positive: the second, 0: a tie)"
     )
-    raise DataError(explain(f"data.sources[{source}].preference_coding", "auto", rule, remedy))
+    raise DataError(f"data.sources[{source}].preference_coding", "auto", rule, remedy)
 
 
 def compared(row: Row, coding: PreferenceCoding) -> dict[str, Any]:

@@ -5,8 +5,6 @@ verdict per annotator. An export does not state which field is the prompt or wha
 several ways is refused, with the option that decides it.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

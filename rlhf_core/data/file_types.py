@@ -3,8 +3,6 @@
 Planning uses it, so it imports no library that reads them.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re
@@ -86,7 +84,7 @@ def file_type(source: Source) -> str:
     if kind == "hub" and not re.fullmatch(r"[0-9a-f]{40}", source.revision):
         rule = f"must be the full commit of the Hub data set {source.path!r}, since branches and tags move"
         remedy = "copy the 40-digit hash from the page of the data set"
-        raise ConfigError(explain(f"data.sources[{source.name}].revision", source.revision, rule, remedy))
+        raise ConfigError(f"data.sources[{source.name}].revision", source.revision, rule, remedy)
     return kind
 
 
@@ -115,7 +113,7 @@ def refuse_other_type(begin: bytes, kind: str, source: Source, *, path: Path) ->
         elif kind in ("csv", "tsv") and not {b",", b"\t"} & {bytes([one]) for one in header} and b";" in header:
             found = "separated by semicolons", "write it with commas"
     if found[0]:
-        raise DataError(explain(f"data.sources[{source.name}].path", str(path), f"is {found[0]}", found[1]))
+        raise DataError(f"data.sources[{source.name}].path", str(path), f"is {found[0]}", found[1])
 
 
 def at_path(source: Source, rule: str, remedy: str) -> str:

@@ -1,7 +1,5 @@
 """Convert real data to tables: read -> adapt -> deduplicate -> pair -> split -> decontaminate -> mix."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace

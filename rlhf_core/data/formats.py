@@ -4,8 +4,6 @@ Column names are TRL's (https://huggingface.co/docs/trl/dataset_formats). Turns 
 `from`/`value`. Prompts and answers may be text or turns. Raw HH-RLHF transcripts and GSM8K are supported as they are.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -202,14 +200,6 @@ def _implicit_preference(row: Row) -> Example:
     return _split_pair(turns_of(chosen, role=""), turns_of(rejected, role=""), row)
 
 
-def _hh(row: Row) -> Example:
-    return _split_pair(transcript(row["chosen"]), transcript(row["rejected"]), row)
-
-
-def _unpaired_preference(row: Row) -> Example:
-    return _judged(_prompt_completion(row), row)
-
-
 def _stepwise(row: Row) -> Example:
     """Return the steps and their joined answer, which is good if every step is more likely right than wrong."""
     steps, labels = row["completions"], row["labels"]
@@ -249,8 +239,8 @@ ADAPTERS: dict[str, Callable[[Row], Example]] = {
     "alpaca": _alpaca,
     "preference": _preference,
     "implicit_preference": _implicit_preference,
-    "hh": _hh,
-    "unpaired_preference": _unpaired_preference,
+    "hh": lambda row: _split_pair(transcript(row["chosen"]), transcript(row["rejected"]), row),
+    "unpaired_preference": lambda row: _judged(_prompt_completion(row), row),
     "stepwise": _stepwise,
     "question_answer": _question_answer,
     "scored": _scored,

@@ -1,7 +1,5 @@
 """Describe the rows of data files, and what `prepare_data` makes of them, without a tokenizer (`rlhf data`)."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Report dropped rows, and drop those that exceed a limit in tokens or spell control tokens of the policy's tokenizer."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,7 +9,7 @@ from typing import Any, TypeAlias
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate
 from rlhf_core.data.chat_templates import is_content, structure
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.types import Message, Prompt
 
 # ---------------------------------------------------------------- report of dropped rows: file, line and reason
@@ -102,12 +100,7 @@ class DropReport:
             if source in ("", drop.source):
                 found[drop.rule].append(drop)
         return [
-            Reason(
-                rule,
-                len(drops),
-                tuple(one.origin for one in drops[:PLACES]),
-                drops[0].reason,
-            )
+            Reason(rule, len(drops), tuple(one.origin for one in drops[:PLACES]), drops[0].reason)
             for rule, drops in sorted(found.items(), key=lambda item: -len(item[1]))
         ]
 
@@ -118,7 +111,7 @@ class DropReport:
             place = f"{bad[0].origin.file}:{bad[0].origin.line}"
             rule = f"({len(bad)} of {read} rows are malformed, at most {max_bad_fraction:.1%} may be)"
             remedy = "fix the rows, set `format` and `columns` for this source, or raise data.max_bad_fraction"
-            raise DataError(explain(f"data.sources[{source}]", place, f"{bad[0].reason} {rule}", remedy))
+            raise DataError(f"data.sources[{source}]", place, f"{bad[0].reason} {rule}", remedy)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of `validation.json`."""

@@ -4,8 +4,6 @@ Order is a pure function of the seed and the step: the step alone determines the
 needs no cursor.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

@@ -4,8 +4,6 @@ Every write is atomic and flushed to disk before the file gets its name. An exis
 killed stage can continue after its last shard.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,7 +15,7 @@ from typing import Any, TypeVar
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.store.layout import fsync_path, remove_tree
 from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt, Rollout
 
@@ -37,7 +35,7 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Return messages as values of a `MESSAGES` column. Raises DataError for tool calls, which it cannot hold."""
     if any(message.tool_fields for message in messages):
         rule = "this table holds no tool calls"
-        raise DataError(explain("messages", [message.role for message in messages], rule, "use them in demonstrations"))
+        raise DataError("messages", [message.role for message in messages], rule, "use them in demonstrations")
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
@@ -112,11 +110,11 @@ def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> l
     Columns named in `since` were added after the first files were written; if missing, their values are None.
     """
     if not path.is_file():
-        raise DataError(explain("table", str(path), "must exist", "prepare the data again"))
+        raise DataError("table", str(path), "must exist", "prepare the data again")
     there = set(pq.read_schema(path).names)
     missing = sorted(set(schema.names) - there - set(since))
     if missing:
-        raise DataError(explain("table", str(path), f"lacks the columns {missing}", "prepare the data again"))
+        raise DataError("table", str(path), f"lacks the columns {missing}", "prepare the data again")
     columns = [name for name in schema.names if name in there]
     rows: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
     absent = dict.fromkeys(name for name in schema.names if name not in there)
@@ -195,7 +193,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """Return the index of `write_index`. Raises DataError if the index is missing."""
     path = folder / INDEX_FILE
     if not path.is_file():
-        raise DataError(explain("index", str(path), "must exist beside the shards", "generate or score again"))
+        raise DataError("index", str(path), "must exist beside the shards", "generate or score again")
     facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return facts
 
@@ -239,7 +237,7 @@ def _write_shard(folder: Path, shard: int, schema: pa.Schema, rows: list[dict[st
 def _read_shards(folder: Path, schema: pa.Schema) -> Iterator[dict[str, Any]]:
     found = shards(folder)
     if not found:
-        raise DataError(explain("shards", str(folder), "has no shard-*.parquet", "generate or score again"))
+        raise DataError("shards", str(folder), "has no shard-*.parquet", "generate or score again")
     for path in found:
         yield from read_table(path, schema.append(CONVERSATIONAL), since=SINCE)
 
@@ -340,7 +338,6 @@ class RolloutLog:
     def write(
         self, step: int, rollouts: Sequence[Rollout], scorer: dict[str, Any], *, policy: str, pool: Pool = Pool()
     ) -> None:
-        """Write a step atomically."""
         final = self._of(step)
         temporary = final.with_name(f".{final.name}")
         for stale in (temporary, final):

@@ -21,7 +21,7 @@ from rlhf_core.config.data import Source
 from rlhf_core.data.file_types import PACKED, at_path, file_type, refuse_other_type, source_files
 from rlhf_core.data.limits import Origin
 from rlhf_core.data.turns import RepeatedKey, from_json
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 
 csv.field_size_limit(1 << 30)  # a cell may hold a long conversation; the default is 128 KiB
 
@@ -104,7 +104,7 @@ def _json(path: Path, source: Source) -> Iterator[Record]:
             cause = error.__cause__
             line = cause.lineno if isinstance(cause, json.JSONDecodeError) else 1
             place, remedy = f"{source.path}:{line}", "fix the file, or set file_type = 'jsonl' for one row a line"
-            raise DataError(explain(f"data.sources[{source.name}]", place, str(error), remedy)) from error
+            raise DataError(f"data.sources[{source.name}]", place, str(error), remedy) from error
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         content = lists[0] if len(lists) == 1 else content
@@ -179,7 +179,7 @@ def _saved_dataset(path: Path, source: Source) -> Iterator[Record]:
     if not isinstance(found, Dataset):
         if source.split not in found:
             key, rule = f"data.sources[{source.name}].split", f"choose from {sorted(found)}"
-            raise DataError(explain(key, source.split, rule, "set `split`"))
+            raise DataError(key, source.split, rule, "set `split`")
         found = found[source.split]
     found.data.validate(full=True)
     yield from _records(source.path, _dataset_rows(found))

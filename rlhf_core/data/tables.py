@@ -3,8 +3,6 @@
 The layouts of generations and rollouts are in `rlhf_core.data.shards`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +14,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate, encode, token_text
 from rlhf_core.data.shards import CONVERSATIONAL, MESSAGES, MESSAGES_WITH_TOOLS, read_rows, write_rows
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.types import Message, Prompt, TokenSample
 
 PROMPTS_FILE = "prompts.parquet"
@@ -236,7 +234,7 @@ class StepSplitter:
         probe = encode(self._tokenizer, f"a{separator}b")
         if not separator or len(self.ends(probe)) != 2:
             rule = f"the tokens of {self._tokenizer.name_or_path} cannot spell it"
-            raise ConfigError(explain("separator", separator, rule, "use another one, such as a newline"))
+            raise ConfigError("separator", separator, rule, "use another one, such as a newline")
 
     def ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the position of each step's last token: the token that completes its separator, or the answer's last.

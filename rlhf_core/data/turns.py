@@ -7,8 +7,6 @@ A call is kept as chat templates expect it, `{"type": "function", "function": {"
 JSON text `Message.tool_fields` beside the content of its turn. The tools of a conversation stand in its first turn.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import math
@@ -298,13 +296,11 @@ def tools_of(value: Any) -> list[dict[str, Any]]:
 
 
 def with_tools(turns: Turns, tools: Sequence[Mapping[str, Any]]) -> Turns:
-    """Return `turns` with `tools` in the first of them."""
     fields = json.loads(turns[0].tool_fields) if turns[0].tool_fields else {}
     return (replace(turns[0], tool_fields=_json(fields | {"tools": tools})), *turns[1:])
 
 
 def calls_tools(message: Message) -> bool:
-    """Return whether a turn calls tools."""
     return bool(message.tool_fields) and "tool_calls" in json.loads(message.tool_fields)
 
 

@@ -4,15 +4,13 @@ The unit of every interval is the prompt: several answers to one prompt are aver
 lengths are in tokens, and KL and entropy are in nats. In an episode, only the tokens that the policy sampled count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, TypeVar
 
-from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.intervals import SHARE, bounds_of, difference_bounds, mean_interval
 from rlhf_core.evaluation.metrics import correlation, distinct_n, entropy_estimate, repetition
 from rlhf_core.types import CHAMPION, Completion, Generation
@@ -45,7 +43,7 @@ class Answers:
     def __post_init__(self) -> None:
         if not self.generations:
             key = f"evaluate.generations.{self.name}"
-            raise DataError(explain(key, 0, "contains no answers", "generate answers first"))
+            raise DataError(key, 0, "contains no answers", "generate answers first")
         for measure in (self.gold, self.scores, self.log_ratios):
             if measure and len(measure) != len(self.generations):
                 raise ValueError(f"{self.name}: {len(measure)} values for {len(self.generations)} answers")
@@ -131,13 +129,13 @@ def best_of(answers: Answers, n: int, *, kl_bound: float) -> Answers:
     key = f"evaluate.best_of.{answers.name}"
     if not answers.scores:
         rule = "needs a reward model to choose the best answer"
-        raise ConfigError(explain(key, n, rule, "train one, or remove best_of"))
+        raise ConfigError(key, n, rule, "train one, or remove best_of")
     places = answers.by_prompt(range(len(answers.generations)))
     least = min(len(group) for group in places.values())
     if least < n:
         failed = f" ({answers.failed} episodes failed)" if answers.failed else ""
         rule = f"a prompt has only {least} answers{failed}"
-        raise ConfigError(explain(key, n, rule, "generate more per prompt, or choose a smaller n"))
+        raise ConfigError(key, n, rule, "generate more per prompt, or choose a smaller n")
     picks = [int(max(group[:n], key=lambda i: answers.scores[int(i)])) for group in places.values()]
     return replace(
         answers,
@@ -189,7 +187,7 @@ def _paired(
     shared = [prompt for prompt in mine if prompt in other]
     if not shared:
         names, remedy = f"{ours.name}, {theirs.name}", "generate both from the same evaluation prompts"
-        raise DataError(explain("evaluate.generations", names, "they have no prompts in common", remedy))
+        raise DataError("evaluate.generations", names, "they have no prompts in common", remedy)
     interval = mean_interval([compare(mine[prompt], other[prompt]) for prompt in shared], bounds=bounds, level=level)
     return interval.plain() | {"against": theirs.name}
 

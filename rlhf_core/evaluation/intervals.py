@@ -11,8 +11,6 @@ the mean of prompt c, p_c its share of all values, m = sum_c p_c v_c, and z and 
   stands for the spread that they do not show: the interval is that of values between 0 and twice as much.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -20,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.types import FEWEST_PROMPTS
 
 LEVEL = 0.95  # confidence level of all intervals but those of `evaluate`, which has an option
@@ -69,7 +67,7 @@ def mean_interval(
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.size == 0 or not np.isfinite(numbers).all():
         rule, remedy = "must be at least one number, all of them finite", "leave out failed samples"
-        raise DataError(explain("values", list(values)[:5], rule, remedy))
+        raise DataError("values", list(values)[:5], rule, remedy)
     shares_C, means_C = _by_prompt(numbers, prompts, weights)
     mean, count = float(np.average(numbers, weights=weights)), len(means_C)
     agree = bool(np.ptp(means_C) <= 1e-9 * abs(mean))

@@ -1,7 +1,5 @@
 """Find the stages that an artifact was made by, from the key records of the store."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

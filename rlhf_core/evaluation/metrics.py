@@ -5,8 +5,6 @@ other. In a Bradley-Terry model P(chosen is better) = sigmoid(margin / T). T = 1
 sure of itself has T > 1 (temperature scaling, Guo et al., arXiv 1706.04599).
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Hashable, Mapping, Sequence

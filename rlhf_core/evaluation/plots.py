@@ -1,7 +1,5 @@
 """Draw figures as PNG bytes in one style, with matplotlib's Agg canvas (no display)."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Render the report as one HTML file that works offline, on phones and screens, in light and dark mode."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Mapping, Sequence

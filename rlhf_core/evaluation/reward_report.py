@@ -7,8 +7,6 @@ A suite, such as RewardBench (arXiv 2403.13787), has rows of a `prompt`, a `chos
 of them, and a `subset`. A row is right if the chosen answer has a higher reward than every rejected one.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,7 +19,7 @@ from rlhf_core.config.data import Source, Suite
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate
 from rlhf_core.data.sources import read
 from rlhf_core.data.turns import Turns, turns_of
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation import plots
 from rlhf_core.evaluation.intervals import DIFFERENCE_OF_SHARES, SHARE, mean_interval
 from rlhf_core.evaluation.metrics import (
@@ -265,9 +263,9 @@ def read_suite(name: str, suite: Suite) -> list[SuiteRow]:
         except DataError as error:
             place = f"{Path(record.origin.file).name}:{record.origin.line}"
             remedy = "name its columns in the suite, or fix the row"
-            raise DataError(explain(f"suites.{name}", place, str(error), remedy)) from error
+            raise DataError(f"suites.{name}", place, str(error), remedy) from error
     if not rows:
-        raise DataError(explain(f"suites.{name}.path", suite.path, "has no rows", "give a file with rows"))
+        raise DataError(f"suites.{name}.path", suite.path, "has no rows", "give a file with rows")
     return rows
 
 

@@ -1,7 +1,5 @@
 """Ask a server that may be slow, hang or answer without end."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

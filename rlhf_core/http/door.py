@@ -13,8 +13,6 @@ Every response forbids foreign pages to frame it. If the request has a nonce, th
 key, so a client can detect another server at the same port before it sends a secret.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import os

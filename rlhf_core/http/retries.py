@@ -3,8 +3,6 @@
 The pauses have no jitter, so that they are the same in every run.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

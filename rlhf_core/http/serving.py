@@ -4,8 +4,6 @@ Uvicorn waits for the end of a request's headers forever, so clients that stop h
 connections and in the end all of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Read the responses in records of Argilla, as records or rows of a data set of version 1 or 2."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

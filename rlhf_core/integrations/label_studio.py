@@ -1,7 +1,5 @@
 """Read the responses in tasks that Label Studio exports as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

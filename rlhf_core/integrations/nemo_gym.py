@@ -5,8 +5,6 @@ An episode is `POST /seed_session` (its cookie names the session), `POST /<tool>
 log-probabilities as they were sampled. A sample that the server masks (`mask_sample`) has failed; it has no reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from rlhf_core.agents.endpoint import MODEL
 from rlhf_core.agents.programs import EpisodeCut, EpisodeFailed, Program, ProgramEngine, ProgramResult, ProgramSession
 from rlhf_core.config.agents import NemoGymAgent
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.integrations.openenv import PROBE_TIMEOUT_S, authorization, get_object
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import label_fields
@@ -46,7 +44,7 @@ def open_agent(config: NemoGymAgent, *, tokenizer: str, **_: Any) -> Program:
         described = get_object(client, "/openapi.json")
     lacking = [route for route in ROUTES if route not in described.get("paths", {})]
     if lacking:
-        raise ConfigError(explain("agent.url", config.url, f"it lacks {lacking[0]}", "name a resources server"))
+        raise ConfigError("agent.url", config.url, f"it lacks {lacking[0]}", "name a resources server")
     template = ChatTemplate.load(Path(tokenizer))
 
     async def program(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:

@@ -4,8 +4,6 @@ The policy's turn becomes a field of an action, and a field of the observation b
 server's own schemas say. An action that the server rejects is reported to the policy, and the episode continues.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Mapping
@@ -22,7 +20,7 @@ from rlhf_core.agents.environment import StepResult
 from rlhf_core.agents.programs import EpisodeFailed
 from rlhf_core.agents.sessions import EnvironmentSession
 from rlhf_core.config.agents import OpenEnvAgent, ServedAgent
-from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.schema.secrets import bearer
 from rlhf_core.types import label_fields
 
@@ -143,12 +141,12 @@ def open_agent(config: OpenEnvAgent, **_: Any) -> Callable[[], OpenEnvEpisode]:
     with httpx.Client(base_url=config.url, headers=authorization(config), timeout=PROBE_TIMEOUT_S) as client:
         health = get_object(client, "/health")
         if health.get("status") != "healthy":
-            raise ConfigError(explain("agent.url", config.url, f"the server reports {health}", "fix the server"))
+            raise ConfigError("agent.url", config.url, f"the server reports {health}", "fix the server")
         schema = get_object(client, "/schema")
         said = str(get_object(client, "/metadata").get("version") or "")
     if config.version and said and said != config.version:
         raise ConfigError(
-            explain("agent.version", config.version, f"the server at {config.url} is {said}", "change one of them")
+            "agent.version", config.version, f"the server at {config.url} is {said}", "change one of them"
         )
     return partial(OpenEnvEpisode, config, wire_of(config, schema))
 
@@ -161,10 +159,10 @@ def get_object(client: httpx.Client, path: str) -> dict[str, Any]:
         body = response.json()
     except (httpx.HTTPError, ValueError) as error:
         problem = f"GET {path} fails ({type(error).__name__}: {error})"
-        raise ConfigError(explain("agent.url", str(client.base_url), problem, "start the server there")) from error
+        raise ConfigError("agent.url", str(client.base_url), problem, "start the server there") from error
     if not isinstance(body, dict):
         raise ConfigError(
-            explain("agent.url", str(client.base_url), f"{path} is not a JSON object", "see the server's protocol")
+            "agent.url", str(client.base_url), f"{path} is not a JSON object", "see the server's protocol"
         )
     return body
 
@@ -176,13 +174,11 @@ def wire_of(config: OpenEnvAgent, schema: Mapping[str, Any]) -> Wire:
         observations = own_fields(schema["observation"])
     except (KeyError, TypeError, AttributeError) as error:
         problem = f"/schema has no schemas of action and observation ({error!r}): it speaks another version of OpenEnv"
-        raise ConfigError(explain("agent.url", config.url, problem, "see docs/rewards_and_agents.md")) from error
+        raise ConfigError("agent.url", config.url, problem, "see docs/rewards_and_agents.md") from error
     action = config.action_field or only_text(actions)
     if not action or (action != WHOLE and action not in actions):
         problem = f"the action's fields are {sorted(actions)}"
-        raise ConfigError(
-            explain("agent.action_field", config.action_field, problem, nearest(action, [*actions, WHOLE]))
-        )
+        raise ConfigError("agent.action_field", config.action_field, problem, nearest(action, [*actions, WHOLE]))
     observation = config.observation_field or only_text(observations)
     is_text = action == WHOLE or "string" in json.dumps(actions[action])
     return Wire(action, is_text, observation)

@@ -5,8 +5,6 @@ Such a file defines `AgentExecutor`, on top of the base classes of `openrlhf.uti
 executors of all versions. The file's `llm_engine` asks our sampler.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import inspect
@@ -25,7 +23,7 @@ from typing import Any, TypeAlias
 from rlhf_core.agents.programs import EpisodeCut, Program, ProgramEngine, ProgramResult, ProgramSession, rewarded
 from rlhf_core.config.agents import OpenRLHFAgent
 from rlhf_core.data.chat import encode, following, load_tokenizer
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.types import plain_text
 from rlhf_core.user_code.modules import NO_DIGESTS, UserFile
 
@@ -111,7 +109,6 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         llm_engine: Any,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Return the episode."""
         assert self.agent_instance_cls is not None
         return await play_instance(
             self.agent_instance_cls,
@@ -327,7 +324,7 @@ def open_agent(
         kind = partial(MultiTurnAgentExecutor, type("Step", (StepFunction,), {"file": file}))
     else:
         rule = "defines neither a class AgentExecutor nor a function `async def step(observation, action, label, **kwargs)`"
-        raise ConfigError(explain("agent.file", config.file, rule, "name the file of --agent_func_path"))
+        raise ConfigError("agent.file", config.file, rule, "name the file of --agent_func_path")
     loaded = load_tokenizer(Path(tokenizer))
     play = _executor_play(config, kind, loaded)
 
@@ -342,7 +339,9 @@ def open_agent(
 
 def _executor_play(config: OpenRLHFAgent, kind: Callable[..., AgentExecutorBase], tokenizer: Any) -> Play:
     """Return the function that runs an episode of the executor, with the arguments of its version."""
-    early = _is_early(kind)
+    # A class of OpenRLHF up to 0.9.0, by its constructor or its `execute`.
+    agent: Any = getattr(kind, "func", kind)
+    early = not _binds(kind) or "llm_engine" not in inspect.signature(agent.execute).parameters
 
     def constructed(engine: LLMEngine | None = None, queue: asyncio.Queue[Any] | None = None) -> Any:
         given = (config.max_turns, config.max_episode_tokens, ConstructorEngine(engine, tokenizer), tokenizer, queue)
@@ -352,7 +351,7 @@ def _executor_play(config: OpenRLHFAgent, kind: Callable[..., AgentExecutorBase]
         executor = constructed()
     except Exception as error:
         rule = f"its AgentExecutor cannot be constructed: {error!r}"
-        raise ConfigError(explain("agent.file", config.file, rule, "fix the file")) from error
+        raise ConfigError("agent.file", config.file, rule, "fix the file") from error
     if early:
 
         async def play_early(
@@ -382,16 +381,11 @@ def _executor_play(config: OpenRLHFAgent, kind: Callable[..., AgentExecutorBase]
     return play
 
 
-def _is_early(kind: Any) -> bool:
-    """Return whether the class is one of OpenRLHF up to 0.9.0, by its constructor or its `execute`."""
-    return not _binds(kind) or ("llm_engine" not in inspect.signature(getattr(kind, "func", kind).execute).parameters)
-
-
 def _check_constructor(config: OpenRLHFAgent, kind: Any) -> None:
     """Raise ConfigError for a class that no version of OpenRLHF could construct."""
     if not _binds(kind) and not _binds(kind, **dict.fromkeys(CONSTRUCTOR)):
         rule = f"AgentExecutor{inspect.signature(kind)} can be constructed neither without arguments nor with {', '.join(CONSTRUCTOR)}"
-        raise ConfigError(explain("agent.file", config.file, rule, "give further arguments a default"))
+        raise ConfigError("agent.file", config.file, rule, "give further arguments a default")
 
 
 def _binds(kind: Any, **arguments: Any) -> bool:

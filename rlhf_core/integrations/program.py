@@ -4,8 +4,6 @@ The command gets `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and the prompt as a lin
 status is 0 if the episode succeeded; its last line of output may hold the reward.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

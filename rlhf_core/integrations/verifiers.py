@@ -4,8 +4,6 @@ One process of `verifiers_runner` plays all episodes of a process of ours. It is
 was playing have failed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars
@@ -21,7 +19,7 @@ from rlhf_core.agents.endpoint import MODEL, Endpoint
 from rlhf_core.agents.programs import EpisodeFailed, Program, ProgramEngine, ProgramResult, ProgramSession
 from rlhf_core.config.agents import VerifiersAgent
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.integrations import verifiers_runner
 from rlhf_core.processes.child import OUR_OWN, guarded
 from rlhf_core.processes.guard import kill_group
@@ -146,11 +144,11 @@ class Runner:
         if "refused" in said:
             where = f"could not be loaded by {self._config.python}: {said['refused']}"
             remedy = "try to load it there by hand"
-            raise ConfigError(explain("agent.environment", self._config.environment, where, remedy))
+            raise ConfigError("agent.environment", self._config.environment, where, remedy)
         wanted, found = self._config.version, str(said["version"])
         if wanted and f"{found}.".find(f"{wanted}.") != 0:
             problem = f"{self._config.python} has verifiers {found}"
-            raise ConfigError(explain("agent.version", wanted, problem, "install that version, or change this"))
+            raise ConfigError("agent.version", wanted, problem, "install that version, or change this")
 
     def _hand_on(self, number: int, reply: dict[str, Any] | Ended) -> None:
         def settle() -> None:

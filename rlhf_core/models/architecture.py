@@ -5,13 +5,11 @@ their frequencies by the longest row of a batch. Both would change the model's l
 and tokens have an end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.models.packages import refuse_adapter
 
 CAPS = ("attn_logit_softcapping", "attention_logit_softcapping")
@@ -24,9 +22,7 @@ def check_attention(config: Any, attention: str) -> None:
     """Raise ConfigError for an attention kernel that omits a part of this architecture's attention."""
     if attention == "sdpa" and caps_attention(config):
         rule = f"it ignores the cap that a model of type {config.model_type} puts on the logits of its attention"
-        raise ConfigError(
-            explain("runtime.trainer.attention", attention, rule, 'set runtime.trainer.attention = "eager"')
-        )
+        raise ConfigError("runtime.trainer.attention", attention, rule, 'set runtime.trainer.attention = "eager"')
 
 
 def caps_attention(config: Any) -> bool:
@@ -73,7 +69,7 @@ def check_folder(folder: Path) -> None:
     refuse_adapter(folder)
     if not (folder / "config.json").is_file():
         rule, remedy = "must be a model folder with config.json", "check the path, or run prepare_data first"
-        raise ConfigError(explain("model.path", str(folder), rule, remedy))
+        raise ConfigError("model.path", str(folder), rule, remedy)
 
 
 def check_longest(key: str, length: int, folder: Path) -> None:
@@ -87,19 +83,19 @@ def check_longest(key: str, length: int, folder: Path) -> None:
 def too_long(key: str, length: int, config: Any, limit: int) -> ConfigError:
     """Return the error for rows of `length` tokens, which exceed `limit`."""
     if not getattr(config.get_text_config(), "rope_parameters", None):
-        return ConfigError(explain(key, length, f"the model has {limit} positions", f"set it to {limit} or less"))
+        return ConfigError(key, length, f"the model has {limit} positions", f"set it to {limit} or less")
     types = sorted({rope["rope_type"] for rope in _ropes(config.get_text_config())} & set(BY_BATCH))
     rule = (
         f"beyond {limit} tokens the rotary positions of type {' and '.join(types)} change with the longest row of a batch, "
         "so the log-probabilities of a sample would depend on the other samples"
     )
-    return ConfigError(explain(key, length, rule, f"set it to {limit} or less"))
+    return ConfigError(key, length, rule, f"set it to {limit} or less")
 
 
 def unknown_token(token_id: int, rows: int) -> ConfigError:
     """Return the error for a token of a tokenizer that has more tokens than the model has embeddings."""
     remedy = "use the tokenizer that belongs to the model, or resize the model's embeddings and train them"
-    return ConfigError(explain("tokenizer", f"token {token_id}", f"the model has embeddings for {rows} tokens", remedy))
+    return ConfigError("tokenizer", f"token {token_id}", f"the model has embeddings for {rows} tokens", remedy)
 
 
 def _ropes(text_config: Any) -> Iterator[Mapping[str, Any]]:

@@ -12,14 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.micro_batches import LEAST_SAVED, LONGEST, Block, common_beginnings, cost
-from rlhf_core.types import (
-    PolicySample,
-    StepSample,
-    TokenSample,
-    ValueSample,
-)
+from rlhf_core.types import PolicySample, StepSample, TokenSample, ValueSample
 
 Sample = TokenSample | StepSample | PolicySample | ValueSample
 
@@ -54,7 +49,6 @@ class TokenBatch:
     """Whether some row holds more than one sample."""
 
     def to(self, device: str | torch.device) -> TokenBatch:
-        """Return the batch on `device`."""
         return TokenBatch(
             token_ids_BL=self.token_ids_BL.to(device),
             position_ids_BL=self.position_ids_BL.to(device),
@@ -108,7 +102,7 @@ def _filled_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
         filled = sum(bool(getattr(sample, name)) for sample in samples)
         if 0 < filled < len(samples):
             rule = f"is empty in {len(samples) - filled} of {len(samples)} samples"
-            raise DataError(explain(f"samples.{name}", filled, rule, "set it in all samples or in none"))
+            raise DataError(f"samples.{name}", filled, rule, "set it in all samples or in none")
         names += [name] * bool(filled)
     return tuple(names)
 
@@ -132,21 +126,21 @@ def _first_fit(samples: Sequence[Sample], pack_to: int) -> tuple[tuple[int, int,
 
 def _check(samples: Sequence[Sample], pack_to: int | None) -> None:
     if not samples:
-        raise DataError(explain("samples", 0, "a batch needs at least one sample", "skip the empty batch"))
+        raise DataError("samples", 0, "a batch needs at least one sample", "skip the empty batch")
     types = {type(sample).__name__ for sample in samples}
     if len(types) > 1:
         rule = "a batch must contain one type of sample"
-        raise DataError(explain("samples", sorted(types), rule, "collate each type separately"))
+        raise DataError("samples", sorted(types), rule, "collate each type separately")
     for index, sample in enumerate(samples):
         length = len(sample.token_ids)
         if length == 0:
-            raise DataError(explain(f"samples[{index}].token_ids", (), "must not be empty", "drop the sample"))
+            raise DataError(f"samples[{index}].token_ids", (), "must not be empty", "drop the sample")
         if sample.loss_mask[0] != 0:
             rule = "nothing predicts the first token, so it cannot be trained on"
-            raise DataError(explain(f"samples[{index}].loss_mask[0]", sample.loss_mask[0], rule, "set it to 0"))
+            raise DataError(f"samples[{index}].loss_mask[0]", sample.loss_mask[0], rule, "set it to 0")
         if pack_to is not None and length > pack_to:
             rule = f"must be <= pack_to = {pack_to}"
-            raise DataError(explain(f"samples[{index}] length", length, rule, "truncate it or raise pack_to"))
+            raise DataError(f"samples[{index}] length", length, rule, "truncate it or raise pack_to")
 
 
 # ---------------------------------------------------------------- shared rows
@@ -223,7 +217,7 @@ def check_packing(config: Any) -> None:
     """Raise ConfigError if a model of this transformers configuration is not known to keep packed samples separate."""
     if not keeps_apart(config):
         rule = f"a model of type {config.model_type} is not known to keep packed samples separate"
-        raise ConfigError(explain("packing", True, rule, "train without packing (packing = false)"))
+        raise ConfigError("packing", True, rule, "train without packing (packing = false)")
 
 
 def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None:

@@ -9,8 +9,6 @@ from which transformers builds a block-diagonal causal mask; only samples that s
 our own. None of it works for every architecture: `check_rows` and `rlhf_core.models.batches` refuse the others.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math
@@ -31,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.models.architecture import length_limit, padding_id, too_long, unknown_token
 from rlhf_core.models.batches import TokenBatch, check_packing, keeps_apart, prefix_width, shared_rows
 
@@ -143,7 +141,7 @@ def compute_in_float32(head: nn.Module) -> None:
     """Turn a linear head into a `Float32Linear` with the same weight, which may be tied. Raises ConfigError for others."""
     if type(head).forward is not nn.Linear.forward:
         rule = f"the LM head is a {type(head).__name__}, not a linear layer alone"
-        raise ConfigError(explain("fp32_lm_head", True, rule, "set it to false, or leave the head out of the adapters"))
+        raise ConfigError("fp32_lm_head", True, rule, "set it to false, or leave the head out of the adapters")
     head.__class__ = Float32Linear
 
 
@@ -261,7 +259,7 @@ def check_routers(model: nn.Module) -> None:
     if not hasattr(config, "router_aux_loss_coef") or not hasattr(config, "num_experts_per_tok"):
         rule = f"{type(model).__name__} has no experts with a load-balancing loss"
         remedy = "set it to 0, or train a mixture of experts"
-        raise ConfigError(explain("runtime.trainer.router_aux_coef", "> 0", rule, remedy))
+        raise ConfigError("runtime.trainer.router_aux_coef", "> 0", rule, remedy)
 
 
 def _balance(logits: Tensor, batch: TokenBatch, experts_per_token: int) -> Tensor:
@@ -320,7 +318,7 @@ def token_logprobs(
     """
     if temperature <= 0:
         rule = "must be > 0"
-        raise ConfigError(explain("temperature", temperature, rule, "a greedy policy has no log-probabilities"))
+        raise ConfigError("temperature", temperature, rule, "a greedy policy has no log-probabilities")
     hidden_BLH = hidden_states(model, batch)
     rows_T, before_T = _masked_positions(batch)
     hidden_TH = hidden_BLH[rows_T, before_T]
@@ -401,7 +399,7 @@ def check_head(model: nn.Module) -> None:
     if not torch.allclose(ours_1LV, own_1LV, rtol=1e-2, atol=1e-2 * own_1LV.abs().max().item()):
         rule = "its logits differ from the output of its LM head with the known scalings"
         remedy = "add the scaling of this architecture to rlhf_core.models.forward, or use another model"
-        raise ConfigError(explain("model.path", type(model).__name__, rule, remedy))
+        raise ConfigError("model.path", type(model).__name__, rule, remedy)
 
 
 @torch.no_grad()
@@ -420,14 +418,14 @@ def check_rows(model: nn.Module) -> None:
 
     def check(one: Tensor, other: Tensor, tolerance: float, rule: str) -> None:
         if not float((one.float() - other.float()).norm()) <= tolerance * float(one.float().norm()):
-            raise ConfigError(explain("model.path", type(model).__name__, rule, remedy))
+            raise ConfigError("model.path", type(model).__name__, rule, remedy)
 
     rounding = ROUNDING[backbone.dtype == torch.float32]
     sees = "its tokens attend to later tokens, so padding would change log-probabilities"
     ours_BLH = _run(backbone, ids_BL, positions_BL).last_hidden_state
     check(ours_BLH[0, :4], ours_BLH[1, :4], rounding, sees)
     if _influence(backbone, ids_BL, positions_BL, until=4) > INFLUENCE:
-        raise ConfigError(explain("model.path", type(model).__name__, sees, remedy))
+        raise ConfigError("model.path", type(model).__name__, sees, remedy)
     counts = "it does not number positions from 0, so log-probabilities would be wrong"
     check(backbone(input_ids=ids_BL, use_cache=False).last_hidden_state, ours_BLH, rounding, counts)
     # The attention to a single token is 1 in every kernel, so the first position needs no tolerance for rounding.

@@ -1,7 +1,5 @@
 """Create a language model from scratch: a byte-level BPE tokenizer trained on the task's texts, and a small Llama."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_core.config.engines import InitModel
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.models.loading import export_model, load_tokenizer
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
@@ -34,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> N
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         rule = f"must be >= {smallest}"
-        raise ConfigError(explain("model.vocab_size", vocab_size, rule, "bytes and special tokens need as many"))
+        raise ConfigError("model.vocab_size", vocab_size, rule, "bytes and special tokens need as many")
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -93,10 +91,10 @@ def initialise_llama(config: InitModel, folder: Path, *, seed: int) -> None:
 def _check_shape(config: InitModel, tokens: int) -> None:
     if tokens > config.vocab_size:
         rule = f"the tokenizer has {tokens} tokens"
-        raise ConfigError(explain("model.vocab_size", config.vocab_size, rule, f"set it to >= {tokens}"))
+        raise ConfigError("model.vocab_size", config.vocab_size, rule, f"set it to >= {tokens}")
     if config.hidden_size % (2 * config.heads) != 0:
         rule = "must be an even multiple of heads"
-        raise ConfigError(explain("model.hidden_size", config.hidden_size, rule, f"use {64 * config.heads}"))
+        raise ConfigError("model.hidden_size", config.hidden_size, rule, f"use {64 * config.heads}")
     if config.heads % config.kv_heads != 0:
         rule = f"must divide heads = {config.heads}"
-        raise ConfigError(explain("model.kv_heads", config.kv_heads, rule, "use heads"))
+        raise ConfigError("model.kv_heads", config.kv_heads, rule, "use heads")

@@ -1,7 +1,5 @@
 """Load a model with the head of its role from a folder, a Hub name or a GGUF file, and export it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -28,7 +26,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from rlhf_core.config.engines import PretrainedModel
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.architecture import check_attention, check_folder, padding_id, read_config
 from rlhf_core.models.forward import (
@@ -75,7 +73,7 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     check_folder(folder)
     if spec.lora is not None and spec.head != "lm":
         rule = "adapters are only supported with the LM head"
-        raise ConfigError(explain("lora", spec.head, rule, "remove lora from this role"))
+        raise ConfigError("lora", spec.head, rule, "remove lora from this role")
     if spec.lora is not None and spec.lora.quantise:
         check_quantizer()
     config = _config_without_dropout(folder)
@@ -104,7 +102,7 @@ def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer in `folder` (a transformers fast tokenizer). Raises ConfigError if there is none."""
     if not (folder / "tokenizer_config.json").is_file():
         rule = "has no tokenizer_config.json"
-        raise ConfigError(explain("tokenizer", str(folder), rule, "give a complete model folder"))
+        raise ConfigError("tokenizer", str(folder), rule, "give a complete model folder")
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -127,13 +125,13 @@ def materialize(
         tokenizer.chat_template = (_opening(tokenizer) if add_bos else "") + chat_template
     if not tokenizer.chat_template:
         rule = "its tokenizer has no chat template"
-        raise ConfigError(explain("model.path", config.path, rule, "set prepare_data.chat_template"))
+        raise ConfigError("model.path", config.path, rule, "set prepare_data.chat_template")
     _check_type(_fetch(AutoConfig, config, source, options), config.path, lm=True)
     model, loading = _fetch(AutoModelForCausalLM, config, source, options | _weights_options(config) | _REPORT)
     _check_weights(loading, config.path)
     if hasattr(model, "peft_config"):
         rule = "is an adapter, which transformers has put on its base model, and only whole models are read"
-        raise ConfigError(explain("model.path", config.path, rule, "merge it (merge_and_unload of peft), and use that"))
+        raise ConfigError("model.path", config.path, rule, "merge it (merge_and_unload of peft), and use that")
     _note_tying(model)
     _ensure_padding(config, model, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +187,7 @@ def _from_pretrained(
             rule = f"transformers does not implement it for models of type {config.model_type}"
             attention = options["attn_implementation"]
             raise ConfigError(
-                explain("runtime.trainer.attention", attention, rule, 'set runtime.trainer.attention = "eager"')
+                "runtime.trainer.attention", attention, rule, 'set runtime.trainer.attention = "eager"'
             ) from error
     _note_tying(model)
     _check_weights(loading, str(folder), allowed_missing=allowed_missing)
@@ -206,7 +204,7 @@ def _check_weights(loading: dict[str, Any], path: str, *, allowed_missing: tuple
             if missing
             else f"has weights of other shapes than its config.json {other[:3]}"
         )
-        raise ConfigError(explain("model.path", path, rule, "give a folder of the same architecture"))
+        raise ConfigError("model.path", path, rule, "give a folder of the same architecture")
 
 
 def _check_type(config: Any, path: str, *, lm: bool) -> None:
@@ -218,7 +216,7 @@ def _check_type(config: Any, path: str, *, lm: bool) -> None:
         rule = "has no causal language model in transformers"
     if rule:
         rule = f"a model of type {config.model_type} {rule}"
-        raise ConfigError(explain("model.path", path, rule, "use a decoder-only model"))
+        raise ConfigError("model.path", path, rule, "use a decoder-only model")
 
 
 def _note_tying(model: Any) -> None:
@@ -241,7 +239,7 @@ def _checkpoint_activations(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except ValueError as error:
         rule = f"{type(model).__name__} does not support it"
-        raise ConfigError(explain("runtime.trainer.gradient_checkpointing", True, rule, "set it to false")) from error
+        raise ConfigError("runtime.trainer.gradient_checkpointing", True, rule, "set it to false") from error
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
@@ -277,7 +275,7 @@ def _check_local(config: PretrainedModel, folder: Path) -> None:
     check_folder(folder)
     if not any(folder.glob("*.safetensors")):
         rule = "has no .safetensors file"
-        raise ConfigError(explain("model.path", config.path, rule, "convert the weights, or set model.gguf_file"))
+        raise ConfigError("model.path", config.path, rule, "convert the weights, or set model.gguf_file")
 
 
 def _weights_options(config: PretrainedModel) -> dict[str, Any]:
@@ -296,7 +294,7 @@ def _fetch(auto: Any, config: PretrainedModel, source: str, options: dict[str, A
         if isinstance(error, ImportError) and config.gguf_file:
             remedy = "pip install gguf"
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(explain("model.path", config.path, f"could not be loaded ({reason})", remedy)) from error
+        raise ConfigError("model.path", config.path, f"could not be loaded ({reason})", remedy) from error
 
 
 def _opening(tokenizer: Any) -> str:
@@ -319,7 +317,7 @@ def _ensure_padding(config: PretrainedModel, model: Any, tokenizer: Any) -> None
             tokenizer.pad_token = chosen[0]
         elif unknown:
             rule = f"its tokenizer has {len(tokenizer)} tokens, among them no padding token, and the model {rows} embeddings"
-            raise ConfigError(explain("model.path", config.path, rule, "resize the model's embeddings and save it"))
+            raise ConfigError("model.path", config.path, rule, "resize the model's embeddings and save it")
         else:
             tokenizer.add_special_tokens({"pad_token": tokenizer.pad_token or PAD_CANDIDATES[0]})
             if len(tokenizer) > model.get_input_embeddings().num_embeddings:
@@ -351,7 +349,7 @@ def export_model(model: nn.Module, folder: Path, *, tokenizer_from: Path) -> Non
 def _copy_tokenizer(source: Path, folder: Path) -> None:
     if not (source / "tokenizer_config.json").is_file():
         rule = "has no tokenizer_config.json"
-        raise ConfigError(explain("tokenizer", str(source), rule, "give the folder that the model came from"))
+        raise ConfigError("tokenizer", str(source), rule, "give the folder that the model came from")
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -384,13 +382,13 @@ def check_kernels(attention: str, *, liger: bool, device: str) -> None:
             f"FlashAttention 2 is not available (device {device})",
             "use sdpa, or install flash-attn on a GPU",
         )
-        raise ConfigError(explain("runtime.trainer.attention", attention, rule, remedy))
+        raise ConfigError("runtime.trainer.attention", attention, rule, remedy)
     if liger and not (device == "cuda" and find_spec(LIGER) is not None):
         rule, remedy = (
             f"Liger kernels are not available (device {device})",
             "remove it, or install liger-kernel on a GPU",
         )
-        raise ConfigError(explain("runtime.trainer.liger", liger, rule, remedy))
+        raise ConfigError("runtime.trainer.liger", liger, rule, remedy)
 
 
 def use_liger(model: nn.Module) -> None:
@@ -403,7 +401,7 @@ def use_liger(model: nn.Module) -> None:
     kind = any_model.config.get_text_config().model_type
     if kind not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
         rule = f"Liger does not support the architecture {kind!r}"
-        raise ConfigError(explain("runtime.trainer.liger", True, rule, "remove it"))
+        raise ConfigError("runtime.trainer.liger", True, rule, "remove it")
     patches._apply_liger_kernel_to_instance(
         model=backbone_of(model), cross_entropy=False, fused_linear_cross_entropy=False
     )
@@ -425,14 +423,14 @@ def shared_vocabulary(student: Path, teacher: Path, *, key: str = "teacher") -> 
     sizes = [vocabulary_size(folder) for folder in (student, teacher)]
     if sizes[0] != sizes[1]:
         rule = f"its vocabulary has {sizes[1]} tokens, the student's has {sizes[0]}"
-        raise ConfigError(explain(key, str(teacher), rule, REMEDY))
+        raise ConfigError(key, str(teacher), rule, REMEDY)
     ours, theirs = (
         AutoTokenizer.from_pretrained(str(folder), local_files_only=True).get_vocab() for folder in (student, teacher)
     )
     if ours != theirs:
         differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
         rule = f"{len(differing)} tokens have other ids than in the student's tokenizer, for example {differing[0]!r}"
-        raise ConfigError(explain(key, str(teacher), rule, REMEDY))
+        raise ConfigError(key, str(teacher), rule, REMEDY)
     return sizes[0]
 
 

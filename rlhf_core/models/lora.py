@@ -11,8 +11,6 @@ What an adapter learns must reach the merged weights. Modules for which it would
 that share their weight with another module, and those whose weight the model uses without calling them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -33,7 +31,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_core.config.engines import ALL_LINEAR, LoraConfig
-from rlhf_core.errors import ConfigError, TrainingError, explain
+from rlhf_core.errors import ConfigError, TrainingError
 
 # ---------------------------------------------------------------- Compute digests of weights
 
@@ -69,7 +67,7 @@ def check_quantizer() -> None:
     """Raise ConfigError if bitsandbytes is not installed."""
     if find_spec(QUANTIZER) is None:
         rule = f"needs {QUANTIZER}, which is not installed"
-        raise ConfigError(explain("lora.quantise", "nf4", rule, f"install {QUANTIZER}, or remove lora.quantise"))
+        raise ConfigError("lora.quantise", "nf4", rule, f"install {QUANTIZER}, or remove lora.quantise")
 
 
 def quantise(model: nn.Module, names: Iterable[str]) -> None:
@@ -90,20 +88,11 @@ def quantise(model: nn.Module, names: Iterable[str]) -> None:
             device="meta",
         )
         small.weight = bitsandbytes.nn.Params4bit(
-            layer.weight.data,
-            requires_grad=False,
-            quant_type="nf4",
-            compress_statistics=True,
-            module=small,
+            layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True, module=small
         )
         small.bias = layer.bias
         model.set_submodule(name, small.to(layer.weight.device))
     model.requires_grad_(False)
-
-
-def is_quantized(layer: nn.Module) -> bool:
-    """Return whether `layer` was made by `quantise`."""
-    return type(layer).__name__ == "Linear4bit"
 
 
 def whole_weight(layer: nn.Module) -> Tensor:
@@ -162,7 +151,7 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
             (m.weight != 0).all() for m in layer.lora_magnitude_vector.values()
         ):
             rule = f"{name} has a row of zeros, which has no direction"
-            raise ConfigError(explain("lora.variant", config.variant, rule, 'use "lora", or leave this module out'))
+            raise ConfigError("lora.variant", config.variant, rule, 'use "lora", or leave this module out')
     return adapted
 
 
@@ -208,7 +197,8 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     fp32, with every row of V scaled to its learned norm for DoRA, and rounded once to the dtype of W. A 4-bit W is
     dequantized first.
     """
-    layers = _adapted_layers(model)
+    # Each by the name of the weight that its adapter changes.
+    layers = {f"{name}{_LAYER}weight": module for name, module in model.named_modules() if _is_adapted(module)}
     state: dict[str, Tensor] = {}
     merged: set[str] = set()
     for name, tensor in model.state_dict().items():
@@ -281,7 +271,7 @@ def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
             raise _refused(config, rule, "leave it out")
     if config.quantise and any(isinstance(linear[name], Conv1D) for name in targets):
         rule = "the model has Conv1D layers, which have no 4-bit form"
-        raise ConfigError(explain("lora.quantise", config.quantise, rule, "remove it"))
+        raise ConfigError("lora.quantise", config.quantise, rule, "remove it")
     left_out = {_last(name) for name in linear.keys() - set(targets)}
     logger.info("lora: adapters for %s, none for %s", sorted({_last(name) for name in targets}), sorted(left_out))
     return targets
@@ -310,11 +300,11 @@ def _becomes_experts(model: nn.Module, name: str) -> bool:
 
 def _lost(names: Sequence[str]) -> TrainingError:
     rule = f"what adapters have learned would be missing in the merged weights ({', '.join(names[:3])})"
-    return TrainingError(explain("lora", len(names), rule, "please report this as a bug, with the model's type"))
+    return TrainingError("lora", len(names), rule, "please report this as a bug, with the model's type")
 
 
 def _refused(config: LoraConfig, rule: str, remedy: str) -> ConfigError:
-    return ConfigError(explain("lora.target_modules", config.target_modules, rule, remedy))
+    return ConfigError("lora.target_modules", config.target_modules, rule, remedy)
 
 
 def _ends_with(name: str, targets: Sequence[str]) -> bool:
@@ -333,15 +323,10 @@ def _is_adapted(module: nn.Module) -> bool:
     return _ADAPTER in getattr(module, "lora_A", ())
 
 
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers with an adapter, by the name of the weight that it changes."""
-    return {f"{name}{_LAYER}weight": module for name, module in model.named_modules() if _is_adapted(module)}
-
-
 @torch.no_grad()
 def _merged(weight: Tensor, layer: Any) -> Tensor:
     base = layer.get_base_layer()
-    if is_quantized(base):
+    if type(base).__name__ == "Linear4bit":  # made by `quantise`
         weight = whole_weight(base)
     transposed = layer.fan_in_fan_out  # the weight of GPT-2's Conv1D is [in, out]
     weight_OI = (weight.T if transposed else weight).float()

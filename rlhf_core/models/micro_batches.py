@@ -8,8 +8,6 @@ Samples begin with the same tokens as the answers to a prompt do, or the two sid
 tokens once (`rlhf_core.models.batches`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

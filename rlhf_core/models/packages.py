@@ -1,13 +1,11 @@
 """Find models in folders and installed Python packages, without torch: keys of them are made before engines load."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path
 
 from rlhf_core.config.engines import PretrainedModel
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 
 ADAPTER = "adapter_config.json"
 PACKAGE = "package:"
@@ -25,10 +23,10 @@ def package_folder(path: str, *, key: str = "model.path") -> Path:
     spec = importlib.util.find_spec(package) if package else None
     if spec is None or not spec.submodule_search_locations:
         remedy = REMEDIES[package] if package in REMEDIES else f"pip install {package}"
-        raise ConfigError(explain(key, path, "this Python package is not installed", remedy))
+        raise ConfigError(key, path, "this Python package is not installed", remedy)
     folder = Path(next(iter(spec.submodule_search_locations))) / inside
     if not folder.is_dir():
-        raise ConfigError(explain(key, path, f"the package has no folder {inside!r}", "check the name"))
+        raise ConfigError(key, path, f"the package has no folder {inside!r}", "check the name")
     return folder
 
 
@@ -39,7 +37,7 @@ def refuse_adapter(folder: Path) -> None:
         remedy = (
             f"merge it (merge_and_unload of peft) and save the result, or take {ADAPTER} out if the weights are whole"
         )
-        raise ConfigError(explain("model.path", str(folder), rule, remedy))
+        raise ConfigError("model.path", str(folder), rule, remedy)
 
 
 def local_folder(config: PretrainedModel) -> Path | None:
@@ -54,12 +52,12 @@ def local_folder(config: PretrainedModel) -> Path | None:
         if config.gguf_file and not (folder / config.gguf_file).is_file():
             found = sorted(file.name for file in folder.glob("*.gguf"))
             rule = f"is not in {config.path}"
-            raise ConfigError(explain("model.gguf_file", config.gguf_file, rule, f"choose from {found}"))
+            raise ConfigError("model.gguf_file", config.gguf_file, rule, f"choose from {found}")
         return folder
     if config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
-        raise ConfigError(explain("model.path", config.path, "this folder does not exist", "check the path"))
+        raise ConfigError("model.path", config.path, "this folder does not exist", "check the path")
     if not re.fullmatch(r"[0-9a-f]{40}", config.revision):
         rule = f"must be the full commit of the Hub model {config.path!r}, since branches and tags move"
         remedy = "copy the 40-digit hash from the page of the model"
-        raise ConfigError(explain("model.revision", config.revision, rule, remedy))
+        raise ConfigError("model.revision", config.revision, rule, remedy)
     return None

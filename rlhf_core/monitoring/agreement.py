@@ -1,7 +1,5 @@
 """Monitors of two computations of the same number, which have to agree: sampler and trainer, k1 and k3."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -87,7 +87,6 @@ class History:
         return {"points": self._points, "samples": dict(self._samples)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
         for name, points in state["points"].items():
             self._points[name] = [(int(step), float(value)) for step, value in points]
         for name, samples in state["samples"].items():
@@ -130,7 +129,6 @@ class MonitorConfig(Config):
     @abstractmethod
     def reads(self) -> tuple[str, ...]:
         """Return the names of the metrics that the monitor reads."""
-        raise NotImplementedError
 
     @abstractmethod
     def check(self, history: History, *, looks: int) -> str:
@@ -138,7 +136,6 @@ class MonitorConfig(Config):
 
         `looks` is the number of evaluations of the run, for monitors that test a hypothesis at each of them.
         """
-        raise NotImplementedError
 
     @property
     def unit(self) -> str:

@@ -4,8 +4,6 @@ Trainer and sampler mostly use the same cores in turn, so idle threads must soon
 small operation, though, so they wait awake as long as it is from one operation of a step to the next.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -100,7 +100,6 @@ def _kill_descendants(pid: int) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the living descendants of `pid`."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended meanwhile

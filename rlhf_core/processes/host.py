@@ -3,8 +3,6 @@
 A thread writes and another one reads, so neither a child that answers late nor one that reads nothing stops its caller.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Identify this machine and its network, and check whether a process id still belongs to the same process."""
 
-from __future__ import annotations
-
 import getpass
 import ipaddress
 import os

@@ -4,8 +4,6 @@ Python's collector of cycles visits every object that may be part of one, while 
 of everything, and when the process ends. Those of torch, transformers or vLLM live as long as the process.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 from collections.abc import Iterator

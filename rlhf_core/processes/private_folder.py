@@ -1,13 +1,11 @@
 """Create folders that only this user may enter, also in a temporary directory, where others may make the name first."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat
 from pathlib import Path
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 
 
 def private_folder(path: Path) -> Path:
@@ -19,7 +17,7 @@ def private_folder(path: Path) -> Path:
     above = path.parent.stat().st_mode
     if above & stat.S_IWOTH and not above & stat.S_ISVTX:
         rule = f"others may rename what lies in {path.parent}, which has no sticky bit"
-        raise ConfigError(explain("folder", str(path), rule, "set TMPDIR to a folder that only you can access"))
+        raise ConfigError("folder", str(path), rule, "set TMPDIR to a folder that only you can access")
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     try:
@@ -45,6 +43,4 @@ def keep_others_out(path: Path) -> None:
 
 def _not_ours(path: Path) -> ConfigError:
     rule = "is not a folder that belongs to this user"
-    return ConfigError(
-        explain("folder", str(path), rule, "remove it, or set TMPDIR to a folder that only you can access")
-    )
+    return ConfigError("folder", str(path), rule, "remove it, or set TMPDIR to a folder that only you can access")

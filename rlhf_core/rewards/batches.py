@@ -5,8 +5,6 @@ Cache the values of a reward by the content of what was scored, so that no answe
 A file is kept beside the shards or checkpoints of an attempt: a resumed stage reads it again.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -17,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -69,7 +66,6 @@ class Reward(Protocol):
 
     def __call__(self, generations: Sequence[Generation]) -> RewardOutcome | Sequence[float | None]:
         """Return one value per generation, None where it does not apply."""
-        ...
 
 
 class BatchFailed(RewardError):
@@ -108,7 +104,7 @@ def screened(
         generation = generations[position]
         key = f"rewards.{name}[prompt {generation.prompt.id}]"
         answer = generation.completion.text[:LONGEST_REASON]
-        raise RewardError(explain(key, value, rule, f"fix the reward; the answer was {answer!r}"))
+        raise RewardError(key, value, rule, f"fix the reward; the answer was {answer!r}")
     values = tuple(None if i in bad else value for i, value in enumerate(outcome.values))
     failures = {**outcome.failures, **{i: f"returned {value}: {rule}" for i, value in bad.items()}}
     return RewardOutcome(values, failures, outcome.logs, outcome.scores)
@@ -212,9 +208,7 @@ def checked(name: str, values: Sequence[float | None], generations: Sequence[Gen
     for value, generation in zip(outcome.values, generations, strict=True):
         if value is None:
             key = f"rewards.{name}[prompt {generation.prompt.id}]"
-            raise RewardError(
-                explain(key, None, "the reward function returned None", "return a number for every prompt")
-            )
+            raise RewardError(key, None, "the reward function returned None", "return a number for every prompt")
         found.append(value)
     return found
 
@@ -370,7 +364,7 @@ class BatchedReward:
     def _settled(self, batch: Sequence[Generation]) -> RewardOutcome:
         ask = self._free.get()
         try:
-            outcome = self._tried(partial(self._screened, ask), batch)
+            outcome = self._tried(lambda rows: screened(self._name, ask(rows), rows, on_failure=self.on_failure), batch)
         finally:
             self._free.put(ask)
         if self._cache is not None:
@@ -380,9 +374,6 @@ class BatchedReward:
                 {key: outcome.scores[at] for key, at in settled.items()} if outcome.scores else {},
             )
         return outcome
-
-    def _screened(self, ask: Ask, batch: Sequence[Generation]) -> RewardOutcome:
-        return screened(self._name, ask(batch), batch, on_failure=self.on_failure)
 
     def _tried(self, ask: Ask, batch: Sequence[Generation]) -> RewardOutcome:
         for attempt in range(self._retries + 1):

@@ -4,8 +4,6 @@ None in so many words says that a reward does not apply. A function that ends wi
 often by mistake.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

@@ -8,8 +8,6 @@ a (kind, value) pair: the outcomes of the batches. It ends with the process that
 that process ends and whatever the function does then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
@@ -152,7 +150,7 @@ class IsolatedReward:
             raise ConfigError(f"rewards.{self._name}.{answer}")
         problem = "did not load" if kind == "died" else f"did not load within {START_TIMEOUT_S:g} s"
         remedy = "import it in a Python shell to see the error"
-        raise ConfigError(explain(f"rewards.{self._name}.function", self._function, problem, remedy))
+        raise ConfigError(f"rewards.{self._name}.function", self._function, problem, remedy)
 
     def _answer(self, timeout_s: float) -> tuple[str, Any]:
         """Return the next answer of the process, or how the process failed to give one; then it has been killed."""
@@ -184,7 +182,10 @@ def main(function: str, settings: WorkerSettings) -> None:
     except ConfigError as error:
         send_message(answers, ("refused", str(error)))
         return
-    _limit_memory(settings.memory_bytes)
+    if settings.memory_bytes:
+        # Allocations beyond it raise MemoryError, before the machine runs out. What is mapped and never written
+        # (libraries, reserved address space) does not count.
+        resource.setrlimit(resource.RLIMIT_DATA, (settings.memory_bytes, settings.memory_bytes))
     send_message(answers, ("ready", reward.is_async))
     with asyncio.Runner() as runner:  # one loop for all batches: a client that the function keeps belongs to it
         while True:
@@ -202,15 +203,6 @@ def _answer(reward: Adapted, batches: Any, runner: asyncio.Runner) -> tuple[str,
         return "refused", str(error)
     except Exception:
         return "raised", without_secrets(traceback.format_exc())
-
-
-def _limit_memory(limit: int) -> None:
-    """Set a limit beyond which allocations raise MemoryError, before the machine runs out of memory.
-
-    What is mapped and never written (libraries, reserved address space) does not count.
-    """
-    if limit:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 if __name__ == "__main__":

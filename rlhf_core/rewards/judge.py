@@ -1,7 +1,5 @@
 """Score answers with a language model as the judge, at an OpenAI-compatible endpoint."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -12,7 +10,7 @@ import httpx
 
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
-from rlhf_core.errors import RewardError, explain
+from rlhf_core.errors import RewardError
 from rlhf_core.http.client import post, shown_body
 from rlhf_core.http.retries import retried
 from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S, RewardOutcome, shortened
@@ -67,7 +65,6 @@ class ChatEndpoint:
         raise ChatFailed(without_secrets(problem))
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def _said(self, messages: Sequence[Message]) -> str:
@@ -156,12 +153,11 @@ class Judge:
         if failures and self._config.on_failure == "fail":
             at, reason = next(iter(failures.items()))
             key = f"rewards.{self._name}[prompt {generations[at].prompt.id}]"
-            raise RewardError(explain(key, reason, "the judge gave no score", "fix the template or the server"))
+            raise RewardError(key, reason, "the judge gave no score", "fix the template or the server")
         values = tuple(None if isinstance(verdict, str) else verdict for verdict in verdicts)
         return RewardOutcome(values, failures)
 
     def close(self) -> None:
-        """Close the connections."""
         self._endpoint.close()
 
     def __enter__(self) -> Self:

@@ -30,7 +30,7 @@ from rlhf_core.config.rewards import (
     RewardsConfig,
     RewardSpec,
 )
-from rlhf_core.errors import ArtifactError, ConfigError, explain
+from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.interfaces import Trainer
 from rlhf_core.models.packages import refuse_adapter
 from rlhf_core.types import Generation, Message, ProcessRewardModelRef, RewardModelRef, TokenSample
@@ -80,7 +80,7 @@ def _contract_in(folder: Path, kind: str, rule: str) -> Iterator[dict[str, Any]]
         yield json.loads(path.read_text(encoding="utf-8"))
     except (OSError, KeyError, TypeError, ValueError) as error:
         remedy = f"train the {kind.replace('_', ' ')} again"
-        raise ArtifactError(explain(kind, str(path), f"{rule} ({error!r})", remedy)) from error
+        raise ArtifactError(kind, str(path), f"{rule} ({error!r})", remedy) from error
 
 
 def verify_contract(trainer: Trainer, contract: Contract) -> None:
@@ -96,7 +96,7 @@ def check_scores(kind: str, scores: Sequence[float], expected: Sequence[float]) 
         if not abs(score - wanted) <= tolerance * max(1.0, abs(wanted)):  # NaN fails too
             rule = f"was {wanted!r} after training, and differs by more than the tolerance of {tolerance:g}"
             remedy = "load the model with the score head, padding and precision it was trained with, or train it again"
-            raise ArtifactError(explain(f"{kind}.probe[{index}]", score, rule, remedy))
+            raise ArtifactError(f"{kind}.probe[{index}]", score, rule, remedy)
 
 
 def score_with_reward_model(
@@ -142,7 +142,7 @@ def _check_rendering(chat: PromptRenderer, generation: Generation) -> None:
             return
         rule = "the reward model's tokenizer decodes the tokens of the episode to another text"
         remedy = "train the reward model from a model with the policy's tokenizer"
-    raise ConfigError(explain("reward_model", f"prompt {generation.prompt.id}", rule, remedy))
+    raise ConfigError("reward_model", f"prompt {generation.prompt.id}", rule, remedy)
 
 
 # ---------------------------------------------------------------- process model
@@ -288,7 +288,8 @@ def check_classifier(folder: Path) -> None:
             folder, "contains no safetensors files", "load it with transformers and save it with save_pretrained"
         )
     if HEAD not in shapes:
-        other = next((name for name in _other_heads(config) if name in shapes), "")
+        own = [f"{config['value_head_prefix']}.weight"] if config.get("value_head_prefix") else []
+        other = next((name for name in (*own, *OTHER_HEADS) if name in shapes), "")
         if other:
             raise _refused(folder, f"its head is {other}", f"only a decoder's {HEAD} is read; rename a decoder's")
         remedy = "use a sequence classifier; to train one from a language model, use [reward_model]"
@@ -313,11 +314,6 @@ def single_output(config: dict[str, Any]) -> dict[str, Any]:
 def probe_messages() -> list[tuple[tuple[Message, ...], str]]:
     """Return the probes as prompts and answers."""
     return [((Message("user", question),), answer) for question, answer in PROBES]
-
-
-def _other_heads(config: dict[str, Any]) -> tuple[str, ...]:
-    prefix = config.get("value_head_prefix")
-    return (*((f"{prefix}.weight",) if prefix else ()), *OTHER_HEADS)
 
 
 def _check_template(folder: Path) -> None:
@@ -364,7 +360,7 @@ def _unreadable(folder: Path, name: str, rule: str) -> ConfigError:
 
 
 def _refused(folder: Path, rule: str, remedy: str) -> ConfigError:
-    return ConfigError(explain("import_reward_model.path", str(folder), rule, remedy))
+    return ConfigError("import_reward_model.path", str(folder), rule, remedy)
 
 
 # ---------------------------------------------------------------- model inputs
@@ -378,11 +374,11 @@ def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, Rewar
                 near = difflib.get_close_matches(model, reward_models, n=1)
                 given = f"did you mean {near[0]}?" if near else f"the stage has {sorted(reward_models) or 'none'}"
                 rule = "the stage was not given this reward model"
-                raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, given))
+                raise ConfigError(f"rewards.terms.{name}.{key}", model, rule, given)
             steps = isinstance(reward_models[model], ProcessRewardModelRef)
             if steps and not isinstance(spec, ProcessRewardModelReward):
                 rule, remedy = "it scores steps, not whole answers", 'set type = "process_reward_model"'
-                raise ConfigError(explain(f"rewards.terms.{name}.{key}", model, rule, remedy))
+                raise ConfigError(f"rewards.terms.{name}.{key}", model, rule, remedy)
 
 
 def _models_of(spec: RewardSpec) -> list[tuple[str, str]]:

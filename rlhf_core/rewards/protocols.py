@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlhf_core.config.rewards import FunctionProtocol
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.batches import (
     Logs,
     RewardOutcome,
@@ -175,9 +175,7 @@ def adapt(function: Callable[..., Any], *, protocol: FunctionProtocol, arguments
     unknown = [name for name in arguments if name not in parameters]
     if unknown and not takes_all:
         has = f"use one of {', '.join(parameters)}"
-        raise ConfigError(
-            explain(f"arguments.{unknown[0]}", arguments[unknown[0]], "is not a parameter of the function", has)
-        )
+        raise ConfigError(f"arguments.{unknown[0]}", arguments[unknown[0]], "is not a parameter of the function", has)
     chosen = protocol_of(parameters, arguments) if protocol == "auto" else protocol
     return Adapted(function, chosen, dict(arguments))
 
@@ -202,7 +200,7 @@ def protocol_of(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[
         return "generations"
     rule = "the names of its parameters match no protocol"
     remedy = "name them as in docs/score.md, or set protocol"
-    raise ConfigError(explain("function", f"({', '.join(parameters)})", rule, remedy))
+    raise ConfigError("function", f"({', '.join(parameters)})", rule, remedy)
 
 
 def prompt_text(messages: Sequence[Message]) -> str:

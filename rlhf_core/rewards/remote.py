@@ -84,7 +84,6 @@ class RemoteRewardClient:
         return joined(list(self._pool.map(self._scored, batches)))
 
     def close(self) -> None:
-        """Close the connections."""
         self._pool.shutdown()
         self._client.close()
 
@@ -180,7 +179,7 @@ class _Rotation:
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(
-                    explain(f"rewards.{name}.urls", url, "must begin with http:// or https://", "give the complete URL")
+                    f"rewards.{name}.urls", url, "must begin with http:// or https://", "give the complete URL"
                 )
         self._health = {url: _Health() for url in urls}
         self._turn = 0

@@ -84,7 +84,7 @@ def gated_product(
     for name in gates:
         for value in components[name]:
             if value is not None and not 0 <= value <= 1:
-                raise RewardError(explain(f"rewards.{name}", value, "a gate must be in [0, 1]", "remove it from gates"))
+                raise RewardError(f"rewards.{name}", value, "a gate must be in [0, 1]", "remove it from gates")
     sums = weighted_sum(components, {name: weight for name, weight in weights.items() if name not in gates})
     opened = [
         math.prod(value for value in row if value is not None)

@@ -5,8 +5,6 @@ own, so that health and metrics answer while it works. If a batch fails, each of
 client sends does not fail another's. Requests of web pages are refused: no page has business here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -24,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from rlhf_core.errors import RewardError, RlhfError, explain
+from rlhf_core.errors import RewardError, RlhfError
 from rlhf_core.http.door import Door, health_alone
 from rlhf_core.http.serving import BodyLimits, BodyRefused, read_body
 from rlhf_core.interfaces import Trainer
@@ -282,7 +280,7 @@ def reward_model_score(trainer: Trainer, encode: Encode, *, max_length: int) -> 
     def score(queries: Sequence[Query]) -> RewardOutcome:
         sequences = [encode(query)[:max_length] for query in queries]
         if not all(sequences):
-            raise RewardError(explain("query", "", "has no tokens to read a score from", "send prompt and answer"))
+            raise RewardError("query", "", "has no tokens to read a score from", "send prompt and answer")
         return _checked(RewardOutcome(tuple(trainer.scores(sequences))), len(queries))
 
     return score
@@ -305,7 +303,7 @@ def rendered(answered: Callable[[str, str], tuple[int, ...]]) -> Encode:
     def encode(query: Query) -> tuple[int, ...]:
         if not query.prompt or not query.text.startswith(query.prompt):
             raise RewardError(
-                explain("prompts", query.prompt[:80], "the query does not begin with it", "send both, or no --render")
+                "prompts", query.prompt[:80], "the query does not begin with it", "send both, or no --render"
             )
         return answered(query.prompt, query.answer)
 
@@ -320,8 +318,8 @@ def _generation(number: int, query: Query) -> Generation:
 def _checked(outcome: RewardOutcome, count: int) -> RewardOutcome:
     """Raise RewardError unless there are `count` finite values: JSON has no NaN."""
     if len(outcome.values) != count:
-        raise RewardError(explain("rewards", len(outcome.values), f"for {count} answers", "fix the reward"))
+        raise RewardError("rewards", len(outcome.values), f"for {count} answers", "fix the reward")
     for position, value in enumerate(outcome.values):
         if value is not None and not math.isfinite(value):
-            raise RewardError(explain(f"rewards[{position}]", value, "is not a finite number", "fix the reward"))
+            raise RewardError(f"rewards[{position}]", value, "is not a finite number", "fix the reward")
     return outcome

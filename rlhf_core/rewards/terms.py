@@ -1,7 +1,5 @@
 """Open the rewards of a configuration: start processes, lease and verify models, connect clients."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -13,8 +13,6 @@ processes; a sampler in this process shares its cores with the training. Scoring
 workers do it.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections import Counter, defaultdict
@@ -36,7 +34,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import mixed_rows, rows_from
 from rlhf_core.data.shards import POOL, Drawn, Pool, RolloutLog, read_drawn, read_pool, write_drawn, write_pool
-from rlhf_core.errors import DataError, SamplingError, explain
+from rlhf_core.errors import DataError, SamplingError
 from rlhf_core.interfaces import Metrics, Sampler, Weights
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import ActionSpan, Completion, Generation, Prompt, SamplingRequest, derive_seed
@@ -52,27 +50,21 @@ class StepSampler(Protocol):
     @property
     def ahead(self) -> int:
         """Return how many later steps are being sampled."""
-        ...
 
     def load_weights(self, weights: Callable[[], Weights], *, version: int) -> None:
         """Sample with `weights()` from now on, the policy's weights after `version` updates."""
-        ...
 
     def generate(self, step: int) -> Drawn:
         """Return the answers of `step`, those of a prompt together."""
-        ...
 
     def borrow(self, weights: Callable[[], Weights], *, version: int, job: Callable[[], T]) -> T:
         """Return the result of `job`, which may use the engine with `weights()` loaded; nothing else is sampled meanwhile."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write all answers, finished or not, that no step has taken yet."""
-        ...
 
     def load(self, folder: Path, step: int) -> None:
         """Continue at `step` from the state of `save`."""
-        ...
 
 
 class OnPolicySampler:
@@ -253,7 +245,7 @@ class PartialAnswers(Draw):
                 left = [one for number, group in enumerate(groups) if number not in taken for one in group]
                 return [one for number in taken for one in groups[number]], Pool(pool.begun + missing, tuple(left))
         rule = f"the sampler ended answers early: {len(whole)} of {self.groups} groups are whole"
-        raise SamplingError(explain("ppo.ahead.tokens", self.tokens, rule, "please report this as a bug"))
+        raise SamplingError("ppo.ahead.tokens", self.tokens, rule, "please report this as a bug")
 
     def _begun(self, first: int, count: int) -> list[Generation]:
         """Return the samples of `count` new groups, from number `first` on, without a token yet; each has its own seed."""
@@ -272,7 +264,10 @@ class PartialAnswers(Draw):
         """
         unfinished = [number for number, one in enumerate(samples) if not self._is_finished(one)]
         requests = [
-            SamplingRequest(one.prompt_ids + one.completion.token_ids, _segment_seed(one.completion))
+            SamplingRequest(
+                one.prompt_ids + one.completion.token_ids,
+                derive_seed(one.completion.seed, "segment", len(one.completion.spans)),
+            )
             for one in (samples[number] for number in unfinished)
         ]
         segments = self.engine.generate(requests, self.sampling.model_copy(update={"max_tokens": self.tokens}))
@@ -286,10 +281,6 @@ class PartialAnswers(Draw):
         """Return whether an answer ended by itself or has `max_tokens` tokens."""
         made = sample.completion
         return made.finish_reason == "stop" or len(made.token_ids) >= self.sampling.max_tokens
-
-
-def _segment_seed(completion: Completion) -> int:
-    return derive_seed(completion.seed, "segment", len(completion.spans))
 
 
 def _longer(completion: Completion, segment: Completion, chat: ChatTemplate) -> Completion:
@@ -383,7 +374,7 @@ class AheadSampler:
         end = min(step + self._staleness, self._steps)
         if sorted(kept) != list(range(step, end)):
             rule = f"rollouts of the steps {step} to {end - 1} should be here, but found those of {sorted(kept)}"
-            raise DataError(explain("checkpoint.rollouts", str(folder), rule, "start the stage over with --force"))
+            raise DataError("checkpoint.rollouts", str(folder), rule, "start the stage over with --force")
         usable = takewhile(lambda one: self._has_whole_group(one[1].generations), sorted(kept.items()))
         self._drawn = {number: _completed(drawn) for number, drawn in usable}
         self._requested = step + len(self._drawn)
@@ -447,7 +438,7 @@ class Background:
         while not wait([job], timeout=LOOK_EVERY_S).done:
             if not self._thread.is_alive():
                 rule = "the sampling thread ended before it had finished"
-                raise SamplingError(explain("rollouts", self._name, rule, "run again"))
+                raise SamplingError("rollouts", self._name, rule, "run again")
         self._check()
         return job.result()
 

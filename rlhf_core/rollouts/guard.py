@@ -12,8 +12,6 @@ that checkpoint, and what was decided one of the report: a run whose answer came
 later have the same result.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -30,7 +28,7 @@ from rlhf_core.config.monitors import HeldOutConfig
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import content_id
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics, Sampler, Trainer, Weights
 from rlhf_core.monitoring.bands import Action, History, MonitorConfig
 from rlhf_core.rewards.scoring import Scorer, component_means
@@ -66,7 +64,7 @@ def hold_out(prompts: Sequence[Prompt], config: HeldOutConfig | None) -> tuple[l
         by_content.setdefault(content_id(prompt.messages), prompt)
     if config.prompts >= len(by_content):
         rule = f"there are {len(by_content)} different prompts, and some must be left to train on"
-        raise ConfigError(explain("ppo.evaluate.prompts", config.prompts, rule, "lower it, or provide more prompts"))
+        raise ConfigError("ppo.evaluate.prompts", config.prompts, rule, "lower it, or provide more prompts")
     chosen = sorted(by_content, key=lambda content: (derive_seed("held-out", content), content))[: config.prompts]
     held_out = set(chosen)
     return [one for one in prompts if content_id(one.messages) not in held_out], [by_content[one] for one in chosen]
@@ -190,7 +188,6 @@ class Best:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Self:
-        """Return the object of a `state`."""
         return cls(since=state["since"]) if state["step"] < 0 else cls(**state)
 
 
@@ -282,7 +279,7 @@ class Watch:
                 if name.startswith(only) and name not in logged and not name.startswith(tuple(later)):
                     known = ", ".join(sorted(one for one in logged if not one.startswith(("time/", "monitor/"))))
                     rule = "no step of this run has such a metric, so the monitor would never find anything"
-                    raise ConfigError(explain(f"ppo.monitors[{number}].metric", name, rule, f"choose one of {known}"))
+                    raise ConfigError(f"ppo.monitors[{number}].metric", name, rule, f"choose one of {known}")
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint (JSON)."""
@@ -290,7 +287,6 @@ class Watch:
         return kept | ({"accepted": sorted(self._accepted)} if self._accepted else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
         self._history.restore(state["history"])
         self._streaks, self._rollbacks = dict(state["streaks"]), dict(state["rollbacks"])
         self._accepted = set(state["accepted"]) if "accepted" in state else set()
@@ -348,7 +344,6 @@ class Pause:
 
     @classmethod
     def restored(cls, state: Sequence[Mapping[str, Any]]) -> Self:
-        """Return the object of a `state`."""
         return cls(tuple(Alarm(**alarm) for alarm in state))
 
 
@@ -512,7 +507,8 @@ class RunGuard:
             logger.warning(
                 "%s: no step had the metric %s, so its monitor never found anything", self._context.label, name
             )
-        chosen = self.checkpoints.best() if self._exports_best() else None
+        export = self._ended["export"] if self._ended else self._evaluate.export if self._evaluate else "last"
+        chosen = self.checkpoints.best() if export == "best" else None
         if chosen is not None:
             policy.load(chosen.path / "policy")
         policy.export(folder)
@@ -540,7 +536,6 @@ class RunGuard:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a checkpoint."""
         if self._idle:
             return
         kept = state["guard"]
@@ -594,7 +589,7 @@ class RunGuard:
         name = self._evaluate.best_by
         if name not in metrics:
             rule = f"evaluations have no such metric, but {', '.join(sorted(metrics))}"
-            raise ConfigError(explain("ppo.evaluate.metric", name, rule, "choose one of these"))
+            raise ConfigError("ppo.evaluate.metric", name, rule, "choose one of these")
         after = self._best.after(step, metrics[name] if self._watch.honest else math.nan)
         self.candidate = after.value if after.step == step else None
         self._best = after
@@ -633,10 +628,6 @@ class RunGuard:
         rows = [[event["step"], event["monitor"], event["message"]] for event in self._events]
         self._context.tracker.table("monitors", ["step", "monitor", "message"], rows)
         self._context.tracker.set_tags({f"monitor.{alarm.monitor}": text + said})
-
-    def _exports_best(self) -> bool:
-        chosen = self._ended["export"] if self._ended else self._evaluate is not None and self._evaluate.export
-        return bool(chosen == "best")
 
     def _write_report(self, file: Path, exported: int) -> None:
         report = {

@@ -3,8 +3,6 @@
 Rollouts without a reward are left out with their whole group: they are never scored 0, and never dropped in silence.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +12,7 @@ from statistics import fmean
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import DynamicSampling
 from rlhf_core.data.shards import Drawn, RolloutLog
-from rlhf_core.errors import RewardError, explain
+from rlhf_core.errors import RewardError
 from rlhf_core.evaluation.metrics import distinct_n, repetition
 from rlhf_core.interfaces import Metrics, Sampler
 from rlhf_core.rewards.scoring import Scorer
@@ -92,7 +90,7 @@ def judged_by(group: Sequence[Rollout]) -> list[float]:
             f"dynamic sampling compares scores, but {len(scores)} of the {len(group)} answers to this prompt have one"
         )
         key = f"rewards.scores[prompt {group[0].prompt.id}]"
-        raise RewardError(explain(key, scores, rule, "return a score for every answer, or for none"))
+        raise RewardError(key, scores, rule, "return a score for every answer, or for none")
     return scores or [rollout.reward for rollout in group]
 
 
@@ -184,7 +182,7 @@ def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> list[Rollou
     if rollouts and not kept:
         first = next(rollout for rollout in rollouts if rollout.invalid)
         where = f"rewards[prompt {first.prompt.id}]"
-        raise RewardError(explain(where, first.invalid, "every group of the step has an invalid rollout", "fix it"))
+        raise RewardError(where, first.invalid, "every group of the step has an invalid rollout", "fix it")
     return kept
 
 

@@ -1,7 +1,5 @@
 """Check the address of Ray, and choose the environment and threads of its workers. Works without importing Ray."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket
@@ -9,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from rlhf_core.config.engines import RuntimeConfig, TrainerConfig
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.processes.child import idle_threads
 from rlhf_core.runtime.liveness import greet
 
@@ -33,7 +31,7 @@ def check_address(address: str) -> None:
     """Raise ConfigError within seconds unless a server that may be a Ray head answers at `address`."""
     if address.startswith("ray://"):
         rule, remedy = "the Ray client protocol is not supported", "use the head's address, host:6379"
-        raise ConfigError(explain("RAY_ADDRESS", address, rule, remedy))
+        raise ConfigError("RAY_ADDRESS", address, rule, remedy)
     if address not in ("", "auto"):
         try:
             greet(address)  # Ray itself would wait for minutes on any open port
@@ -49,7 +47,7 @@ def worker_environment(*, threads: int) -> dict[str, str]:
     """
     spec = importlib.util.find_spec("rlhf_core")
     if spec is None or spec.origin is None:
-        raise ConfigError(explain("rlhf_core", None, "is not importable", "install this package"))
+        raise ConfigError("rlhf_core", None, "is not importable", "install this package")
     root = str(Path(spec.origin).parents[1])
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
     return {

@@ -1,7 +1,5 @@
 """Join or start Ray, and check in a worker that it computes on the GPUs that Ray reserved for it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -17,7 +15,7 @@ from typing import TypeVar
 import grpc  # type: ignore[import-untyped]
 import psutil
 
-from rlhf_core.errors import ConfigError, WorkerLostError, explain
+from rlhf_core.errors import ConfigError, WorkerLostError
 from rlhf_core.processes.private_folder import private_folder
 from rlhf_core.runtime.cluster import check_address, named_address, no_head
 from rlhf_core.runtime.liveness import PROBE_TIMEOUT_S, CallHangs, within
@@ -84,7 +82,7 @@ def in_lasting_thread(start: Callable[[], object], *, what: str, timeout_s: floa
         within(timeout_s, start, lasting=True)
     except CallHangs as error:
         rule = f"not finished within {timeout_s:g} s"
-        raise WorkerLostError(explain("Ray", what, rule, "check Ray and its machines")) from error
+        raise WorkerLostError("Ray", what, rule, "check Ray and its machines") from error
 
 
 def asks_for_token(address: str) -> bool:
@@ -117,7 +115,7 @@ def keep_token_private() -> None:
     except OSError as error:
         rule = f"cannot be hidden from other users ({error.strerror})"
         remedy = "make it a file that you own, or set RAY_AUTH_TOKEN_PATH to one"
-        raise ConfigError(explain("Ray's token", str(path), rule, remedy)) from error
+        raise ConfigError("Ray's token", str(path), rule, remedy) from error
 
 
 def _make_token(path: Path) -> None:
@@ -183,7 +181,7 @@ def _start(cores: int) -> None:
             if attempt + 1 == START_ATTEMPTS:
                 rule = f"Ray could not start: {error}"
                 remedy = f"see the logs in {folder}/session_latest/logs, or free memory and cores"
-                raise ConfigError(explain("runtime.type", "ray", rule, remedy)) from error
+                raise ConfigError("runtime.type", "ray", rule, remedy) from error
             logger.warning("Ray did not start (%s); trying again", error)
 
 
@@ -241,9 +239,7 @@ def check_gpus(key: str, value: float, reserved: Sequence[str], *, built_for: st
         blind = "vLLM was built for CPUs"
     if blind:
         rule = f"Ray reserved GPU {', '.join(_short(gpu) for gpu in reserved)}, but {blind}"
-        raise ConfigError(
-            explain(key, value, rule, "install the GPU build of torch (and vLLM) and the driver, or set it to 0")
-        )
+        raise ConfigError(key, value, rule, "install the GPU build of torch (and vLLM) and the driver, or set it to 0")
 
 
 def _short(gpu: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.errors import RlhfError, SamplingError, explain
+from rlhf_core.errors import RlhfError, SamplingError
 from rlhf_core.interfaces import Metrics, Objective, Trainer, Transfer, Weights
 from rlhf_core.models.micro_batches import row_length
 from rlhf_core.runtime.placement import GpuSharing
@@ -183,7 +183,7 @@ class RaySampler:
                     self._workers.call("policy", "adopt", version)
             case other:
                 rule, remedy = "does not come from this runtime's trainer", "load what its trainer.weights() returned"
-                raise SamplingError(explain("weights.payload", type(other).__name__, rule, remedy))
+                raise SamplingError("weights.payload", type(other).__name__, rule, remedy)
 
     def _receive(self, trainers: WorkerGroup, ticket: int) -> None:
         try:

@@ -1,7 +1,5 @@
 """The models that a train worker hosts, one per lease. Imports torch and transformers, which the driver does not need."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -10,7 +8,7 @@ import torch
 import transformers
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.errors import TrainingError, explain
+from rlhf_core.errors import TrainingError
 from rlhf_core.interfaces import ModelSpec, RankTrainer, Weights
 from rlhf_core.runtime.weights import PackedTensor, buckets, pack
 from rlhf_core.training.engines.offload import release_cached
@@ -38,7 +36,7 @@ class HostedModels:
     def trainer(self, lease: str) -> RankTrainer:
         """Return the trainer of `lease`. Raises TrainingError if there is none."""
         if lease not in self._trainers:
-            raise TrainingError(explain("lease", lease, "is not open on this worker", "take a new lease"))
+            raise TrainingError("lease", lease, "is not open on this worker", "take a new lease")
         return self._trainers[lease]
 
     def release(self, lease: str) -> None:

@@ -4,8 +4,6 @@ A job's name (its submission id) can be used once per cluster, so if two process
 accepts only one. Every call returns within `REQUEST_TIMEOUT_S` or raises `JobServerError`.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
@@ -13,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rlhf_core.errors import ConfigError, WorkerLostError, explain
+from rlhf_core.errors import ConfigError, WorkerLostError
 from rlhf_core.runtime.cluster import check_address, named_address
 from rlhf_core.runtime.liveness import within
 
@@ -65,14 +63,14 @@ def open_jobs() -> Jobs:
     address = named_address()
     if not address:
         rule = "a job needs a Ray cluster that outlives this process, and RAY_ADDRESS is not set"
-        raise ConfigError(explain("runtime.execution", "ray-job", rule, START_RAY))
+        raise ConfigError("runtime.execution", "ray-job", rule, START_RAY)
     check_address(address)
     try:
         return RayJobs(within(CONNECT_TIMEOUT_S, functools.partial(_connect, address)))
     except Exception as error:  # Ray raises errors of all its layers, and a time-out is one more
         rule = f"its job server does not answer ({_first_line(error)})"
         remedy = "start the head with its dashboard (`pip install 'ray[default]'`) and try again in a minute"
-        raise ConfigError(explain("RAY_ADDRESS", address, rule, remedy)) from error
+        raise ConfigError("RAY_ADDRESS", address, rule, remedy) from error
 
 
 class RayJobs:

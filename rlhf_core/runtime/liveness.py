@@ -4,8 +4,6 @@ Ray does not report their loss in time. If the raylet is killed, the driver keep
 ends the driver after a minute, without an error in its code. A head that hangs is not noticed at all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,13 +1,11 @@
 """Open the `Runtime` of a configuration; run engines in this process, for tests and machines too small for Ray."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
-from rlhf_core.errors import SamplingError, explain
+from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import EngineSampler, ModelSpec, Role, Runtime, Sampler, Trainer
 from rlhf_core.runtime.cluster import threads_per_worker, trainer_versions
 from rlhf_core.runtime.samplers import reopen_sampler
@@ -48,7 +46,7 @@ class LocalRuntime:
         """Lease a sampler of `policy`, version 0; an engine that only needs other weights is reused."""
         if self._sampler_leased:
             raise SamplingError(
-                explain("sampler", str(policy), "the engine is already leased", "leave the other `with` block first")
+                "sampler", str(policy), "the engine is already leased", "leave the other `with` block first"
             )
         threads = threads_per_worker(self._config, workers=1)
         warm, self._sampler = self._sampler, None  # not kept if opening fails

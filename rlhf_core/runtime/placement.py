@@ -4,8 +4,6 @@ Ray fills one GPU with fractions before it uses the next, so two ranks of half a
 therefore taken from bundles of a whole GPU, which hold at most one train worker and one engine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.errors import ConfigError, WorkerLostError, explain
+from rlhf_core.errors import ConfigError, WorkerLostError
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.worker_group import WorkerGroup
 
@@ -126,7 +124,8 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
         idle: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
         return Placement(train=(idle,) * config.train_workers, sample=(idle,) * engines, group=None)
     made = layout(config)
-    if fixed and _beyond(made, ray.cluster_resources()):
+    there = ray.cluster_resources() if fixed else {}
+    if fixed and any(_total(made.bundles, kind) > there.get(kind, 0) for kind in ("GPU", "CPU")):
         raise _not_there(config, made, "a Ray cluster that rlhf has started does not grow")
     group = ray.util.placement_group([dict(bundle) for bundle in made.bundles], strategy="PACK")
     try:
@@ -159,7 +158,7 @@ def _wait(group: Any, config: RuntimeConfig, made: Layout, over: Callable[[], st
         reason = over()
         if reason:
             wanted = _spelled(made.bundles)
-            raise WorkerLostError(explain("runtime", wanted, f"stopped waiting: {reason}", "run again"))
+            raise WorkerLostError("runtime", wanted, f"stopped waiting: {reason}", "run again")
         if now - began > config.placement_timeout_s:
             limit = f"runtime.placement_timeout_s = {config.placement_timeout_s:g}"
             raise _not_there(config, made, f"not all of this became available within {limit} s")
@@ -169,20 +168,14 @@ def _wait(group: Any, config: RuntimeConfig, made: Layout, over: Callable[[], st
             logger.warning("waiting for %s, up to %.0f s more; %s", _spelled(made.bundles), left, _there())
 
 
-def _beyond(made: Layout, there: Mapping[str, float]) -> bool:
-    return any(_total(made.bundles, kind) > there.get(kind, 0) for kind in ("GPU", "CPU"))
-
-
 def _not_there(config: RuntimeConfig, made: Layout, rule: str) -> ConfigError:
     gpus, cpus = (_total(made.bundles, kind) for kind in ("GPU", "CPU"))
     return ConfigError(
-        explain(
-            "runtime.gpus_per_train_worker, gpus_per_engine",
-            (config.gpus_per_train_worker, config.gpus_per_engine),
-            f"{gpus:g} GPUs and {cpus:g} CPUs are needed, {_spelled(made.bundles)}; {_there()}; {rule}",
-            "use fewer workers, or 0 GPUs to run on CPUs; start the missing nodes; "
-            "or raise runtime.placement_timeout_s for a cluster that grows",
-        )
+        "runtime.gpus_per_train_worker, gpus_per_engine",
+        (config.gpus_per_train_worker, config.gpus_per_engine),
+        f"{gpus:g} GPUs and {cpus:g} CPUs are needed, {_spelled(made.bundles)}; {_there()}; {rule}",
+        "use fewer workers, or 0 GPUs to run on CPUs; start the missing nodes; "
+        "or raise runtime.placement_timeout_s for a cluster that grows",
     )
 
 

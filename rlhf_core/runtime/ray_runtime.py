@@ -1,7 +1,5 @@
 """Run engines on Ray, in warm worker processes that stages lease."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
-from rlhf_core.errors import SamplingError, TrainingError, WorkerLostError, explain
+from rlhf_core.errors import SamplingError, TrainingError, WorkerLostError
 from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer, Transfer
 from rlhf_core.runtime.cluster import available_cores, threads_per_worker, worker_environment
 from rlhf_core.runtime.connection import RECONNECT_TIMEOUT_S, connect, connect_again, servers, until_possible
@@ -91,7 +89,7 @@ class RayRuntime:
         """Lease the engines with the weights of `policy`, version 0. One lease at a time."""
         if self._sampler_leased:
             raise SamplingError(
-                explain("sampler", str(policy), "the engines are already leased", "leave the other `with` block first")
+                "sampler", str(policy), "the engines are already leased", "leave the other `with` block first"
             )
         workers = self._sample_workers()
         self._sampler_leased = True
@@ -247,7 +245,7 @@ class RayRuntime:
             )
         except (ray.exceptions.RayError, ConnectionError) as error:
             rule = f"Ray failed at the same time ({error})"
-            raise WorkerLostError(explain("runtime", "reserving the workers' places", rule, "run again")) from error
+            raise WorkerLostError("runtime", "reserving the workers' places", rule, "run again") from error
 
     def _no_use_waiting(self) -> str:
         lost = "" if self._watch is None else self._watch.lost

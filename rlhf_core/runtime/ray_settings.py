@@ -1,7 +1,5 @@
 """Import Ray with our settings. The modules of this folder take `ray` from here, since it reads them when imported."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """The Ray actor that samples: one engine per process, kept warm between leases."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_core.config.engines import AnySamplerConfig, SamplingConfig
-from rlhf_core.errors import SamplingError, explain
+from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import DeviceSampler, EngineSampler, Probes, Transfer, TransferVerb, Weights
 from rlhf_core.processes.large_imports import large_imports
 from rlhf_core.runtime.connection import check_gpus, own_gpus
@@ -96,7 +94,7 @@ class SampleWorker:
 
     def _opened(self) -> EngineSampler:
         if self._sampler is None:
-            raise SamplingError(explain("sampler", None, "no policy was opened on this worker", "take a new lease"))
+            raise SamplingError("sampler", None, "no policy was opened on this worker", "take a new lease")
         return self._sampler
 
     def _on_device(self) -> DeviceSampler:
@@ -104,7 +102,7 @@ class SampleWorker:
         if not isinstance(sampler, DeviceSampler):
             rule = "its configuration needs a sampler that sleeps or takes weights on a GPU"
             remedy = "give the class the methods of interfaces.DeviceSampler, or correct needs() of the configuration"
-            raise SamplingError(explain("sampler", type(sampler).__name__, rule, remedy))
+            raise SamplingError("sampler", type(sampler).__name__, rule, remedy)
         return sampler
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
@@ -123,7 +121,7 @@ class SampleWorker:
 
         if not isinstance(weights.payload, StoredWeights):
             kind, rule = type(weights.payload).__name__, "must be in the object store"
-            raise SamplingError(explain("weights.payload", kind, rule, "load what the trainer's weights() returned"))
+            raise SamplingError("weights.payload", kind, rule, "load what the trainer's weights() returned")
         tensors: dict[str, Any] = {}
         for bucket in ray.get(list(weights.payload.refs)):
             tensors |= unpack(bucket)

@@ -1,7 +1,5 @@
 """Open samplers from their configuration, and reuse a warm one where only the weights differ."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.errors import ConfigError, TrainingError, explain
+from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec, RankTrainer, Transfer, Weights
 from rlhf_core.processes.identity import is_loopback, network
 from rlhf_core.processes.large_imports import large_imports
@@ -36,9 +36,7 @@ class MeetingPoint(NamedTuple):
     network: str
 
 
-def _of_lease(
-    method: Callable[Concatenate[RankTrainer, P], T],
-) -> Callable[Concatenate[TrainWorker, str, P], T]:
+def _of_lease(method: Callable[Concatenate[RankTrainer, P], T]) -> Callable[Concatenate[TrainWorker, str, P], T]:
     """Return a worker method that takes the name of a lease and calls `method` of that lease's trainer."""
 
     def call(self: TrainWorker, lease: str, *arguments: P.args, **keywords: P.kwargs) -> T:
@@ -134,7 +132,7 @@ class TrainWorker:
         if there is not None and there.network != network() and is_loopback(there.host):
             rule = f"rank 0 is on another machine than rank {self._rank}, which cannot reach this address"
             remedy = "start Ray's nodes with --node-ip-address, set to an address that the others can reach; or use one machine"
-            raise ConfigError(explain("MASTER_ADDR", there.host, rule, remedy))
+            raise ConfigError("MASTER_ADDR", there.host, rule, remedy)
 
     def release(self, lease: str) -> None:
         """Free the model of `lease`, and its GPU memory for other processes too."""
@@ -193,7 +191,7 @@ class TrainWorker:
         """Send the weights of `ticket` to `engines`, GPU to GPU. Only the newest can be sent, and only once."""
         if ticket != self._ticket or self._staged is None:
             remedy = "load weights before requesting newer ones"
-            raise TrainingError(explain("weights", ticket, f"is not the newest ticket, {self._ticket}", remedy))
+            raise TrainingError("weights", ticket, f"is not the newest ticket, {self._ticket}", remedy)
         staged, self._staged = self._staged, None
         if self._sender is None or self._sender_engines != list(engines) or not self._sender.fits(staged):
             self._sender_engines = list(engines)

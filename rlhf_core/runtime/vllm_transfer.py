@@ -1,7 +1,5 @@
 """Open the trainer's side of vLLM's weight transfer. Imports vLLM, so only a rank that sends to GPUs imports this."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ trainer and engine share a GPU, else by an NCCL broadcast. In both cases the dig
 `Trainer.weights()`, and the engine compares the weights that it then holds with rows of those that were sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

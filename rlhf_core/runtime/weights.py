@@ -1,7 +1,5 @@
 """Keep weights in Ray's object store: rank 0 packs them once, in buckets, and every engine reads them uncopied."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

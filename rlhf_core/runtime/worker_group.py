@@ -1,7 +1,5 @@
 """Call a group of Ray workers with a deadline; errors name the worker, the role and the remedy."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
-from rlhf_core.errors import SamplingError, explain
+from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import ModelSpec, SamplerEngine, Weights
 from rlhf_core.models.architecture import caps_attention, length_limit, read_config
 from rlhf_core.models.forward import compute_in_float32
@@ -75,7 +75,7 @@ class HFSampler:
         if unexpected or set(missing) - tied:
             wrong = sorted({*unexpected, *(set(missing) - tied)})[:3]
             rule = "do not match the policy"
-            raise SamplingError(explain("weights", wrong, rule, "train and sample the same architecture"))
+            raise SamplingError("weights", wrong, rule, "train and sample the same architecture")
         self._model.tie_weights()
         self._version = version
 
@@ -86,9 +86,7 @@ class HFSampler:
     def load_policy(self, policy: Path) -> None:
         """Raise SamplingError: this sampler accepts no other policy."""
         rule = "a sampler of transformers cannot load another policy"
-        raise SamplingError(
-            explain("policy", str(policy), rule, "close this sampler and open a new one, which is as fast")
-        )
+        raise SamplingError("policy", str(policy), rule, "close this sampler and open a new one, which is as fast")
 
     def versions(self) -> dict[str, str]:
         """Return the versions of torch and transformers."""

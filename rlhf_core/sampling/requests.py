@@ -1,7 +1,5 @@
 """Read a policy's folder, check requests before sampling and completions after it, for every sampler."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +9,7 @@ from typing import Any, Self
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat_templates import Decoder, declared_ends
-from rlhf_core.errors import ConfigError, SamplingError, explain
+from rlhf_core.errors import ConfigError, SamplingError
 from rlhf_core.interfaces import Weights
 from rlhf_core.types import Completion, SamplingRequest
 
@@ -32,16 +30,16 @@ def check_requests(
     for index, request in enumerate(requests):
         where = f"requests[{index}] (seed {request.seed})"
         if not request.prompt_ids:
-            raise SamplingError(explain(where, (), "the prompt has no tokens", "render it with the chat template"))
+            raise SamplingError(where, (), "the prompt has no tokens", "render it with the chat template")
         if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
             rule = f"token ids must lie in [0, {vocab_size})"
-            raise SamplingError(explain(where, request.prompt_ids[:8], rule, "render it with this policy's tokenizer"))
+            raise SamplingError(where, request.prompt_ids[:8], rule, "render it with this policy's tokenizer")
         most = most_tokens(request, max_tokens)
         needed = len(request.prompt_ids) + most
         if needed > max_model_len:
             rule = f"{len(request.prompt_ids)} prompt tokens + max_tokens {most} exceed max_model_len {max_model_len}"
             remedy = "raise runtime.sampler.max_model_len, lower max_tokens (or max_episode_tokens) or drop the prompt"
-            raise SamplingError(explain(where, needed, rule, remedy))
+            raise SamplingError(where, needed, rule, remedy)
 
 
 def check_logprobs(request: SamplingRequest, logprobs: Sequence[float]) -> None:
@@ -49,7 +47,7 @@ def check_logprobs(request: SamplingRequest, logprobs: Sequence[float]) -> None:
     if not all(map(math.isfinite, logprobs)):
         where = f"request (seed {request.seed}).logprobs"
         raise SamplingError(
-            explain(where, logprobs[:4], "must be finite", "the policy has diverged: return to an earlier checkpoint")
+            where, logprobs[:4], "must be finite", "the policy has diverged: return to an earlier checkpoint"
         )
 
 
@@ -61,7 +59,7 @@ def stop_token_ids(policy: Path, *, tokenizer_eos: int | None) -> tuple[int, ...
     ids = declared_ends(policy) | (set() if tokenizer_eos is None else {tokenizer_eos})
     if not ids:
         rule = "no end-of-sequence token"
-        raise ConfigError(explain("policy", str(policy), rule, "set eos_token_id in its config.json"))
+        raise ConfigError("policy", str(policy), rule, "set eos_token_id in its config.json")
     return tuple(sorted(ids))
 
 
@@ -76,7 +74,7 @@ def tensors_of(weights: Weights) -> Mapping[str, Any]:
     """
     if not isinstance(weights.payload, Mapping):
         kind = type(weights.payload).__name__
-        raise SamplingError(explain("weights.payload", kind, "must map names to tensors", "resolve it first"))
+        raise SamplingError("weights.payload", kind, "must map names to tensors", "resolve it first")
     return weights.payload
 
 
@@ -88,9 +86,7 @@ def received_tensors(weights: Weights) -> Mapping[str, Any]:
     received = weights_digest(tensors)
     if received != weights.digest:
         rule = f"the trainer sent {weights.digest[:12]}"
-        raise SamplingError(
-            explain("weights.digest", received[:12], rule, "please report this as a bug in the transfer")
-        )
+        raise SamplingError("weights.digest", received[:12], rule, "please report this as a bug in the transfer")
     return tensors
 
 
@@ -122,12 +118,13 @@ class PolicyFolder:
         from rlhf_core.models.architecture import check_longest
         from rlhf_core.models.loading import load_tokenizer
 
-        text_config = _text_config(policy)
+        config = _read_config(policy)
+        text_config = config["text_config"] if "text_config" in config else config  # of multimodal models
         positions = text_config.get("max_position_embeddings")
         if positions is not None and max_model_len > positions:
             rule = f"the policy has {positions} positions"
             remedy = f"set it to {positions} or less"
-            raise ConfigError(explain("runtime.sampler.max_model_len", max_model_len, rule, remedy))
+            raise ConfigError("runtime.sampler.max_model_len", max_model_len, rule, remedy)
         check_longest("runtime.sampler.max_model_len", max_model_len, policy)
         tokenizer = load_tokenizer(policy)
         stops = stop_token_ids(policy, tokenizer_eos=tokenizer.eos_token_id)
@@ -136,10 +133,7 @@ class PolicyFolder:
     def check(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> None:
         """Raise SamplingError, naming the request, if one does not fit."""
         check_requests(
-            requests,
-            vocab_size=self.vocab_size,
-            max_tokens=sampling.max_tokens,
-            max_model_len=self.max_model_len,
+            requests, vocab_size=self.vocab_size, max_tokens=sampling.max_tokens, max_model_len=self.max_model_len
         )
 
     def completion(
@@ -148,7 +142,7 @@ class PolicyFolder:
         """Return the engine's output as a `Completion`. Raises SamplingError if a log-probability is not finite."""
         if not token_ids:
             rule = "no tokens were returned"
-            raise SamplingError(explain(f"request (seed {request.seed})", (), rule, "see the log of the engine"))
+            raise SamplingError(f"request (seed {request.seed})", (), rule, "see the log of the engine")
         check_logprobs(request, logprobs)
         return Completion(
             token_ids=token_ids,
@@ -168,11 +162,5 @@ def architecture(policy: Path) -> dict[str, Any]:
 def _read_config(policy: Path) -> dict[str, Any]:
     file = policy / "config.json"
     if not file.is_file():
-        raise ConfigError(explain("policy", str(policy), "has no config.json", "give a Hugging Face model folder"))
+        raise ConfigError("policy", str(policy), "has no config.json", "give a Hugging Face model folder")
     return json.loads(file.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-
-
-def _text_config(policy: Path) -> dict[str, Any]:
-    """Return the language model's part of the config: multimodal models nest it."""
-    config = _read_config(policy)
-    return config["text_config"] if "text_config" in config else config  # type: ignore[no-any-return]

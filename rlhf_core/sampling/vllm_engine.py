@@ -1,7 +1,5 @@
 """Start and call vLLM's engine. The only module that imports vLLM's engine; `vllm_sampler` sets its variables before."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
-from rlhf_core.errors import SamplingError, explain
+from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Transfer
 from rlhf_core.sampling.requests import most_tokens
 from rlhf_core.types import SamplingRequest
@@ -76,4 +74,4 @@ def start(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> LLM
         )
     except Exception as error:
         rule = f"vLLM could not start: {error}"
-        raise SamplingError(explain("policy", str(policy), rule, "see the worker's log for the first error")) from error
+        raise SamplingError("policy", str(policy), rule, "see the worker's log for the first error") from error

@@ -5,15 +5,13 @@ vLLM itself binds `--port` after seconds of imports, and asks for its token belo
 `--middleware rlhf_core.sampling.vllm_front.PolicyDoor`.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
 
 from starlette.types import ASGIApp
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.http.door import Door, health_alone
 
 TOKEN = "VLLM_API_KEY"
@@ -26,7 +24,7 @@ class PolicyDoor(Door):
     def __init__(self, app: ASGIApp) -> None:
         token = os.environ[TOKEN] if TOKEN in os.environ else ""
         if not token:
-            raise ConfigError(explain(TOKEN, token, "the server requires a token", "set it to a long random text"))
+            raise ConfigError(TOKEN, token, "the server requires a token", "set it to a long random text")
         super().__init__(app, authorization=f"Bearer {token}", open_to=health_alone, key=token)
 
 

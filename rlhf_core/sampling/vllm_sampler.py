@@ -7,8 +7,6 @@ a restart. The engine has no tokenizer: token ids go in and come out, and text i
 tokenizer.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging
@@ -21,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
-from rlhf_core.errors import SamplingError, explain
+from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Probes, SamplerEngine, Transfer, TransferVerb, Weights
 from rlhf_core.processes.child import idle_threads
 from rlhf_core.processes.identity import interface_towards
@@ -131,7 +129,7 @@ class VllmSampler:
             self._llm.collective_rpc("repack_heads")
         except Exception as error:
             raise SamplingError(
-                explain("weights", type(error).__name__, str(error), "the policy must have the engine's architecture")
+                "weights", type(error).__name__, str(error), "the policy must have the engine's architecture"
             ) from error
         self._forget_prefixes()
 
@@ -145,7 +143,7 @@ class VllmSampler:
         for wrong in self._llm.collective_rpc("mismatched_weights", args=(probes,)):
             if wrong:
                 rule = "the engine has other values than those sent"
-                raise SamplingError(explain("weights", wrong[:3], rule, "please report this as a bug in the reload"))
+                raise SamplingError("weights", wrong[:3], rule, "please report this as a bug in the reload")
 
     # ------------------------------------------------------------ one request
 

@@ -200,7 +200,7 @@ class VllmServerSampler:
                 raise result
         if len(lost) == len(results):
             rule = _reasons(lost)
-            raise SamplerLostError(explain(KEY, list(self.config.urls), rule, "start the servers, and run again"))
+            raise SamplerLostError(KEY, list(self.config.urls), rule, "start the servers, and run again")
         for failure in lost:
             logger.warning("%s: a server is not used until the next weights are loaded: %s", KEY, failure)
         return [result for result in results if not isinstance(result, BaseException)]
@@ -237,7 +237,7 @@ class VllmServerSampler:
                 finally:
                     server.in_flight -= 1
         remedy = "find the cause in the servers' logs, and run again"
-        raise SamplerLostError(explain(f"request (seed {request.seed})", "unanswered", _reasons(failed), remedy))
+        raise SamplerLostError(f"request (seed {request.seed})", "unanswered", _reasons(failed), remedy)
 
     def _next_server(self, asked: set[str]) -> Server | None:
         """Return the server with the fewest requests, preferring those that have not failed; None if all are stale."""
@@ -315,7 +315,7 @@ class Server:
                 raise
             options = "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls rlhf_core.sampling.vllm_worker.WeightReload"
             rule = f"it cannot take weights ({failure})"
-            raise ConfigError(explain(KEY, self.url, rule, f"start it with {options}")) from None
+            raise ConfigError(KEY, self.url, rule, f"start it with {options}") from None
         for found in answer:
             self._check_settings(found, config)
         await self._check_route()
@@ -335,7 +335,7 @@ class Server:
         if wrong:
             rule = ", ".join(f"its {name} is {found[name]}" for name in wrong)
             options = " ".join(wrong.values())
-            raise ConfigError(explain(KEY, self.url, rule, f"start it with {options}"))
+            raise ConfigError(KEY, self.url, rule, f"start it with {options}")
 
     async def _check_route(self) -> None:
         """Check that the route exists: it refuses an empty request with another status than a missing route."""
@@ -344,7 +344,7 @@ class Server:
         except ServerFailed as failure:
             if failure.status in (401, 403, 404):
                 remedy = "start it with --enable-scale-out, and set runtime.sampler.token_env if it has an --api-key"
-                raise ConfigError(explain(KEY, self.url, str(failure), remedy)) from None
+                raise ConfigError(KEY, self.url, str(failure), remedy) from None
             if not failure.refused:
                 raise
 
@@ -360,7 +360,7 @@ class Server:
             wrong = await self._load_on_workers(folder, digest)
             if wrong:
                 remedy = "give it access to runtime.sampler.weights_folder, serve the same architecture, and restart it"
-                raise SamplingError(explain("weights", self.url, "; ".join(wrong[:3]), remedy))
+                raise SamplingError("weights", self.url, "; ".join(wrong[:3]), remedy)
             await self._post("/update_weight_version", {"new_version": label})
         except BaseException:
             with contextlib.suppress(ServerFailed):

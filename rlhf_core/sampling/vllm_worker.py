@@ -1,7 +1,5 @@
 """Extend vLLM's worker: finish a reload on CPU, and compare its weights with those that the trainer sent."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,20 +1,20 @@
 """The base class of every configuration, and the marks that keep a field out of a stage's key."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from rlhf_core.schema.secrets import holding, refuse_plain
+from rlhf_core.secrets.redaction import hidden
 
 
 class Operational:
@@ -48,6 +48,32 @@ def as_written(text: str) -> str:
 
 OPERATIONAL = Operational()
 FAILURES = FailureSetting()
+
+
+def _function(spec: str) -> str:
+    module, separator, name = spec.rpartition(":")
+    if not separator or not module or not name.isidentifier():
+        raise ValueError("must read package.module:function or path/to/file.py:function; add what is missing")
+    return spec
+
+
+def _http_address(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{hidden('url', url)!r}: must begin with http:// or https://; give the complete URL")
+    try:
+        parts = urlsplit(url)
+        found = parts.hostname and parts.port != 0  # reading the port raises ValueError if it is not a number
+    except ValueError:
+        found = None
+    if not found:
+        raise ValueError(f"{hidden('url', url)!r}: has no host, or an invalid port; write it as http://host:port/path")
+    return url
+
+
+FunctionName: TypeAlias = Annotated[str, AfterValidator(_function)]
+"""A function or class of the user."""
+HttpAddress: TypeAlias = Annotated[str, AfterValidator(_http_address)]
+"""The URL of a server."""
 
 
 class Config(BaseModel):

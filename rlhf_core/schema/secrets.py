@@ -4,8 +4,6 @@
 value is read as late as possible, in the process that needs it, and is not part of a key.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import re
@@ -72,7 +70,7 @@ def bearer(key: str, variable: str) -> dict[str, str]:
     token = _read(variable, key, variable)
     if token != token.strip() or not (token.isascii() and token.isprintable()):
         rule = "begins or ends with white space, or holds what is no printable ASCII: no header can hold it"
-        raise ConfigError(explain(key, variable, rule, "set the variable to the token alone"))
+        raise ConfigError(key, variable, rule, "set the variable to the token alone")
     return {"Authorization": f"Bearer {token}"}
 
 
@@ -133,7 +131,7 @@ def _read(variable: str, key: str, shown: str, *, quoted: bool = False) -> str:
     if not value:
         rule = "is not set" if shown == variable else f"{variable} is not set"
         remedy = "export it where you start the run; for ray-job, where you run `ray start`"
-        raise ConfigError(explain(key, shown, rule, remedy))
+        raise ConfigError(key, shown, rule, remedy)
     know(value)
     return quote(value, safe="") if quoted else value
 
@@ -159,9 +157,7 @@ def refuse_plain(name: str, value: Any, *, remedy: str = "") -> None:
             if text and not re.fullmatch(r"[A-Za-z_]\w*", text):
                 rule = "must be the name of an environment variable"
                 raise ConfigError(
-                    explain(
-                        path, HIDDEN, rule, "put the secret into a variable, and give the name of that variable here"
-                    )
+                    path, HIDDEN, rule, "put the secret into a variable, and give the name of that variable here"
                 )
         elif is_plain_secret(last, text):
             raise ConfigError(_refused(path, last, text, remedy))

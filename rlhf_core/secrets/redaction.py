@@ -1,7 +1,5 @@
 """Recognize secrets, and remove them from everything that is written or shown."""
 
-from __future__ import annotations
-
 import logging
 import re
 import traceback

@@ -1,7 +1,5 @@
 """The context that a running stage gets, and the attempt that it belongs to."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -11,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.errors import ArtifactError
 from rlhf_core.interfaces import Runtime, StageTracker
 from rlhf_core.processes.identity import user_name
 from rlhf_core.schema.base import Config, CustomFunction
@@ -72,7 +70,7 @@ class RunningAttempt:
         for item in attempts.history(self.work.parent):
             if item.number == self.attempt.number and item.harmed:
                 name = f"attempt {item.number}"
-                raise ArtifactError(explain(f"{self.spec.label}.inputs", name, f"was {item.harmed}", "run it again"))
+                raise ArtifactError(f"{self.spec.label}.inputs", name, f"was {item.harmed}", "run it again")
 
     def provenance(
         self, metrics: Mapping[str, float], engines: dict[str, str], failed: dict[str, Failed], unseen: tuple[str, ...]
@@ -152,6 +150,14 @@ class StageContext:
     def notes(self) -> str:
         """Return the file in which all processes note the reads of user code beyond the key."""
         return str(self.work / attempts.UNSEEN)
+
+    def figures(self, drawn: Mapping[str, bytes]) -> None:
+        """Write plots (PNG, by name) into the artifact, and record them."""
+        for name, png in drawn.items():
+            path = self.out / "figures" / f"{name}.png"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(png)
+            self.tracker.file(path, "figures")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; `reward/mean` of the stage `ppo` becomes `ppo/reward/mean`.

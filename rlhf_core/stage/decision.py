@@ -1,7 +1,5 @@
 """Decide for each stage, with a reason: reuse its result, wait for another process, resume, or run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -78,11 +76,7 @@ class Target:
 
 
 def decide(
-    store: ArtifactStore,
-    spec: StageSpec,
-    *,
-    force: bool = False,
-    strict: Strictness = Strictness(),
+    store: ArtifactStore, spec: StageSpec, *, force: bool = False, strict: Strictness = Strictness()
 ) -> Decision:
     """Return the decision of `execute` for the stage now, without executing it."""
     target = target_of(store, spec, strict=strict)
@@ -273,11 +267,7 @@ def _lost(store: ArtifactStore, key: str) -> str:
 
 
 def differences(
-    label: str,
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    old_code: Mapping[str, str],
-    new_code: Mapping[str, str],
+    label: str, old: Mapping[str, Any], new: Mapping[str, Any], old_code: Mapping[str, str], new_code: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield one phrase for each thing that differs between two key payloads of the stage called `label`."""
     for name in ("stage", "version", "seed", "schema"):

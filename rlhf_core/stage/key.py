@@ -1,14 +1,12 @@
 """Compute the key of a stage: one sha256 over everything that decides its result, and nothing else."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, TypeAlias, get_args
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import Config, as_written, keyed
 from rlhf_core.store.fingerprint import canonical_json, code_digest, sha256_text
 from rlhf_core.types import ArtifactRef
@@ -63,7 +61,7 @@ class StageSpec:
 
     def __post_init__(self) -> None:
         if self.code not in get_args(CodePolicy):
-            raise ConfigError(explain(f"{self.name}.code", self.code, "must be 'strict' or 'warn'", "choose one"))
+            raise ConfigError(f"{self.name}.code", self.code, "must be 'strict' or 'warn'", "choose one")
 
     def refs(self) -> Iterator[ArtifactRef]:
         """Yield all input handles, in the order of their names."""
@@ -118,7 +116,7 @@ def stage_module(spec: StageSpec) -> ModuleType:
     """Return the imported module of the stage. Raises ConfigError if it has no `run`. Call it only to run the stage."""
     module = importlib.import_module(spec.module)
     if not hasattr(module, "run"):
-        raise ConfigError(explain("module", spec.module, "has no function `run`", "see docs/add_a_stage.md"))
+        raise ConfigError("module", spec.module, "has no function `run`", "see docs/add_a_stage.md")
     return module
 
 
@@ -158,4 +156,4 @@ def _digests(name: str, value: StageInput) -> Any:
         return [ref.digest for ref in value]
     if isinstance(value, dict) and all(isinstance(ref, ArtifactRef) for ref in value.values()):
         return {label: ref.digest for label, ref in value.items()}
-    raise ConfigError(explain(f"inputs.{name}", value, "must be a handle, a tuple or a table of handles", "pass those"))
+    raise ConfigError(f"inputs.{name}", value, "must be a handle, a tuple or a table of handles", "pass those")

@@ -1,12 +1,10 @@
 """Run a stage: decide, hold the lease, pass the context to the stage, and check that its result is committed."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.errors import ArtifactError
 from rlhf_core.interfaces import Runtime, StageTracker
 from rlhf_core.schema import secrets
 from rlhf_core.secrets.redaction import hide_in
@@ -206,10 +204,10 @@ def _check_committed(store: ArtifactStore, run: RunningAttempt, handle: object) 
     name = f"{run.spec.module}.run"
     if record is None or (record.attempts, record.started) != (run.attempt.number, run.attempt.started):
         rule = "returned without committing an artifact"
-        raise ArtifactError(explain(name, type(handle).__name__, rule, "return context.commit(...)"))
+        raise ArtifactError(name, type(handle).__name__, rule, "return context.commit(...)")
     if record.handle != handle:
         rule = "returned another handle than it committed"
-        raise ArtifactError(explain(name, handle, rule, "return what context.commit gave"))
+        raise ArtifactError(name, handle, rule, "return what context.commit gave")
 
 
 def _note_failure(folder: Path, run: RunningAttempt, error: BaseException) -> None:

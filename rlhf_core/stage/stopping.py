@@ -5,8 +5,6 @@ empty, the loop saves a checkpoint and raises `StageStopped`. A second signal, o
 such a point, interrupts at once: the next run then resumes from the previous checkpoint.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

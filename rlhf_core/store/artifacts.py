@@ -4,8 +4,6 @@ A folder without a manifest is not an artifact, and an object without a key reco
 written last and atomically, is the only commit point. A crash at any instant leaves either no result or a whole one.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -18,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.errors import ArtifactError
 from rlhf_core.store import attempts, leases, maintenance
 from rlhf_core.store.attempts import Attempt
 from rlhf_core.store.fingerprint import FileEntry, hash_files, hash_tree, list_files, sha256_text, tree_digest
@@ -99,7 +97,7 @@ class ArtifactStore:
         folder = self.folder(ref.uri)
         if not folder.is_dir():
             remedy = "run the pipeline again to make it, or restore the folder"
-            raise ArtifactError(explain(f"{type(ref).__name__}.uri", ref.uri, f"is not in {self.root}", remedy))
+            raise ArtifactError(f"{type(ref).__name__}.uri", ref.uri, f"is not in {self.root}", remedy)
         return folder
 
     def folder(self, uri: str) -> Path:
@@ -107,7 +105,7 @@ class ArtifactStore:
         if uri.startswith(_FILE):
             return Path(uri.removeprefix(_FILE))
         if not uri.startswith(_STORE):
-            raise ArtifactError(explain("uri", uri, "must begin with store:// or file://", "give another handle"))
+            raise ArtifactError("uri", uri, "must begin with store:// or file://", "give another handle")
         digest, _, inside = uri.removeprefix(_STORE).partition("/")
         return self.layout.object(digest) / inside
 
@@ -141,7 +139,9 @@ class ArtifactStore:
         """
         for ref in refs:
             if self.is_external(ref):
-                self._check_external(ref)
+                if self.external(type(ref), Path(ref.uri.removeprefix(_FILE))).digest != ref.digest:
+                    rule, remedy = "has changed since its digest was taken", "run again to use its current content"
+                    raise ArtifactError(f"{type(ref).__name__}.uri", ref.uri, rule, remedy)
                 continue
             digest = object_digest(ref)
             folder = self.layout.object(digest)
@@ -153,7 +153,7 @@ class ArtifactStore:
                         quarantine_object(self.layout, digest, problem)
             if problem:
                 rule = f"is damaged ({problem}) and was moved to quarantine"
-                raise ArtifactError(explain(f"{type(ref).__name__}.uri", ref.uri, rule, "run again to make it again"))
+                raise ArtifactError(f"{type(ref).__name__}.uri", ref.uri, rule, "run again to make it again")
 
     def records(self) -> list[KeyRecord]:
         """Return all readable key records, oldest first, without checking their objects."""
@@ -193,7 +193,7 @@ class ArtifactStore:
         """Return a handle for a user's folder outside the store; unchanged files are hashed only once."""
         folder = Path(path).expanduser().absolute()
         if not folder.is_dir():
-            raise ArtifactError(explain("path", str(path), "is not a folder", "fix the path"))
+            raise ArtifactError("path", str(path), "is not a folder", "fix the path")
         digest = tree_digest(self._hash_external(folder))
         return kind(uri=f"{_FILE}{folder}", digest=digest)
 
@@ -247,9 +247,7 @@ class ArtifactStore:
                 fence()
                 damage = object_damage(self.layout.object(object_digest(handle)), deep=False)
                 if damage:
-                    raise ArtifactError(
-                        explain("artifact", key[:12], f"changed while it was committed: {damage}", "run again")
-                    )
+                    raise ArtifactError("artifact", key[:12], f"changed while it was committed: {damage}", "run again")
                 if pin:
                     maintenance.write_pin(self.layout, object_digest(handle), pin)
                 write_json(self.layout.key(key), committed)
@@ -271,7 +269,6 @@ class ArtifactStore:
         maintenance.unpin(self.layout, target)
 
     def pins(self) -> dict[str, str]:
-        """Return the notes of all pins by target."""
         return maintenance.pins(self.layout)
 
     def gc(self, dry_run: bool, *, keep_days: float = 30.0) -> GcReport:
@@ -349,13 +346,6 @@ class ArtifactStore:
             return True
         return False
 
-    def _check_external(self, ref: ArtifactRef) -> None:
-        if self.external(type(ref), Path(ref.uri.removeprefix(_FILE))).digest != ref.digest:
-            rule = "has changed since its digest was taken"
-            raise ArtifactError(
-                explain(f"{type(ref).__name__}.uri", ref.uri, rule, "run again to use its current content")
-            )
-
     def _hash_external(self, folder: Path) -> dict[str, FileEntry]:
         memory = self.layout.externals / f"{sha256_text(str(folder))}.json"
         known = (read_stored(memory, _Memory) or _Memory(files={})).files
@@ -389,13 +379,13 @@ def object_digest(handle: ArtifactRef) -> str:
 def _seal(out: Path) -> dict[str, FileEntry]:
     """Return the hashed files of `out`, all of them on the disk."""
     if (out / MANIFEST).exists():
-        raise ArtifactError(explain("artifact", MANIFEST, "is a name that the store reserves", "use another name"))
+        raise ArtifactError("artifact", MANIFEST, "is a name that the store reserves", "use another name")
     links = [path for path in list_files(out) if (out / path).is_symlink()]
     if links:
-        raise ArtifactError(explain("artifact", links[0], "is a symbolic link, which may break later", "copy the file"))
+        raise ArtifactError("artifact", links[0], "is a symbolic link, which may break later", "copy the file")
     files = hash_tree(out)
     if not files:
-        raise ArtifactError(explain("artifact", str(out), "is empty", "write the artifact into context.out"))
+        raise ArtifactError("artifact", str(out), "is empty", "write the artifact into context.out")
     give_made(out)
     fsync_tree(out)
     return files
@@ -412,7 +402,7 @@ def _handle(
     for field, (folder, child_kind) in children.items():
         if not any(path.startswith(f"{folder}/") for path in files):
             raise ArtifactError(
-                explain(f"children.{field}", folder, "contains no files", "write files into it, or remove this child")
+                f"children.{field}", folder, "contains no files", "write files into it, or remove this child"
             )
         child_digest = tree_digest(files, under=folder)
         fields[field] = child_kind(uri=f"{_STORE}{digest}/{folder}", digest=child_digest, parents=parents)

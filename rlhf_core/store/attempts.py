@@ -4,8 +4,6 @@ Each attempt works in its own folder. The next attempt takes over the work of th
 lost its lease without noticing, and runs on for a step, finds its folder gone and cannot touch its successor's files.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -111,14 +109,7 @@ def begin(
 
 
 def end(
-    folder: Path,
-    attempt: Attempt,
-    *,
-    label: str,
-    status: Status,
-    failure: str,
-    seconds: float,
-    halted: bool = False,
+    folder: Path, attempt: Attempt, *, label: str, status: Status, failure: str, seconds: float, halted: bool = False
 ) -> None:
     """Record how the attempt ended and remove its output folder, if it still exists."""
     remove_tree(output(folder, attempt))
@@ -239,7 +230,6 @@ def _works(folder: Path) -> list[int]:
 
 
 def _numbered(folder: Path, kind: str) -> list[int]:
-    """Return the numbers of the folders `<kind>-<number>` below `folder`."""
     found = (_NUMBERED.fullmatch(path.name) for path in folder.glob(f"{kind}-*"))
     return [int(name[2]) for name in found if name is not None and name[1] == kind]
 

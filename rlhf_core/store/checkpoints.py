@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 from pydantic import Field
 
-from rlhf_core.errors import ArtifactError, ConfigError, explain
+from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.store.fingerprint import hash_file, list_files
 from rlhf_core.store.layout import (
     disk_full,
@@ -75,7 +75,7 @@ def wait_for_parts(folder: Path, *, stalled_s: float = STALLED_SECONDS) -> None:
             size, since = grown, time.monotonic()
         elif time.monotonic() - since > stalled_s:
             rule, remedy = f"nothing was written for {stalled_s:g} s", "check whether the disk of the store responds"
-            raise ArtifactError(explain("checkpoint.part", _name(notes[0], folder), rule, remedy))
+            raise ArtifactError("checkpoint.part", _name(notes[0], folder), rule, remedy)
         time.sleep(pause)
         pause = min(2 * pause, _SLOWEST_POLL)
     for note in folder.rglob(f"{_FAILED}*"):
@@ -108,7 +108,7 @@ def _failure(note: Path, folder: Path) -> ArtifactError:
     if not reason:
         return disk_full(folder.parent)
     remedy = "find the cause in the log of the worker; the checkpoint before this one is complete"
-    return ArtifactError(explain("checkpoint.part", _name(note, folder), f"could not be written ({reason})", remedy))
+    return ArtifactError("checkpoint.part", _name(note, folder), f"could not be written ({reason})", remedy)
 
 
 def _check_writer(note: Path, folder: Path) -> None:
@@ -121,7 +121,7 @@ def _check_writer(note: Path, folder: Path) -> None:
     except (BlockingIOError, FileNotFoundError):
         return
     remedy = "run again to resume from the checkpoint before this one"
-    raise ArtifactError(explain("checkpoint.part", _name(note, folder), "its writer died", remedy))
+    raise ArtifactError("checkpoint.part", _name(note, folder), "its writer died", remedy)
 
 
 def _name(note: Path, folder: Path) -> str:
@@ -177,11 +177,9 @@ class Checkpoints:
         self, root: Path, *, keep_last: int = 1, keep_best: int = 0, fence: Callable[[], None] = lambda: None
     ) -> None:
         if keep_last < 1:
-            raise ConfigError(explain("keep_last", keep_last, "must be >= 1", "keep at least the newest checkpoint"))
+            raise ConfigError("keep_last", keep_last, "must be >= 1", "keep at least the newest checkpoint")
         if keep_best < 0:
-            raise ConfigError(
-                explain("keep_best", keep_best, "must be >= 0", "use 0 to keep no checkpoints for their metric")
-            )
+            raise ConfigError("keep_best", keep_best, "must be >= 0", "use 0 to keep no checkpoints for their metric")
         self.root = Path(root)
         self.keep_last = keep_last
         self.keep_best = keep_best
@@ -322,9 +320,7 @@ def _plain(step: int, state: Mapping[str, Any], metric: float | None) -> dict[st
         noted: dict[str, Any] = json.loads(json.dumps({"step": step, "metric": metric, "state": dict(state)}))
     except TypeError as error:
         remedy = "write tensors and random states into the folder"
-        raise ArtifactError(
-            explain("checkpoint.state", sorted(state), f"is not JSON-able ({error})", remedy)
-        ) from error
+        raise ArtifactError("checkpoint.state", sorted(state), f"is not JSON-able ({error})", remedy) from error
     return noted
 
 

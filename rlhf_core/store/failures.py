@@ -4,8 +4,6 @@ Deadlines, retries and addresses are not part of a stage's key, because they cha
 A result in which answers failed counts only for the settings that it was finished with; unfinished work, for any.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Compute digests of values, files, folders and code: everything that enters the key of a stage."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util
@@ -16,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import ArtifactError, ConfigError, explain
+from rlhf_core.errors import ArtifactError, ConfigError
 
 OUR_PACKAGES = ("stages", "rlhf_core")
 PLUMBING = ("rlhf_core.errors", "rlhf_core.schema.secrets", "rlhf_core.secrets", "rlhf_core.stage", "rlhf_core.store")
@@ -67,25 +65,23 @@ def _plain(value: Any, where: str) -> Any:
     if type(value) is float:
         if math.isfinite(value):
             return value
-        raise ConfigError(explain(where or "value", value, "must be finite in a key", "give a finite number"))
+        raise ConfigError(where or "value", value, "must be finite in a key", "give a finite number")
     if isinstance(value, Mapping):
         return {_name(key, where): _plain(item, f"{where}.{key}" if where else str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     raise ConfigError(
-        explain(
-            where or "value",
-            value,
-            f"a {type(value).__name__} has no stable text form, so it cannot be part of a key",
-            "use numbers, text, lists and tables",
-        )
+        where or "value",
+        value,
+        f"a {type(value).__name__} has no stable text form, so it cannot be part of a key",
+        "use numbers, text, lists and tables",
     )
 
 
 def _name(key: Any, where: str) -> str:
     if type(key) is str:
         return key
-    raise ConfigError(explain(where or "value", key, "names in a key must be text", "write the name as text"))
+    raise ConfigError(where or "value", key, "names in a key must be text", "write the name as text")
 
 
 # ---------------------------------------------------------------- files
@@ -112,7 +108,7 @@ def list_files(folder: Path) -> tuple[str, ...]:
             place = path.resolve() if path.is_symlink() else path
             if path.is_symlink() and any(holder.is_relative_to(place) for holder in holders):
                 rule = "is a link to a folder that contains it"
-                raise ArtifactError(explain("folder", str(path), rule, "remove the link"))
+                raise ArtifactError("folder", str(path), rule, "remove the link")
             above[os.path.join(parent, name)] = holders | {place} if path.is_symlink() else holders  # noqa: PTH118  # as os.walk
     return tuple(sorted(found))
 
@@ -170,7 +166,7 @@ def module_digests(module_name: str, packages: tuple[str, ...] = OUR_PACKAGES) -
         path = modules.file(name)
         if path is None:
             if name == module_name:
-                raise ConfigError(explain("module", name, "has no source file", "name a Python module on the path"))
+                raise ConfigError("module", name, "has no source file", "name a Python module on the path")
             continue
         digest, imports = _parsed(path, name)
         found[name] = digest
@@ -243,7 +239,7 @@ def parse_source(source: bytes, path: str) -> ast.Module:
     except SystemError:  # CPython 3.11 shares one parser depth counter between threads; a second try is right
         return parse_source(source, path)
     except SyntaxError as error:
-        raise ConfigError(explain("module", path, f"is not valid Python ({error})", "fix the file")) from error
+        raise ConfigError("module", path, f"is not valid Python ({error})", "fix the file") from error
 
 
 def _syntax(node: ast.AST) -> str:

@@ -6,8 +6,6 @@ what was found, an `asked-*.json` which run waits for the answer, an `answer-*.j
 counts. No file is written twice with another content, so a run that asks while a person answers loses nothing.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import user_name
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.store.layout import StoreLayout, write_json
@@ -90,7 +88,6 @@ class GateRequest:
 
     @property
     def id(self) -> str:
-        """Return the id of the question."""
         return self.question.id
 
     @property
@@ -164,7 +161,7 @@ def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in sorted(folder.glob(ANSWERS)):
         found = _ANSWER.fullmatch(path.name)
         if found is None:
-            raise ArtifactError(explain("answer", str(path), "is not named as an answer", "move it out of this folder"))
+            raise ArtifactError("answer", str(path), "is not named as an answer", "move it out of this folder")
         yield int(found[1]), path
 
 
@@ -185,7 +182,7 @@ def _read_answer(path: Path) -> GateAnswer | None:
     answer = read_stored(path, GateAnswer)
     if answer is None and path.lstat().st_size:
         rule = "is not a whole answer"
-        raise ArtifactError(explain("answer", str(path), rule, "remove it, and answer again if it was the last one"))
+        raise ArtifactError("answer", str(path), rule, "remove it, and answer again if it was the last one")
     return answer
 
 

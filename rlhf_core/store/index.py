@@ -8,8 +8,6 @@ same time the last wins, and its entries are as good.
 This module imports nothing slow, because `rlhf runs` and `rlhf store ls` depend on it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The paths of a store, and crash-safe writes: a crash at any instant leaves the old file or the new, never half."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import here, is_running
 from rlhf_core.store.fingerprint import list_files, sha256_text
 from rlhf_core.store.sharing import is_shared
@@ -135,7 +133,7 @@ def check_schema(root: Path) -> None:
     marker = root / MARKER
     with naming_disk_errors(root):
         if root.is_file():
-            raise ArtifactError(explain("store", str(root), "is a file", "name a folder"))
+            raise ArtifactError("store", str(root), "is a file", "name a folder")
         stored = read_json(marker)
         schema = 1 if stored is None and not marker.exists() else (stored or {}).get("schema")
     if not isinstance(schema, int):
@@ -220,7 +218,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(read_regular(path))
     except NotRegular as error:
-        raise ArtifactError(explain("file", str(path), str(error), "move it away")) from None
+        raise ArtifactError("file", str(path), str(error), "move it away") from None
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):  # the last: nested too deep
         return None
     return value if isinstance(value, dict) else None
@@ -289,7 +287,7 @@ def remove_tree(folder: Path) -> None:
             shutil.rmtree(folder)
     except PermissionError as error:  # in a shared store, what another user made for themselves alone
         rule = f"{error.filename} in it cannot be removed ({error.strerror})"
-        raise ArtifactError(explain("folder", str(folder), rule, "let its owner or root remove the folder")) from error
+        raise ArtifactError("folder", str(folder), rule, "let its owner or root remove the folder") from error
 
 
 def move(path: Path, target: Path) -> None:
@@ -367,7 +365,7 @@ def naming_disk_errors(root: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in FORBIDDEN and _is_below(error.filename, root):
             rule = f"cannot be written to ({error.strerror}: {error.filename})"
             remedy = "change the permissions, or choose another folder: set `store` in the profile, or RLHF_HOME"
-            raise ArtifactError(explain("store", str(root), rule, remedy)) from error
+            raise ArtifactError("store", str(root), rule, remedy) from error
         raise
 
 
@@ -378,7 +376,7 @@ def _is_below(name: object, root: Path) -> bool:
 def disk_full(root: Path) -> ArtifactError:
     """Return the error for a full disk."""
     remedy = "free space, or move it: set `store` in the profile, or RLHF_HOME; nothing was lost, run the same command again to resume"
-    return ArtifactError(explain("store", str(root), "the disk is full", remedy))
+    return ArtifactError("store", str(root), "the disk is full", remedy)
 
 
 def disk_is_full(error: BaseException, root: Path) -> bool:

@@ -8,8 +8,6 @@ without noticing is stopped by `Lease.check` before each step and each checkpoin
 what must not be written by a loser (the record, the history of attempts) is written in `Lease.undisturbed`.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging
@@ -25,7 +23,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import here, process_stat, process_state
 from rlhf_core.store.layout import read_json, write_json
 
@@ -88,12 +86,10 @@ class Lease:
         if holder is None or holder.token != self.owner.token:
             taker = "nobody" if holder is None else str(holder)
             raise ArtifactError(
-                explain(
-                    f"lease {self.key[:12]}",
-                    taker,
-                    "took the lease over, because this process had not renewed it",
-                    "run again",
-                )
+                f"lease {self.key[:12]}",
+                taker,
+                "took the lease over, because this process had not renewed it",
+                "run again",
             )
 
     @contextmanager
@@ -139,7 +135,7 @@ def alone(folder: Path) -> Iterator[None]:
         except OSError as error:
             rule = f"the disk does not support file locks ({error.strerror}), so two runs could compute the same key"
             remedy = "choose a folder on another disk: set `store` in the profile, or RLHF_HOME"
-            raise ArtifactError(explain("store", str(folder.parent), rule, remedy)) from error
+            raise ArtifactError("store", str(folder.parent), rule, remedy) from error
         yield
     finally:
         os.close(probe)

@@ -6,8 +6,6 @@ A run that waits for people may wait for longer than unused results are kept. So
 (people are to judge, or the time or the money was spent), and the finished stages of a run that waits are roots.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -16,7 +14,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.errors import ArtifactError
 from rlhf_core.store import attempts
 from rlhf_core.store.attempts import checkpoints, is_resumable
 from rlhf_core.store.fingerprint import sha256_text
@@ -117,9 +115,7 @@ def pin(layout: StoreLayout, target: str, note: str) -> None:
     name = object_of(target)
     with alone(layout.leases):  # `gc` removes nothing meanwhile
         if not (layout.object(name).is_dir() or layout.key(name).is_file()):
-            raise ArtifactError(
-                explain("pin", target, "is neither an object nor a key of this store", "see `rlhf store ls`")
-            )
+            raise ArtifactError("pin", target, "is neither an object nor a key of this store", "see `rlhf store ls`")
         write_pin(layout, name, note)
 
 
@@ -135,13 +131,12 @@ def unpin(layout: StoreLayout, target: str) -> None:
         path.unlink()
     except FileNotFoundError:
         remedy = f"the pins are {sorted(pins(layout))}"
-        raise ArtifactError(explain("unpin", target, "is not pinned", remedy)) from None
+        raise ArtifactError("unpin", target, "is not pinned", remedy) from None
     with suppress(OSError):  # a pin that a power cut brings back keeps too much
         fsync_path(path.parent)
 
 
 def pins(layout: StoreLayout) -> dict[str, str]:
-    """Return the notes of all pins by target."""
     return {pin.target: pin.note for pin in _pins(layout)[0]}
 
 

@@ -7,8 +7,6 @@ when it is hashed again.
 Results computed from a result that was set aside need no rule: if that one comes out differently now, their key changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path

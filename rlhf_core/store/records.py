@@ -1,7 +1,5 @@
 """The key record of a finished stage: its artifact, inputs, code and duration."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import platform
@@ -16,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer, field_validator
 
 from rlhf_core import types
-from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.errors import ArtifactError
 from rlhf_core.store.failures import Failed
 from rlhf_core.store.layout import read_json
 from rlhf_core.types import ArtifactRef
@@ -109,12 +107,10 @@ def restore_handle(stored: Mapping[str, Any]) -> ArtifactRef:
     kind = getattr(types, str(stored["type"]), None)
     if not (isinstance(kind, type) and issubclass(kind, ArtifactRef)):
         raise ArtifactError(
-            explain(
-                "handle.type",
-                stored["type"],
-                "is not a handle of rlhf_core.types",
-                "use the version of this program that wrote it",
-            )
+            "handle.type",
+            stored["type"],
+            "is not a handle of rlhf_core.types",
+            "use the version of this program that wrote it",
         )
     return kind.model_validate(stored["fields"])
 

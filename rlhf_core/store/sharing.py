@@ -5,8 +5,6 @@ also those of finished objects, so that each member can repair, replace and coll
 are read-only as everywhere.
 """
 
-from __future__ import annotations
-
 import grp
 import os
 import stat
@@ -14,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.errors import ArtifactError
 
 _OF_A_FOLDER = stat.S_ISGID | stat.S_IRWXG
 _OF_ALL = stat.S_IRWXG
@@ -29,20 +27,20 @@ def share(root: Path, group: str) -> None:
     try:
         number = grp.getgrnam(group).gr_gid
     except KeyError:
-        raise ArtifactError(explain("group", group, "there is no such group", "see `getent group`")) from None
+        raise ArtifactError("group", group, "there is no such group", "see `getent group`") from None
     root = root.resolve()
     for above in root.parents:
         found = above.stat()
         entered = found.st_mode & (stat.S_IXGRP if found.st_gid == number else stat.S_IXOTH)
         if not entered:
             remedy = "choose a folder that they can reach, and name it as `store` in the profile"
-            raise ArtifactError(explain("store", str(root), f"members of {group} cannot enter {above}", remedy))
+            raise ArtifactError("store", str(root), f"members of {group} cannot enter {above}", remedy)
     try:
         for path in _all_in(root):
             _give(path, number)
     except PermissionError as error:
         rule = f"only the owner of {error.filename} may give it to a group that they belong to"
-        raise ArtifactError(explain("store", str(root), rule, "let its owner do it, or root")) from None
+        raise ArtifactError("store", str(root), rule, "let its owner do it, or root") from None
 
 
 def is_shared(folder: Path) -> bool:

@@ -1,7 +1,5 @@
 """Read the small JSON files of a store with strict types."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TypeVar
 

@@ -8,8 +8,6 @@ finished answer instead of ending it.
 This module needs the optional package lm_eval: import it late.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
@@ -29,7 +27,7 @@ from lm_eval.tasks import TaskManager
 
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import Renderer, as_parts
-from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.intervals import LEVEL, t_quantile
 from rlhf_core.interfaces import Sampler, Trainer
 from rlhf_core.suites.results import Measured, Row, shares_among
@@ -57,12 +55,10 @@ def measured(results: Results, *, headline: str) -> Measured:
     _check_numbers(found, rows.values())
     kept = {name for name, (value, _) in found.items() if _is_mean(rows.values(), name, value)}
     if not found:
-        raise DataError(
-            explain("evaluate.suites.tasks", list(results["results"]), "have no metric", "name other tasks")
-        )
+        raise DataError("evaluate.suites.tasks", list(results["results"]), "have no metric", "name other tasks")
     if headline and headline not in found:
         rule = f"is no measure of these tasks ({', '.join(found)})"
-        raise ConfigError(explain("evaluate.suites.headline", headline, rule, "name one of these"))
+        raise ConfigError("evaluate.suites.headline", headline, rule, "name one of these")
     counts = Counter(row.slice for row in rows.values())
     others = {
         name: _interval(*number, documents=counts[name.partition("/")[0]])
@@ -106,7 +102,7 @@ def _check_numbers(found: Mapping[str, tuple[float, float]], rows: Iterable[Row]
     ]:
         if not math.isfinite(value):
             rule, remedy = "is no finite number", "leave out this task or metric; the harness's own numbers are kept"
-            raise DataError(explain(f"evaluate.suites.{name}", value, rule, remedy))
+            raise DataError(f"evaluate.suites.{name}", value, rule, remedy)
 
 
 def _lower_is_better(results: Results) -> tuple[str, ...]:
@@ -238,7 +234,7 @@ def _task_manager(tasks: Sequence[str], include_path: str) -> TaskManager:
     missing = [name for name in tasks if not manager.match_tasks([name])]
     if missing:
         remedy = "name a task of the harness, or one of a YAML file in include_path"
-        raise ConfigError(explain("evaluate.suites.tasks", missing[0], "there is no such task", remedy))
+        raise ConfigError("evaluate.suites.tasks", missing[0], "there is no such task", remedy)
     return manager
 
 
@@ -250,7 +246,7 @@ def _loaded(manager: TaskManager, tasks: Sequence[str]) -> Mapping[str, Any]:
         # The harness reads the tasks' files and data here, too.
         remedy = "name each task or its group once, without patterns, or correct its files and data"
         rule = f"cannot be loaded ({error})"
-        raise ConfigError(explain("evaluate.suites.tasks", list(tasks), rule, remedy)) from error
+        raise ConfigError("evaluate.suites.tasks", list(tasks), rule, remedy) from error
 
 
 def _check_headline(loaded: Mapping[str, Any], headline: str) -> None:
@@ -269,7 +265,7 @@ def _check_headline(loaded: Mapping[str, Any], headline: str) -> None:
     if not headline or headline in known or of_group in known:
         return
     rule = f"is no measure of these tasks ({', '.join(known)})"
-    raise ConfigError(explain("evaluate.suites.headline", headline, rule, "name one of these"))
+    raise ConfigError("evaluate.suites.headline", headline, rule, "name one of these")
 
 
 class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
@@ -381,11 +377,11 @@ def _sampling(engines: Engines, kwargs: Mapping[str, Any]) -> SamplingConfig:
     unknown = sorted(set(options) - _OPTIONS)
     if unknown:
         key, rule = f"generation_kwargs.{unknown[0]}", "our samplers have no such option"
-        raise ConfigError(explain(key, options[unknown[0]], rule, "remove it from the task"))
+        raise ConfigError(key, options[unknown[0]], rule, "remove it from the task")
     tokens = int(options["max_gen_toks"])
     if tokens >= engines.max_sampled_length:
         rule = f"leaves no room for a question in the {engines.max_sampled_length} tokens of policy and sampler"
-        raise ConfigError(explain("generation_kwargs.max_gen_toks", tokens, rule, "lower it in the task"))
+        raise ConfigError("generation_kwargs.max_gen_toks", tokens, rule, "lower it in the task")
     return SamplingConfig(
         temperature=float(options["temperature"]) if options["do_sample"] else 0.0,
         top_p=float(options["top_p"]) if "top_p" in options else 1.0,

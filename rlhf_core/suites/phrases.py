@@ -1,7 +1,5 @@
 """Find phrases in texts whatever their apostrophes and spaces. Imports nothing, so that profiles can be checked quickly."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Make the report over all suites: tables of policies by suites, by slice, and the worst regressions, as one HTML page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

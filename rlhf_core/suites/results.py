@@ -22,8 +22,6 @@ straight apostrophes and single spaces; an empty answer is a refusal too, becaus
 meaning: a refusal in other words counts as compliance, and so does a warning before full help if it uses none of them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -36,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.intervals import (
     DIFFERENCE_OF_SHARES,
     LEVEL,
@@ -179,16 +177,15 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a suite."""
     return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def check_rows(rows: Sequence[Row], *, rule: str, remedy: str) -> None:
     """Raise DataError with `rule` if no row is left, or if two have the same ID."""
     if not rows:
-        raise DataError(explain("evaluate.suites", 0, rule, remedy))
+        raise DataError("evaluate.suites", 0, rule, remedy)
     if len({row.id for row in rows}) < len(rows):
-        raise DataError(explain("evaluate.suites", len(rows), "two rows have the same ID", "remove repeated prompts"))
+        raise DataError("evaluate.suites", len(rows), "two rows have the same ID", "remove repeated prompts")
 
 
 # ---------------------------------------------------------------- win rate
@@ -297,7 +294,7 @@ def check_counts(generations: Sequence[Generation], ks: Sequence[int]) -> None:
         if len(places) < max(ks):
             rule = f"the prompt {generations[places[0]].prompt.id} has only {len(places)} answers"
             remedy = "raise generate.samples_per_prompt of the suite, or leave out this k"
-            raise DataError(explain("evaluate.suites.k", max(ks), rule, remedy))
+            raise DataError("evaluate.suites.k", max(ks), rule, remedy)
 
 
 def pass_at_k_rows(
@@ -315,7 +312,7 @@ def pass_at_k_rows(
         if len(found) < len(places):
             rule = f"gives a value for only {len(found)} of {len(places)} answers to {generations[places[0]].prompt.id}"
             remedy = "return None for all answers to a prompt or for none, and 0.0 for a wrong one"
-            raise DataError(explain("evaluate.suites.function", len(found), rule, remedy))
+            raise DataError("evaluate.suites.function", len(found), rule, remedy)
         correct = sum(value >= threshold for value in found)
         values_of = {f"pass_at_{k}": pass_at_k(len(found), correct, k) for k in ks}
         rows.append(row_of(generations[places[0]], values_of))
@@ -356,15 +353,13 @@ def instructions_of(label: str, *, key: str = "label") -> list[Any]:
         read = json.loads(label)
         instructions = read["instructions"] if isinstance(read, dict) else read
     except (ValueError, KeyError, RecursionError) as error:
-        raise DataError(explain(key, label[:80], f"describes no instructions ({error})", remedy)) from None
+        raise DataError(key, label[:80], f"describes no instructions ({error})", remedy) from None
     if not isinstance(instructions, list) or not instructions:
-        raise DataError(explain(key, label[:80], "describes no instructions", remedy))
+        raise DataError(key, label[:80], "describes no instructions", remedy)
     try:
         _held(PROBE, instructions, loose=False)
     except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            explain(key, label[:80], f"has an instruction that cannot be checked ({error})", remedy)
-        ) from None
+        raise DataError(key, label[:80], f"has an instruction that cannot be checked ({error})", remedy) from None
     return instructions
 
 
@@ -389,7 +384,7 @@ def is_refusal(text: str, phrases: Sequence[str], *, characters: int) -> bool:
 def is_safe(label: str, *, key: str = "label") -> bool:
     """Return whether a prompt is labelled safe. Raises DataError for a label that is neither `safe` nor `unsafe`."""
     if label.strip().lower() not in ("safe", "unsafe"):
-        raise DataError(explain(key, label[:80], "must be safe or unsafe", "label every prompt"))
+        raise DataError(key, label[:80], "must be safe or unsafe", "label every prompt")
     return label.strip().lower() == "safe"
 
 

@@ -1,7 +1,5 @@
 """Provide AdamW with clipping to a global gradient norm, which skips the update if the gradient is not finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, assert_never
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlhf_core.config.engines import OptimizerConfig
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 
 LONGEST = 2**18
 """Maximum number of float32 squares per sum. A CPU adds them one after another, so that a longer sum loses digits."""
@@ -112,9 +110,7 @@ def learning_rate(
     """
     if not 0 <= step < total_steps:
         raise ConfigError(
-            explain(
-                "step", step, f"must be in [0, total_steps = {total_steps})", "set total_steps to the number of steps"
-            )
+            "step", step, f"must be in [0, total_steps = {total_steps})", "set total_steps to the number of steps"
         )
     # Rounded before ceil: 0.07 * 100 is 7.000000000000001 in binary.
     warmup = math.ceil(round(warmup_fraction * total_steps, 9))

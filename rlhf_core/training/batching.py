@@ -1,7 +1,5 @@
 """Divide samples among ranks, and combine the metrics of micro-batches, ranks and steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

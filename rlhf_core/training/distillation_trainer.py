@@ -36,9 +36,7 @@ class PartOfStep:
         return self.objective.compute(model, samples, denominators)
 
 
-def _of_student(
-    method: Callable[Concatenate[Trainer, P], T],
-) -> Callable[Concatenate[DistillationTrainer, P], T]:
+def _of_student(method: Callable[Concatenate[Trainer, P], T]) -> Callable[Concatenate[DistillationTrainer, P], T]:
     """Return a method that calls `method` on the student."""
 
     @functools.wraps(method)

@@ -4,25 +4,18 @@ Shapes: B rollouts, T completion tokens (padded to the longest), P prompts, G sa
 rollouts of a prompt are consecutive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from rlhf_core.algorithms.advantage.base import (
-    GroupAdvantage,
-    GroupRewards,
-    TokenRewards,
-    zero_variance_groups,
-)
+from rlhf_core.algorithms.advantage.base import GroupAdvantage, GroupRewards, TokenRewards, zero_variance_groups
 from rlhf_core.algorithms.advantage.token import discounted_returns
 from rlhf_core.algorithms.policy.clip import PolicyMethod
 from rlhf_core.algorithms.token_math import explained_variance, k1, k3, masked_count, mismatch_metrics, whiten
 from rlhf_core.config.policy import Advantage, KLCredit
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics
 from rlhf_core.types import PolicySample, Rollout, TokenSample, ValueSample
 from rlhf_core.user_code.dependencies import UserFunction
@@ -98,10 +91,11 @@ def estimate_advantages(
     old_BT = completion_tensor(experience.old_logprobs, experience)
     scores_B = torch.tensor([rollout.reward for rollout in experience.rollouts], dtype=torch.float32)
     kl_BT, distance = _kl(experience, old_BT, mask_BT)
-    metrics = _reward_metrics(scores_B) | _rollout_metrics(experience, old_BT, mask_BT) | distance
+    rewards = {"reward/mean": float(scores_B.mean()), "reward/std": float(scores_B.std(correction=0))}
+    metrics = rewards | _rollout_metrics(experience, old_BT, mask_BT) | distance
     if kl_coef and not distance:
         rule = "the log-probs of a reference are missing"
-        raise ConfigError(explain("ppo.kl.coef", kl_coef, rule, "compute them, or set it to 0"))
+        raise ConfigError("ppo.kl.coef", kl_coef, rule, "compute them, or set it to 0")
     if isinstance(estimator, GroupAdvantage):
         # Computed from the scores, not from sums of token rewards, whose rounding errors look like a spread of the group.
         answers_B = scores_B - kl_coef * kl_BT.sum(dim=1) if kl_credit == "answer" else scores_B  # R - kl_coef * sum k1
@@ -181,7 +175,7 @@ def _compared(
     """Return the advantage of each answer, repeated on all of its tokens [B, T]."""
     if group_size < 2:
         rule = f"the estimator {estimator.type!r} compares the samples of a prompt and needs at least 2"
-        raise ConfigError(explain("ppo.samples_per_prompt", group_size, rule, "raise it, or use gae or reinforce++"))
+        raise ConfigError("ppo.samples_per_prompt", group_size, rule, "raise it, or use gae or reinforce++")
     groups = GroupRewards(
         rewards=answers_B.reshape(-1, group_size),
         lengths=mask_BT.sum(dim=1).reshape(-1, group_size),
@@ -252,10 +246,6 @@ def value_samples(experience: Experience, advantages: Advantages) -> list[ValueS
 
 def _after_prompt(rollout: Rollout, values: Sequence[float]) -> tuple[float, ...]:
     return (0.0,) * len(rollout.prompt_ids) + tuple(values[: len(rollout.completion.token_ids)])
-
-
-def _reward_metrics(scores_B: Tensor) -> Metrics:
-    return {"reward/mean": float(scores_B.mean()), "reward/std": float(scores_B.std(correction=0))}
 
 
 def _kl(experience: Experience, old_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Metrics]:

@@ -3,8 +3,6 @@
 The samples of a step depend only on the seed and the step, so the step is the position in the data.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.mixing import shuffled_indices
-from rlhf_core.errors import ConfigError, TrainingError, explain
+from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import Metrics, Objective, Trainer
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoints
@@ -33,19 +31,15 @@ class Carried(Protocol):
 
     def __call__(self, trainer: Trainer, samples: Sequence[Any]) -> tuple[Objective, list[Any]]:
         """Look at a training step."""
-        ...
 
     def evaluated(self, trainer: Trainer, samples: Sequence[Any]) -> tuple[Objective, list[Any]]:
         """Look at an evaluation, and remember nothing of it."""
-        ...
 
     def state(self) -> Mapping[str, Any]:
         """Return its state as JSON values."""
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Remember the `state` of a checkpoint."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -73,22 +67,22 @@ def batch_at(step: int, samples: Sequence[Any], *, batch_size: int, seed: int) -
 
 def fit(
     trainer: Trainer,
-    train: Sequence[Any],
-    evaluation: Sequence[Any],
+    samples: Mapping[str, Sequence[Any]],
     objective: Objective,
-    *,
     optimizer: OptimizerConfig,
     loop: LoopConfig,
     context: StageContext,
+    *,
     look_ahead: LookAhead | None = None,
 ) -> FitResult:
-    """Train on `train` and evaluate on `evaluation`, starting from the newest checkpoint of this stage's key if any.
+    """Train on `samples["train"]` and evaluate on `samples["eval"]`, from the newest checkpoint of this stage's key if any.
 
     `look_ahead` receives all samples of a step (or of an evaluation) first, and may change them and the objective. What a
     `Carried` one remembers is in the checkpoints.
 
     The trainer ends with the last weights, or with the best ones if `loop.keep_best` is set.
     """
+    train, evaluation = samples["train"], samples["eval"]
     _check(train, evaluation, optimizer, loop, context.label)
     steps = total_steps(len(train), loop)
     carried = look_ahead if isinstance(look_ahead, Carried) else None
@@ -136,13 +130,13 @@ def _check(
     """Raise ConfigError for settings that contradict each other, TrainingError where nothing is left to train on."""
     if loop.keep_best and optimizer.ema_decay:
         rule = "checkpoints are evaluated with their own weights, but the result would be an average"
-        raise ConfigError(explain(f"{label}.loop.keep_best", loop.keep_best, rule, "set it or ema_decay to 0"))
+        raise ConfigError(f"{label}.loop.keep_best", loop.keep_best, rule, "set it or ema_decay to 0")
     if loop.keep_best and not evaluation:
         rule = "no held-out rows are left, so no checkpoint is the best"
-        raise ConfigError(explain(f"{label}.loop.keep_best", loop.keep_best, rule, "hold rows out, or set it to 0"))
+        raise ConfigError(f"{label}.loop.keep_best", loop.keep_best, rule, "hold rows out, or set it to 0")
     if not train:
         raise TrainingError(
-            explain(f"{label}.data", 0, "no training samples are left", "see the validation report of prepare_data")
+            f"{label}.data", 0, "no training samples are left", "see the validation report of prepare_data"
         )
 
 
@@ -151,9 +145,7 @@ def _finish(
 ) -> FitResult:
     chosen = (checkpoints.best() if loop.keep_best else None) or checkpoints.latest()
     if chosen is None:
-        raise TrainingError(
-            explain(f"{label}.checkpoints", None, "the last checkpoint is missing", "run the stage again")
-        )
+        raise TrainingError(f"{label}.checkpoints", None, "the last checkpoint is missing", "run the stage again")
     if chosen.step != steps:
         trainer.load(chosen.path)
     return FitResult(steps=steps, initial=initial, final=dict(chosen.state["final"]))

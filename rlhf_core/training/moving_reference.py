@@ -6,8 +6,6 @@ the models: a step of a small `mix` is lost in half precision, where the folder 
 Checkpoints have a copy of it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rlhf_core.config.policy import ReferenceSync
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec, Runtime, Trainer
 from rlhf_core.types import TokenSample
 
@@ -103,11 +101,11 @@ def _tensor(files: dict[str, Path], name: str, shape: torch.Size) -> torch.Tenso
     rule = "the reference has no such tensor of that shape, so the two cannot be averaged"
     remedy = "use a reference of the policy's architecture, or set kl.reference_sync.mix = 1"
     if name not in files:
-        raise ConfigError(explain("ppo.kl.reference_sync", name, rule, remedy))
+        raise ConfigError("ppo.kl.reference_sync", name, rule, remedy)
     with safe_open(files[name], framework="pt") as tensors:
         found: torch.Tensor = tensors.get_tensor(name)
     if found.shape != shape:
-        raise ConfigError(explain("ppo.kl.reference_sync", f"{name} {tuple(shape)}", rule, remedy))
+        raise ConfigError("ppo.kl.reference_sync", f"{name} {tuple(shape)}", rule, remedy)
     return found
 
 

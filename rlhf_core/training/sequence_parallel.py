@@ -11,8 +11,6 @@ the heads of one model for the whole process, and with sdpa lets packed samples 
 Legend: N ranks of a group, B rows, L positions, S = L / N positions of a rank, A heads, D size of a head, H hidden.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.models.forward import backbone_of
 from rlhf_core.training.state import join, rank_and_world
 
@@ -52,16 +50,16 @@ def spread(model: nn.Module, size: int) -> None:
     backbone = backbone_of(model)
     _, world = rank_and_world()
     if world % size != 0:
-        raise ConfigError(explain(KEY, size, f"does not divide the {world} train workers", "use a divisor of them"))
+        raise ConfigError(KEY, size, f"does not divide the {world} train workers", "use a divisor of them")
     heads = backbone.config.get_text_config().num_attention_heads
     if heads % size != 0:
         rule = f"does not divide the {heads} attention heads of {type(model).__name__}"
-        raise ConfigError(explain(KEY, size, rule, "use a divisor of them"))
+        raise ConfigError(KEY, size, rule, "use a divisor of them")
     parameters = inspect.signature(backbone.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any or "position_ids" not in parameters:
         rule = f"{type(backbone).__name__} does not pass position ids and keyword arguments to its attention"
-        raise ConfigError(explain(KEY, size, rule, "set it to 1"))
+        raise ConfigError(KEY, size, rule, "set it to 1")
     _register()
     join()
     group = _group(size)
@@ -141,7 +139,7 @@ def _attention(
             if unsupported
             else f"{type(module).__name__} did not receive the layout of the rows"
         )
-        raise ConfigError(explain(KEY, "> 1", rule, "set it to 1 for this architecture"))
+        raise ConfigError(KEY, "> 1", rule, "set it to 1 for this architecture")
     group, size = ulysses.group, dist.get_world_size(ulysses.group)
     if key_BASD.shape[1] % size != 0:
         repeats = query_BASD.shape[1] // key_BASD.shape[1]

@@ -8,8 +8,6 @@ Determine the rank of this train worker and join the process group.
 A launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Without them there is a single process.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.optim import Optimizer
 
-from rlhf_core.errors import ConfigError, TrainingError, explain
+from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.processes.identity import interface_towards, is_loopback
 from rlhf_core.types import derive_seed
 
@@ -73,9 +71,7 @@ def load_training_state(file: Path, module: nn.Module, optimizer: Optimizer) -> 
     if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in state["parameters"].items()}:
         odd = sorted(set(own) ^ set(state["parameters"]))[:3]
         rule = f"its parameters are not those of this model (names that only one of them has: {odd})"
-        raise TrainingError(
-            explain("checkpoint", str(file), rule, "resume with the model and the LoRA settings that wrote it")
-        )
+        raise TrainingError("checkpoint", str(file), rule, "resume with the model and the LoRA settings that wrote it")
     for name, parameter in own.items():
         parameter.copy_(state["parameters"][name])
     optimizer.load_state_dict(state["optimizer"])
@@ -100,7 +96,7 @@ def engine_settings(folder: Path) -> dict[str, int]:
 def refuse_engine_settings(written: Mapping[str, int], settings: Mapping[str, int]) -> TrainingError:
     """Return the error for a checkpoint whose layout an engine with `settings` cannot read."""
     remedy = "resume with the settings of the checkpoint, or start the stage over with --force"
-    return TrainingError(explain("checkpoint", dict(written), f"this run has {dict(settings)}", remedy))
+    return TrainingError("checkpoint", dict(written), f"this run has {dict(settings)}", remedy)
 
 
 def random_state() -> dict[str, Any]:
@@ -148,7 +144,7 @@ def load_state(file: Path) -> Any:
     """Return the tensors and values that `write_states` wrote to `file`. Raises TrainingError if it is missing."""
     if not file.is_file():
         rule = "the checkpoint lacks this file"
-        raise TrainingError(explain("checkpoint", str(file), rule, "resume with as many workers as wrote it"))
+        raise TrainingError("checkpoint", str(file), rule, "resume with as many workers as wrote it")
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
@@ -167,7 +163,7 @@ def rank_and_world() -> tuple[int, int]:
         return 0, 1
     if len(there) < len(LAUNCHER):
         missing = sorted(set(LAUNCHER) - set(there))
-        raise ConfigError(explain("environment", there, f"{missing} must be set too", "set all four or none"))
+        raise ConfigError("environment", there, f"{missing} must be set too", "set all four or none")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _check_reach(os.environ["MASTER_ADDR"], world)
     return rank, world
@@ -178,9 +174,7 @@ def _check_reach(host: str, world: int) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if here < world and is_loopback(host):
         rule = f"{here} of {world} ranks are on this machine, and the other ranks cannot reach this address"
-        raise ConfigError(
-            explain("MASTER_ADDR", host, rule, "set it to an address of rank 0's machine that they can reach")
-        )
+        raise ConfigError("MASTER_ADDR", host, rule, "set it to an address of rank 0's machine that they can reach")
 
 
 def local_device() -> torch.device:
@@ -234,9 +228,7 @@ def _meeting_point(rank: int, world: int) -> dist.Store | None:
         listener = socket.create_server((host, port), family=family, backlog=max(world, 128))
     except OSError as error:
         rule = f"rank 0 cannot listen on port {port} there ({error.strerror})"
-        raise ConfigError(
-            explain("MASTER_ADDR", host, rule, "set it to an address of its machine, with a free port")
-        ) from error
+        raise ConfigError("MASTER_ADDR", host, rule, "set it to an address of its machine, with a free port") from error
     return dist.TCPStore(
         host, port, world, is_master=True, timeout=default_pg_timeout, master_listen_fd=listener.detach()
     )

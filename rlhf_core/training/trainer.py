@@ -4,8 +4,6 @@ A runtime with several ranks computes the denominators over all samples, passes 
 combines the metrics of `forward_backward` and `loss` with `reduce`.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.errors import TrainingError, explain
+from rlhf_core.errors import TrainingError
 from rlhf_core.interfaces import Metrics, ModelSpec, Weights
 from rlhf_core.models.architecture import padding_id
 from rlhf_core.models.batches import TokenBatch, unpack
@@ -71,7 +69,6 @@ class WeightAverage:
             self._average[name].lerp_(weight.float(), 1 - self._decay)  # a <- decay a + (1 - decay) w
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of the average."""
         yield from self._average.values()
 
     def state(self) -> dict[str, Tensor]:
@@ -79,7 +76,6 @@ class WeightAverage:
         return {name: weight.to("cpu", copy=True) for name, weight in self._average.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Restore the average from `state`."""
         for name, weight in self._average.items():
             weight.copy_(state[name])
 
@@ -123,12 +119,7 @@ class LocalTrainer:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        optimizer: OptimizerConfig | None,
-        config: TrainerConfig,
-        *,
-        engine: Engine | None = None,
+        self, spec: ModelSpec, optimizer: OptimizerConfig | None, config: TrainerConfig, *, engine: Engine | None = None
     ) -> None:
         self._spec = spec
         self._trained = optimizer is not None
@@ -318,7 +309,9 @@ class LocalTrainer:
             output = self._engine.forward(compute)
             total.add(output.metrics)
             if backward:
-                self._engine.backward(_poisoned(output.loss))
+                # NaN in all gradients if it is not finite: an infinite loss can have a finite gradient, and the other
+                # ranks detect the problem by the NaN in every gradient.
+                self._engine.backward(output.loss * torch.where(torch.isfinite(output.loss.detach()), 1.0, torch.nan))
         return total.floats()
 
     def _measure(self, samples: Sequence[TokenSample], compute: Callable[[nn.Module, TokenBatch], list[T]]) -> list[T]:
@@ -366,7 +359,7 @@ class LocalTrainer:
     def _check_trained(self, verb: str) -> None:
         if not self._trained:
             rule = "the model is frozen: it has no optimizer"
-            raise TrainingError(explain(f"trainer.{verb}", self._spec.path, rule, "give the role an optimizer"))
+            raise TrainingError(f"trainer.{verb}", self._spec.path, rule, "give the role an optimizer")
 
 
 class _Total:
@@ -391,14 +384,6 @@ class _Total:
         return dict(zip(self._values, torch.stack(list(self._values.values())).tolist(), strict=True))
 
 
-def _poisoned(loss: Tensor) -> Tensor:
-    """Return `loss`, or NaN with NaN in all gradients if it is not finite.
-
-    An infinite loss can have a finite gradient, and the other ranks detect the problem by the NaN in every gradient.
-    """
-    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
-
-
 # ---------------------------------------------------------------- skipped
 
 logger = logging.getLogger(__name__)
@@ -416,9 +401,7 @@ def count_skipped(so_far: int, metrics: Metrics, *, label: str, step: int) -> in
     logger.warning("%s: skipping step %d, because the loss or the gradient is not finite", label, step)
     if so_far + 1 >= MAX_SKIPPED_IN_A_ROW:
         rule = f"{MAX_SKIPPED_IN_A_ROW} updates in a row had a non-finite loss or gradient"
-        raise TrainingError(
-            explain(f"{label}.step", step, rule, "lower the learning rate, or check the samples of this step")
-        )
+        raise TrainingError(f"{label}.step", step, rule, "lower the learning rate, or check the samples of this step")
     return so_far + 1
 
 
@@ -428,4 +411,4 @@ def check_updated(history: Sequence[Metrics], *, label: str, step: int) -> None:
         skipped = [metrics[f"{model}/skipped"] for metrics in history if f"{model}/skipped" in metrics]
         if skipped and all(skipped):
             rule = f"every update of the {model} had a non-finite loss or gradient"
-            raise TrainingError(explain(f"{label}.step", step, rule, "lower the learning rate, or clip the rewards"))
+            raise TrainingError(f"{label}.step", step, rule, "lower the learning rate, or clip the rewards")

@@ -24,7 +24,7 @@ from threading import RLock
 from types import CodeType, MappingProxyType, ModuleType
 from typing import Any
 
-from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.user_code.sources import (
     ADDED,
     BEFORE,
@@ -66,7 +66,7 @@ class Modules:
         for module in (one for one in reached if one.path.suffix != ".py"):
             if _COMPILED.setdefault(module.path, module.source.digest) != module.source.digest:
                 rule = "is compiled, and this process has loaded another version of it"
-                raise ConfigError(explain(key, str(module.path), rule, "run again in a new process"))
+                raise ConfigError(key, str(module.path), rule, "run again in a new process")
         self._file = Path(location) if location.endswith(".py") else None
         self._sources = {module.path.resolve(): module.source for module in reached}
         self._path = program_path()
@@ -258,7 +258,7 @@ def load_callables(
     for spec in specs:
         location, separator, _ = spec.rpartition(":")
         if not separator:
-            raise ConfigError(explain(key, spec, "must read module:name or file.py:name", "add the name"))
+            raise ConfigError(key, spec, "must read module:name or file.py:name", "add the name")
         if location not in modules:
             from_file = location.endswith(".py")
             if from_file:
@@ -279,7 +279,7 @@ class UserFile:
         if not path.is_file():
             files = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
             rule = f"there is no file {path} (seen from {Path.cwd()})"
-            raise ConfigError(explain(key, str(path), rule, nearest(path.name, files)))
+            raise ConfigError(key, str(path), rule, nearest(path.name, files))
         self._key, self._path = key, path
         self._modules = Modules(key, str(path), code=code, notes=notes)
 
@@ -288,9 +288,7 @@ class UserFile:
         try:
             return self._modules.run()
         except Exception as error:
-            raise ConfigError(
-                explain(self._key, str(self._path), f"importing it fails: {error!r}", "fix the file")
-            ) from error
+            raise ConfigError(self._key, str(self._path), f"importing it fails: {error!r}", "fix the file") from error
 
 
 def _load_module(key: str, spec: str, modules: Modules) -> ModuleType:
@@ -300,25 +298,22 @@ def _load_module(key: str, spec: str, modules: Modules) -> ModuleType:
     except ModuleNotFoundError as error:
         # A module that exists but imports something missing is a different mistake.
         if error.name is None or not (location == error.name or location.startswith(f"{error.name}.")):
-            raise ConfigError(explain(key, spec, f"importing {location} needs {error.name}", "install it")) from error
+            raise ConfigError(key, spec, f"importing {location} needs {error.name}", "install it") from error
         remedy = nearest(location.rpartition(".")[2], _siblings(location))
-        raise ConfigError(explain(key, spec, f"there is no module {error.name}", remedy)) from None
+        raise ConfigError(key, spec, f"there is no module {error.name}", remedy) from None
     except Exception as error:
-        raise ConfigError(explain(key, spec, f"importing {location} fails: {error!r}", "fix the module")) from error
+        raise ConfigError(key, spec, f"importing {location} fails: {error!r}", "fix the module") from error
 
 
 def _named(key: str, spec: str, module: ModuleType) -> Any:
     location, _, name = spec.rpartition(":")
     found = vars(module).get(name)
     if found is None:
-        raise ConfigError(explain(key, spec, f"{location} has no {name}", nearest(name, _own_callables(module))))
+        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise ConfigError(key, spec, f"{location} has no {name}", nearest(name, known))
     if not callable(found):
-        raise ConfigError(explain(key, spec, f"{name} is a {type(found).__name__}", "name a function or a class"))
+        raise ConfigError(key, spec, f"{name} is a {type(found).__name__}", "name a function or a class")
     return found
-
-
-def _own_callables(module: ModuleType) -> list[str]:
-    return [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
 
 
 def _siblings(location: str) -> list[str]:

@@ -2,8 +2,6 @@
 this program. They change between runs without a change of version. Nothing is imported for it.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import io
@@ -17,7 +15,7 @@ from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path
 
-from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.store.fingerprint import (
     OUR_PACKAGES,
     canonical_json,
@@ -103,10 +101,10 @@ def user_modules(spec: str, *, key: str = "callable") -> list[UserModule]:
     """Return the module that `spec` names, followed by all user modules that it imports, transitively."""
     place, _, function = spec.rpartition(":")
     if not place or not function.isidentifier():
-        raise ConfigError(explain(key, spec, "must read module:function or file.py:function", "add the name"))
+        raise ConfigError(key, spec, "must read module:function or file.py:function", "add the name")
     modules = reached_from(place)
     if not modules:
-        raise ConfigError(explain(key, spec, f"{place} does not exist", "fix the module name or the path"))
+        raise ConfigError(key, spec, f"{place} does not exist", "fix the module name or the path")
     _check_function(spec, modules[0], key)
     return modules
 
@@ -152,7 +150,7 @@ def code_of(modules: Sequence[UserModule], *, key: str) -> dict[str, str]:
 def changed(key: str, name: str) -> ConfigError:
     """Return the error for a function or file that is no longer that of the stage's key."""
     rule = "its code, or what it depends on, has changed since the stage began, and the result would mix both versions"
-    return ConfigError(explain(key, name, rule, "run again to use the new version, or restore the old one to resume"))
+    return ConfigError(key, name, rule, "run again to use the new version, or restore the old one to resume")
 
 
 def _check_function(spec: str, module: UserModule, key: str) -> None:
@@ -162,7 +160,7 @@ def _check_function(spec: str, module: UserModule, key: str) -> None:
         parse_source(module.path.read_bytes(), str(module.path))  # raises, with the problem
     elif function not in names and "*" not in names:
         remedy = nearest(function, module.source.functions)
-        raise ConfigError(explain(key, spec, f"{place} has no {function}", remedy))
+        raise ConfigError(key, spec, f"{place} has no {function}", remedy)
 
 
 # ---------------------------------------------------------------- where modules lie
@@ -308,7 +306,7 @@ def _declared(tree: ast.Module, path: Path) -> tuple[str, ...]:
     if items is None or len(texts) < len(items):
         example = f'write it once, at the top level: {DECLARATION} = ("answers.json", "env:MODEL")'
         rule = "must be a plain list of texts"
-        raise ConfigError(explain(f"{path.name}: {DECLARATION}", f"line {bindings[0].lineno}", rule, example))
+        raise ConfigError(f"{path.name}: {DECLARATION}", f"line {bindings[0].lineno}", rule, example)
     return tuple(texts)
 
 
@@ -338,4 +336,4 @@ def _declared_digest(module: UserModule, entry: str, key: str) -> str:
     if path.is_dir():
         return tree_digest(hash_tree(path))
     rule = f"{module.path.name} depends on {entry}, which is not in {module.path.resolve().parent}"
-    raise ConfigError(explain(key, module.path.name, rule, f"fix {DECLARATION}, or add the file"))
+    raise ConfigError(key, module.path.name, rule, f"fix {DECLARATION}, or add the file")

@@ -1,14 +1,12 @@
 """Configure the collection of judgments: `collect` in the sections that collect."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rlhf_core.config.annotators import Annotator, JudgeAnnotator
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import OPERATIONAL, Config
 from rlhf_core.store.fingerprint import hash_file
 
@@ -40,5 +38,5 @@ def content_digests(config: CollectPreferencesConfig) -> dict[str, str]:
     path = Path(annotator.rubric_file).expanduser()
     if not path.is_file():
         rule = f"there is no such file in {Path.cwd()}"
-        raise ConfigError(explain(f"collect.{RUBRIC}", annotator.rubric_file, rule, "fix the path"))
+        raise ConfigError(f"collect.{RUBRIC}", annotator.rubric_file, rule, "fix the path")
     return {RUBRIC: hash_file(path)}

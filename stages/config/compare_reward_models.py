@@ -1,7 +1,5 @@
 """Configure the comparison of reward models on the same pairs."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from rlhf_core.config.data import Suite

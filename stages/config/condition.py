@@ -1,7 +1,5 @@
 """Configure how rewards become part of the prompt: `[conditional_sft.condition]`."""
 
-from __future__ import annotations
-
 from pydantic import Field, field_validator
 
 from rlhf_core.schema.base import Config

@@ -1,14 +1,12 @@
 """Configure tasks of EleutherAI's evaluation harness: `type = "lm_eval"` in `[[evaluate.suites]]`."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import OPERATIONAL, Config
 from rlhf_core.store.fingerprint import canonical_json, hash_files, list_files, sha256_text, tree_digest
 from stages.config.evaluate_suite import SuiteName
@@ -47,12 +45,12 @@ def content_digests(config: HarnessSuite) -> dict[str, str]:
     except PackageNotFoundError:
         remedy = 'install the extra: pip install "rlhf-lifecycle[lm-eval]"'
         rule = f"needs the package {PACKAGE}, which is not installed"
-        raise ConfigError(explain(f"evaluate.suites.{config.name}.type", config.type, rule, remedy)) from None
+        raise ConfigError(f"evaluate.suites.{config.name}.type", config.type, rule, remedy) from None
     if config.include_path:
         folder = Path(config.include_path).expanduser()
         if not folder.is_dir():
             key = f"evaluate.suites.{config.name}.include_path"
-            raise ConfigError(explain(key, config.include_path, "is not a folder", "give the folder of the tasks"))
+            raise ConfigError(key, config.include_path, "is not a folder", "give the folder of the tasks")
         names = [name for name in list_files(folder) if "__pycache__" not in name.split("/")]
         found["include_path"] = tree_digest(hash_files(folder, names))
         if outside := outside_files(folder):

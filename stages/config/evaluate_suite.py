@@ -1,7 +1,5 @@
 """Configure suites that measure answers: `[[evaluate.suites]]`, except for `type = "lm_eval"`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -9,8 +7,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.rewards import FunctionProtocol
-from rlhf_core.errors import ConfigError, explain
-from rlhf_core.schema.base import OPERATIONAL, Config
+from rlhf_core.errors import ConfigError
+from rlhf_core.schema.base import OPERATIONAL, Config, FunctionName
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.suites.phrases import plain
@@ -48,7 +46,7 @@ class SuiteConfig(Config):
 class FunctionSuite(SuiteConfig):
     """A suite that calls a function of answers, in its own processes."""
 
-    function: str
+    function: FunctionName
     """Function as `package.module:function` or `path/to/file.py:function`, in any form of a reward function."""
     arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
     """Keyword arguments of the function. Write secrets as `"env:NAME"`."""
@@ -58,14 +56,6 @@ class FunctionSuite(SuiteConfig):
     """Deadline, in seconds, of the answers of one policy."""
     workers: Annotated[int, Field(ge=1), OPERATIONAL] = 1
     """Number of processes that run the function."""
-
-    @field_validator("function")
-    @classmethod
-    def _check_function_name(cls, function: str) -> str:
-        module, separator, name = function.rpartition(":")
-        if not separator or not module or not name.isidentifier():
-            raise ValueError("must read package.module:function or path/to/file.py:function; add what is missing")
-        return function
 
 
 class PassAtKSuite(FunctionSuite):
@@ -191,7 +181,5 @@ def content_digests(config: AnswerSuite) -> dict[str, str]:
     path = Path(config.judge.rubric_file).expanduser()
     if not path.is_file():
         key = f"evaluate.suites.{config.name}.judge.rubric_file"
-        raise ConfigError(
-            explain(key, config.judge.rubric_file, f"there is no such file in {Path.cwd()}", "fix the path")
-        )
+        raise ConfigError(key, config.judge.rubric_file, f"there is no such file in {Path.cwd()}", "fix the path")
     return {RUBRIC: hash_file(path)}

@@ -1,7 +1,5 @@
 """Configure sampling: `generate` in the sections that sample."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

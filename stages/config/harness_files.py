@@ -4,8 +4,6 @@ The rules are those of lm_eval 0.4: paths of `include` and modules of `!function
 them, rows from the folder of `dataset_path`, or from the working directory where that is no folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from glob import glob
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configure a policy from outside: `[[evaluate.baselines]]`."""
 
-from __future__ import annotations
-
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.models.packages import local_folder
 from rlhf_core.schema.base import Config

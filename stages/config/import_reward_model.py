@@ -1,7 +1,5 @@
 """Configure `[import_reward_model]`, and compute the digest of the model that it names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

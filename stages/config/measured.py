@@ -4,8 +4,6 @@ before it runs. Gates and sweeps are checked against it by the plan; the tests o
 `*` in a name stands for any text, such as a user's own name. Whether a run has one of the numbers may depend on data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Configure the union of several sets of preference pairs."""
 
-from __future__ import annotations
-
 from rlhf_core.schema.base import Config
 
 

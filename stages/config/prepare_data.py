@@ -1,7 +1,5 @@
 """Configure `[prepare_data]`, and compute the digests of the local files that it names."""
 
-from __future__ import annotations
-
 from glob import has_magic
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from rlhf_core.config.data import DataConfig, Files, MixedWorlds, SupportWorld, 
 from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
 from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.file_types import is_hub, source_files
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.models.packages import PACKAGE, package_folder
 from rlhf_core.schema.base import Config
 from rlhf_core.store.fingerprint import hash_file, hash_files, list_files, tree_digest
@@ -53,8 +51,8 @@ def content_digests(config: PrepareDataConfig) -> dict[str, str]:
     digests = {}
     for name, (_, path) in local_files(config).items():
         if not path.exists() and not matching(path):
-            raise DataError(explain("prepare_data", name, "there is no such file or folder", "check the path"))
-        digests[name] = _digest(path)
+            raise DataError("prepare_data", name, "there is no such file or folder", "check the path")
+        digests[name] = hash_file(path) if path.is_file() else tree_digest(hash_files(*files_at(path)))
     return digests
 
 
@@ -72,11 +70,6 @@ def local_files(config: PrepareDataConfig) -> dict[str, tuple[str, Path]]:
         key = "prepare_data.model.path"
         paths[config.model.path] = (key, package_folder(config.model.path, key=key))
     return paths
-
-
-def _digest(path: Path) -> str:
-    """Return the sha256 of a file, of a folder, or of the files that match a pattern."""
-    return hash_file(path) if path.is_file() else tree_digest(hash_files(*files_at(path)))
 
 
 def files_at(path: Path) -> tuple[Path, list[str]]:

@@ -1,7 +1,5 @@
 """Configure the choice of answer pairs for annotators."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

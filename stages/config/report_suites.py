@@ -1,7 +1,5 @@
 """Configure the report over all suites."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from rlhf_core.schema.base import Config, added_option

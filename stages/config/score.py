@@ -1,7 +1,5 @@
 """Configure scoring: `score` in the sections that score."""
 
-from __future__ import annotations
-
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.schema.base import Config
 

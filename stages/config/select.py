@@ -1,7 +1,5 @@
 """Configure selection: `select` in the sections that select."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator

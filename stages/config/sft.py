@@ -1,7 +1,5 @@
 """Configure supervised fine-tuning: `[sft]`, `[rejection_sampling.sft]`, `[conditional_sft.sft]`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,14 +1,12 @@
 """Configure the prompts of a suite, read from a local file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rlhf_core.config.data import FileType
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.store.fingerprint import hash_file
 
@@ -37,5 +35,5 @@ def content_digests(config: SuitePromptsConfig) -> dict[str, str]:
     """Return the sha256 of the file, for the stage's key. Raises ConfigError for a missing file."""
     path = Path(config.path).expanduser()
     if not path.is_file():
-        raise ConfigError(explain("evaluate.suites.prompts.path", config.path, "is not a file", "give a local file"))
+        raise ConfigError("evaluate.suites.prompts.path", config.path, "is not a file", "give a local file")
     return {"prompts": hash_file(path)}

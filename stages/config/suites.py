@@ -1,14 +1,12 @@
 """Compute the digests of the suites that a stage scores reward models on, and check that these files are read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from rlhf_core.config.data import Suite
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.store.fingerprint import hash_file
 
 
@@ -26,7 +24,7 @@ def suite_digests(config: WithSuites) -> dict[str, str]:
     for name, suite in config.suites.items():
         path = Path(suite.path).expanduser()
         if not path.is_file():
-            raise ConfigError(explain(f"suites.{name}.path", suite.path, "is not a file", "give a local file"))
+            raise ConfigError(f"suites.{name}.path", suite.path, "is not a file", "give a local file")
         digests[f"suites.{name}"] = hash_file(path)
     return digests
 
@@ -41,14 +39,14 @@ def suites_as_planned(config: WithSuites, planned: Mapping[str, str]) -> Iterato
     for name, digest in suite_digests(config).items():
         if name in planned and planned[name] != digest:
             rule, remedy = "has changed since the run was planned", "run again: the new content gets its own key"
-            raise ConfigError(explain(name, name, rule, remedy))
+            raise ConfigError(name, name, rule, remedy)
     try:
         yield
     finally:  # also where reading failed: a file that changed under it is the reason
         for name, suite in config.suites.items():
             if _status(suite) != before[name]:
                 rule, remedy = "changed while it was read", "run again when no other process writes to it"
-                raise ConfigError(explain(f"suites.{name}.path", suite.path, rule, remedy))
+                raise ConfigError(f"suites.{name}.path", suite.path, rule, remedy)
 
 
 def _status(suite: Suite) -> tuple[int, ...]:

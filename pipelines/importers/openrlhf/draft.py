@@ -1,12 +1,10 @@
 """Collect the result of a translation: the profile's values with their origin, and the outcome of every flag."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pipelines.importers.openrlhf.flags import Arguments, Given
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 
 LARGEST_WINS = {"prepare_data.max_prompt_tokens", "prepare_data.max_tokens", "runtime.sampler.max_model_len"}
 """Limits that must be large enough for every command of a script."""
@@ -97,13 +95,13 @@ class Sheet:
         """Return a whole number; raise ConfigError if the value is none."""
         number = self.number(name)
         if not number.is_integer():
-            raise ConfigError(explain(self.flag(name), self.text(name), "must be a whole number", "change it"))
+            raise ConfigError(self.flag(name), self.text(name), "must be a whole number", "change it")
         return int(number)
 
     def count(self, name: str) -> int:
         """Return a whole number of at least 1."""
         if self.integer(name) < 1:
-            raise ConfigError(explain(self.flag(name), self.text(name), "must be at least 1", "change it"))
+            raise ConfigError(self.flag(name), self.text(name), "must be at least 1", "change it")
         return self.integer(name)
 
     def numbers(self, name: str, separator: str | None = None) -> list[float]:
@@ -114,13 +112,13 @@ class Sheet:
         """Return two numbers; raise ConfigError for any other count."""
         numbers = self.numbers(name)
         if len(numbers) != 2:
-            raise ConfigError(explain(self.flag(name), self.text(name), "takes two numbers", "give both"))
+            raise ConfigError(self.flag(name), self.text(name), "takes two numbers", "give both")
         return numbers[0], numbers[1]
 
     def needed(self, name: str) -> str:
         """Return the value of a flag that the command requires."""
         if not self.text(name):
-            raise ConfigError(explain(self.flag(name), "", f"{self.arguments.module} needs it", "add it"))
+            raise ConfigError(self.flag(name), "", f"{self.arguments.module} needs it", "add it")
         return self.text(name)
 
     def flag(self, name: str) -> str:
@@ -190,7 +188,7 @@ class Sheet:
             return [float(word) for word in words]
         except ValueError:
             remedy = "assign the variable at the top of the script" if "$" in self.text(name) else "change it"
-            raise ConfigError(explain(self.flag(name), self.text(name), "must be a number", remedy)) from None
+            raise ConfigError(self.flag(name), self.text(name), "must be a number", remedy) from None
 
 
 def _shown(value: Any) -> str:

@@ -3,8 +3,6 @@
 What has no value in the script stays as written, `$` and all, and in one piece: `$(date +%m %d)` is one word.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

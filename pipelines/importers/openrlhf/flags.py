@@ -1,14 +1,12 @@
 """List the flags of OpenRLHF's commands, 0.6 to 0.11.2, and their defaults. Data only, no rules."""
 
-from __future__ import annotations
-
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from pipelines.importers.openrlhf.shell import Command
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 
 COMMANDS = {
     "train_sft": "sft",
@@ -37,253 +35,152 @@ ALL = f"{TRAIN} infer"
 MODELS = f"{ALL} serve"
 
 
+Kind: TypeAlias = Literal["switch", "value", "many"]
+
+
 class Flag(NamedTuple):
     """One flag: its name here (the older spelling, if there are two), and its other spellings."""
 
     name: str
-    others: str
+    others: tuple[str, ...]
     commands: str
-    kind: Literal["switch", "value", "many"]
+    kind: Kind
 
 
-FLAGS = (
-    Flag("seed", "train.seed", ALL, "value"),
-    Flag("local_rank", "", ALL, "value"),
-    Flag("zero_stage", "ds.zero_stage", ALL, "value"),
-    Flag("pretrain", "model.model_name_or_path actor.model_name_or_path", ALL, "value"),
-    Flag("input_template", "data.input_template", ALL, "value"),
-    Flag("max_samples", "data.max_samples", ALL, "value"),
-    Flag("max_len", "data.max_len", MODELS, "value"),
-    Flag("attn_implementation", "ds.attn_implementation", MODELS, "value"),
-    Flag("param_dtype", "ds.param_dtype", MODELS, "value"),
-    Flag("value_head_prefix", "ds.value_head_prefix", MODELS, "value"),
-    Flag("bf16", "", f"{MODELS} combine", "switch"),
-    Flag("flash_attn", "", MODELS, "switch"),
-    Flag("disable_fast_tokenizer", "data.disable_fast_tokenizer", MODELS, "switch"),
-    Flag("apply_chat_template", "data.apply_chat_template", ALL, "switch"),
-    Flag("use_ms", "", MODELS, "switch"),
-    Flag("full_determinism", "train.full_determinism_enable", ALL, "switch"),
-    Flag("save_path", "ckpt.output_dir", TRAIN, "value"),
-    Flag("save_steps", "ckpt.save_steps", TRAIN, "value"),
-    Flag("logging_steps", "logger.logging_steps", TRAIN, "value"),
-    Flag("eval_steps", "eval.steps", TRAIN, "value"),
-    Flag("ckpt_path", "ckpt.path", TRAIN, "value"),
-    Flag("max_ckpt_num", "ckpt.max_num", TRAIN, "value"),
-    Flag("max_ckpt_mem", "ckpt.max_mem", TRAIN, "value"),
-    Flag("micro_train_batch_size", "train.micro_batch_size", TRAIN, "value"),
-    Flag("train_batch_size", "train.batch_size", TRAIN, "value"),
-    Flag("max_norm", "max_norm actor.max_norm", TRAIN, "value"),
-    Flag("zpg", "ds.zpg", TRAIN, "value"),
-    Flag("grad_accum_dtype", "ds.grad_accum_dtype", TRAIN, "value"),
-    Flag("max_epochs", "train.max_epochs", TRAIN, "value"),
-    Flag("aux_loss_coef", "model.aux_loss_coef actor.aux_loss_coef", TRAIN, "value"),
-    Flag("lr_warmup_ratio", "actor.lr_warmup_ratio", TRAIN, "value"),
-    Flag("lr_scheduler", "actor.lr_scheduler", TRAIN, "value"),
-    Flag("min_lr_ratio", "actor.min_lr_ratio", TRAIN, "value"),
-    Flag("l2", "adam.weight_decay actor.adam.weight_decay", TRAIN, "value"),
-    Flag("adam.eps", "actor.adam.eps", TRAIN, "value"),
-    Flag("lora_rank", "ds.lora.rank", TRAIN, "value"),
-    Flag("lora_alpha", "ds.lora.alpha", TRAIN, "value"),
-    Flag("lora_dropout", "ds.lora.dropout", TRAIN, "value"),
-    Flag("eval_dataset", "eval.dataset", TRAIN, "value"),
-    Flag("eval_split", "eval.split", TRAIN, "value"),
-    Flag("use_wandb", "logger.wandb.key", TRAIN, "value"),
-    Flag("wandb_org", "logger.wandb.org", TRAIN, "value"),
-    Flag("wandb_group", "logger.wandb.group", TRAIN, "value"),
-    Flag("wandb_project", "logger.wandb.project", TRAIN, "value"),
-    Flag("wandb_run_name", "logger.wandb.run_name", TRAIN, "value"),
-    Flag("use_tensorboard", "logger.tensorboard_dir", TRAIN, "value"),
-    Flag("ring_attn_size", "ds.ring_attn_size", TRAIN, "value"),
-    Flag("ring_head_stride", "ds.ring_attn_head_stride", TRAIN, "value"),
-    Flag("ds_tensor_parallel_size", "ds.tensor_parallel_size", TRAIN, "value"),
-    Flag("dataloader_num_workers", "data.dataloader_num_workers", TRAIN, "value"),
-    Flag("ds.experts_implementation", "", TRAIN, "value"),
-    Flag("optim", "actor.optim", TRAIN, "value"),
-    Flag("muon.lr", "actor.muon.lr", TRAIN, "value"),
-    Flag("muon.momentum", "actor.muon.momentum", TRAIN, "value"),
-    Flag("muon.ns_steps", "actor.muon.ns_steps", TRAIN, "value"),
-    Flag("adam_betas", "adam.betas actor.adam.betas", TRAIN, "many"),
-    Flag("target_modules", "ds.lora.target_modules", TRAIN, "many"),
-    Flag("muon.nesterov", "actor.muon.nesterov", TRAIN, "switch"),
-    Flag("muon.no_nesterov", "actor.muon.no_nesterov", TRAIN, "switch"),
-    Flag("save_hf_ckpt", "ckpt.save_hf", TRAIN, "switch"),
-    Flag("disable_ds_ckpt", "ckpt.disable_ds", TRAIN, "switch"),
-    Flag("load_checkpoint", "ckpt.load_enable", TRAIN, "switch"),
-    Flag(
-        "gradient_checkpointing",
-        "model.gradient_checkpointing_enable actor.gradient_checkpointing_enable",
-        TRAIN,
-        "switch",
-    ),
-    Flag(
-        "gradient_checkpointing_use_reentrant",
-        "model.gradient_checkpointing_reentrant actor.gradient_checkpointing_reentrant",
-        TRAIN,
-        "switch",
-    ),
-    Flag("adam_offload", "ds.adam_offload", TRAIN, "switch"),
-    Flag("overlap_comm", "ds.overlap_comm", TRAIN, "switch"),
-    Flag("load_in_4bit", "ds.load_in_4bit", f"{TRAIN} serve", "switch"),
-    Flag("torch_compile", "", TRAIN, "switch"),
-    Flag("deepcompile", "ds.deepcompile", TRAIN, "switch"),
-    Flag("use_ds_universal_ckpt", "ds.use_universal_ckpt", TRAIN, "switch"),
-    Flag("use_liger_kernel", "ds.use_liger_kernel", TRAIN, "switch"),
-    Flag("packing_samples", "ds.packing_samples", f"{TRAIN} serve", "switch"),
-    Flag("learning_rate", "adam.lr", OFFLINE, "value"),
-    Flag("dataset", "data.dataset", ROWS, "value"),
-    Flag("dataset_probs", "data.dataset_probs", ROWS, "value"),
-    Flag("dataset_split", "train_split data.dataset_split", ROWS, "value"),
-    Flag("tokenizer_chat_template", "data.tokenizer_chat_template", "sft rm dpo", "value"),
-    Flag("input_key", "data.input_key", "sft kto prm kd ppo infer", "value"),
-    Flag("output_key", "data.output_key", "sft kto kd infer", "value"),
-    Flag("pretrain_mode", "model.pretrain_mode_enable", "sft kd", "switch"),
-    Flag("multiturn", "data.multiturn", "sft", "switch"),
-    Flag("prompt_key", "data.prompt_key", "rm dpo", "value"),
-    Flag("chosen_key", "data.chosen_key", "rm dpo", "value"),
-    Flag("rejected_key", "data.rejected_key", "rm dpo", "value"),
-    Flag("loss", "model.loss_type", "rm", "value"),
-    Flag("compute_fp32_loss", "model.compute_fp32_loss_enable", "rm", "switch"),
-    Flag("margin_loss", "model.margin_loss_enable", "rm", "switch"),
-    Flag("beta", "model.beta", "dpo kto", "value"),
-    Flag("ref_offload", "ref.offload", "dpo kto ppo", "switch"),
-    Flag("label_smoothing", "model.label_smoothing", "dpo", "value"),
-    Flag("nll_loss_coef", "model.nll_loss_coef", "dpo", "value"),
-    Flag("ref_pretrain", "ref.model_name_or_path", "dpo", "value"),
-    Flag("ipo", "model.ipo_enable", "dpo", "switch"),
-    Flag("desirable_loss_weight", "", "kto", "value"),
-    Flag("undesirable_loss_weight", "", "kto", "value"),
-    Flag("label_key", "data.label_key", "kto prm ppo", "value"),
-    Flag("rollout_batch_size", "rollout.batch_size", "ppo infer", "value"),
-    Flag("prompt_max_len", "", "ppo infer", "value"),
-    Flag("max_new_tokens", "rollout.max_new_tokens", "ppo infer", "value"),
-    Flag("top_p", "rollout.top_p", "ppo infer", "value"),
-    Flag("temperature", "rollout.temperature", "ppo infer", "value"),
-    Flag("normalize_reward", "reward.normalize_enable", "ppo infer serve", "switch"),
-    Flag("enable_prefix_caching", "vllm.enable_prefix_caching", "ppo infer", "switch"),
-    Flag("placeholder_token", "", "prm", "value"),
-    Flag("reward_tokens", "", "prm", "many"),
-    Flag("teacher_model", "", "kd", "value"),
-    Flag("kd_coef", "", "kd", "value"),
-    Flag("teacher_offload", "", "kd", "switch"),
-    Flag("host", "", "serve", "value"),
-    Flag("port", "", "serve", "value"),
-    Flag("batch_size", "", "serve", "value"),
-    Flag("model_path", "", "combine", "value"),
-    Flag("lora_path", "", "combine", "value"),
-    Flag("is_rm", "", "combine", "switch"),
-    Flag("eval_task", "", "infer", "value"),
-    Flag("micro_batch_size", "", "infer", "value"),
-    Flag("output_path", "", "infer combine", "value"),
-    Flag("repetition_penalty", "", "infer", "value"),
-    Flag("best_of_n", "", "infer", "value"),
-    Flag("post_processor", "", "infer", "value"),
-    Flag("tp_size", "", "infer", "value"),
-    Flag("max_num_seqs", "", "infer", "value"),
-    Flag("iter", "", "infer", "value"),
-    Flag("reward_template", "", "infer", "value"),
-    Flag("csft_prompt", "", "infer", "value"),
-    Flag("greedy_sampling", "", "infer", "switch"),
-    Flag("enable_csft", "", "infer", "switch"),
-    Flag("generate_max_len", "", "ppo", "value"),
-    Flag("num_episodes", "train.num_episodes", "ppo", "value"),
-    Flag("micro_rollout_batch_size", "rollout.micro_batch_size", "ppo", "value"),
-    Flag("n_samples_per_prompt", "rollout.n_samples_per_prompt", "ppo", "value"),
-    Flag("vllm_generate_batch_size", "rollout.vllm_generate_batch_size", "ppo", "value"),
-    Flag("rollout_max_tokens_per_gpu", "rollout.max_tokens_per_gpu", "ppo", "value"),
-    Flag("train_max_tokens_per_gpu", "train.max_tokens_per_gpu", "ppo", "value"),
-    Flag("ptx_coef", "", "ppo", "value"),
-    Flag("pretrain_data", "", "ppo", "value"),
-    Flag("pretrain_data_probs", "", "ppo", "value"),
-    Flag("pretrain_split", "", "ppo", "value"),
-    Flag("eps_clip", "actor.eps_clip", "ppo", "value"),
-    Flag("dual_clip", "actor.dual_clip", "ppo", "value"),
-    Flag("value_clip", "critic.value_clip", "ppo", "value"),
-    Flag("policy_loss_type", "actor.policy_loss_type", "ppo", "value"),
-    Flag("actor.loss_agg_mode", "", "ppo", "value"),
-    Flag("entropy_loss_coef", "actor.entropy_coef", "ppo", "value"),
-    Flag("lambd", "algo.advantage.lambd", "ppo", "value"),
-    Flag("gamma", "algo.advantage.gamma", "ppo", "value"),
-    Flag("advantage_estimator", "algo.advantage.estimator", "ppo", "value"),
-    Flag("init_kl_coef", "algo.kl.init_coef", "ppo", "value"),
-    Flag("kl_target", "algo.kl.target", "ppo", "value"),
-    Flag("kl_horizon", "algo.kl.horizon", "ppo", "value"),
-    Flag("kl_estimator", "algo.kl.estimator", "ppo", "value"),
-    Flag("vllm_is_correction_type", "algo.advantage.is_correction_type", "ppo", "value"),
-    Flag("algo.advantage.is_correction_level", "", "ppo", "value"),
-    Flag("algo.advantage.is_correction_mode", "", "ppo", "value"),
-    Flag("algo.advantage.is_correction_gating", "", "ppo", "value"),
-    Flag("overlong_buffer_len", "reward.overlong_buffer_len", "ppo", "value"),
-    Flag("overlong_penalty_factor", "reward.overlong_penalty_factor", "ppo", "value"),
-    Flag("stop_properly_penalty_coef", "reward.stop_properly_penalty_coef", "ppo", "value"),
-    Flag("ema_beta", "train.ema_beta", "ppo", "value"),
-    Flag("freezing_actor_steps", "critic.freezing_steps", "ppo", "value"),
-    Flag("actor_learning_rate", "actor.adam.lr", "ppo", "value"),
-    Flag("critic_learning_rate", "critic.adam.lr", "ppo", "value"),
-    Flag("critic.adam.weight_decay", "", "ppo", "value"),
-    Flag("critic.adam.eps", "", "ppo", "value"),
-    Flag("critic.lr_scheduler", "", "ppo", "value"),
-    Flag("critic.lr_warmup_ratio", "", "ppo", "value"),
-    Flag("critic.min_lr_ratio", "", "ppo", "value"),
-    Flag("critic.max_norm", "", "ppo", "value"),
-    Flag("critic.optim", "", "ppo", "value"),
-    Flag("critic.muon.lr", "", "ppo", "value"),
-    Flag("critic.muon.momentum", "", "ppo", "value"),
-    Flag("critic.muon.ns_steps", "", "ppo", "value"),
-    Flag("critic_pretrain", "critic.model_name_or_path", "ppo", "value"),
-    Flag("reward_pretrain", "reward.model_name_or_path", "ppo serve", "value"),
-    Flag("remote_rm_url", "reward.remote_url", "ppo", "value"),
-    Flag("agent_func_path", "train.agent_func_path", "ppo", "value"),
-    Flag("prompt_data", "data.prompt_dataset", "ppo", "value"),
-    Flag("prompt_data_probs", "data.prompt_probs", "ppo", "value"),
-    Flag("prompt_split", "data.prompt_split", "ppo", "value"),
-    Flag("eval_temperature", "eval.temperature", "ppo", "value"),
-    Flag("eval_n_samples_per_prompt", "eval.n_samples_per_prompt", "ppo", "value"),
-    Flag("best_metric_key", "ckpt.best_metric_key", "ppo", "value"),
-    Flag("actor_num_nodes", "actor.num_nodes", "ppo", "value"),
-    Flag("actor_num_gpus_per_node", "actor.num_gpus_per_node", "ppo", "value"),
-    Flag("critic_num_nodes", "critic.num_nodes", "ppo", "value"),
-    Flag("critic_num_gpus_per_node", "critic.num_gpus_per_node", "ppo", "value"),
-    Flag("ref_num_nodes", "ref.num_nodes", "ppo", "value"),
-    Flag("ref_num_gpus_per_node", "ref.num_gpus_per_node", "ppo", "value"),
-    Flag("reward_num_nodes", "reward.num_nodes", "ppo", "value"),
-    Flag("reward_num_gpus_per_node", "reward.num_gpus_per_node", "ppo", "value"),
-    Flag("vllm_num_engines", "vllm.num_engines", "ppo", "value"),
-    Flag("vllm_tensor_parallel_size", "vllm.tensor_parallel_size", "ppo", "value"),
-    Flag("vllm_gpu_memory_utilization", "vllm.gpu_memory_utilization", "ppo", "value"),
-    Flag("vllm_sync_backend", "vllm.sync_backend", "ppo", "value"),
-    Flag("async_queue_size", "train.async_queue_size", "ppo", "value"),
-    Flag("data.image_key", "", "ppo", "value"),
-    Flag("data.max_images_per_prompt", "", "ppo", "value"),
-    Flag("eps_clip_low_high", "actor.eps_clip_low_high", "ppo", "many"),
-    Flag("reward_clip_range", "reward.clip_range", "ppo", "many"),
-    Flag("dynamic_filtering_reward_range", "algo.dynamic_filtering_range", "ppo", "many"),
-    Flag("vllm_is_truncated_threshold", "algo.advantage.is_correction_threshold", "ppo", "many"),
-    Flag("critic.adam.betas", "", "ppo", "many"),
-    Flag("critic.muon.nesterov", "", "ppo", "switch"),
-    Flag("critic.muon.no_nesterov", "", "ppo", "switch"),
-    Flag("use_kl_loss", "algo.kl.use_loss", "ppo", "switch"),
-    Flag("use_kl_estimator_k3", "", "ppo", "switch"),
-    Flag("algo.kl.unbiased_gradient", "", "ppo", "switch"),
-    Flag("no_advantage_std_norm", "algo.advantage.no_std_norm", "ppo", "switch"),
-    Flag("enable_vllm_is_correction", "algo.advantage.is_correction_enable", "ppo", "switch"),
-    Flag("use_icepop", "", "ppo", "switch"),
-    Flag("dynamic_filtering", "algo.dynamic_filtering_enable", "ppo", "switch"),
-    Flag("enable_ema", "train.enable_ema", "ppo", "switch"),
-    Flag("save_value_network", "critic.save_value_network", "ppo", "switch"),
-    Flag("use_dynamic_batch", "train.dynamic_batch_enable", "ppo", "switch"),
-    Flag("async_train", "train.async_enable", "ppo", "switch"),
-    Flag("partial_rollout", "train.partial_rollout_enable", "ppo", "switch"),
-    Flag("colocate_actor_ref", "train.colocate_actor_ref", "ppo", "switch"),
-    Flag("colocate_critic_reward", "train.colocate_critic_reward", "ppo", "switch"),
-    Flag("colocate_all_models", "train.colocate_all", "ppo", "switch"),
-    Flag("vllm_sync_with_ray", "vllm.sync_with_ray", "ppo", "switch"),
-    Flag("enforce_eager", "vllm.enforce_eager", "ppo", "switch"),
-    Flag("vllm_enable_sleep", "vllm.enable_sleep", "ppo", "switch"),
-    Flag("deepspeed_enable_sleep", "ds.enable_sleep", "ppo", "switch"),
-    Flag("ref_reward_offload", "reward.offload", "ppo", "switch"),
-    Flag("actor_init_on_gpu", "", "ppo", "switch"),
-    Flag("actor.freeze_visual_encoder", "", "ppo", "switch"),
-    Flag("perf", "", "ppo", "switch"),
+_FLAGS: Mapping[tuple[str, Kind], str] = {
+    (ALL, "value"): """
+        seed=train.seed local_rank zero_stage=ds.zero_stage
+        pretrain=model.model_name_or_path=actor.model_name_or_path input_template=data.input_template
+        max_samples=data.max_samples
+    """,
+    (MODELS, "value"): """
+        max_len=data.max_len attn_implementation=ds.attn_implementation param_dtype=ds.param_dtype
+        value_head_prefix=ds.value_head_prefix
+    """,
+    (f"{MODELS} combine", "switch"): "bf16",
+    (MODELS, "switch"): "flash_attn disable_fast_tokenizer=data.disable_fast_tokenizer use_ms",
+    (ALL, "switch"): "apply_chat_template=data.apply_chat_template full_determinism=train.full_determinism_enable",
+    (TRAIN, "value"): """
+        save_path=ckpt.output_dir save_steps=ckpt.save_steps logging_steps=logger.logging_steps
+        eval_steps=eval.steps ckpt_path=ckpt.path max_ckpt_num=ckpt.max_num max_ckpt_mem=ckpt.max_mem
+        micro_train_batch_size=train.micro_batch_size train_batch_size=train.batch_size
+        max_norm=max_norm=actor.max_norm zpg=ds.zpg grad_accum_dtype=ds.grad_accum_dtype
+        max_epochs=train.max_epochs aux_loss_coef=model.aux_loss_coef=actor.aux_loss_coef
+        lr_warmup_ratio=actor.lr_warmup_ratio lr_scheduler=actor.lr_scheduler min_lr_ratio=actor.min_lr_ratio
+        l2=adam.weight_decay=actor.adam.weight_decay adam.eps=actor.adam.eps lora_rank=ds.lora.rank
+        lora_alpha=ds.lora.alpha lora_dropout=ds.lora.dropout eval_dataset=eval.dataset eval_split=eval.split
+        use_wandb=logger.wandb.key wandb_org=logger.wandb.org wandb_group=logger.wandb.group
+        wandb_project=logger.wandb.project wandb_run_name=logger.wandb.run_name
+        use_tensorboard=logger.tensorboard_dir ring_attn_size=ds.ring_attn_size
+        ring_head_stride=ds.ring_attn_head_stride ds_tensor_parallel_size=ds.tensor_parallel_size
+        dataloader_num_workers=data.dataloader_num_workers ds.experts_implementation optim=actor.optim
+        muon.lr=actor.muon.lr muon.momentum=actor.muon.momentum muon.ns_steps=actor.muon.ns_steps
+    """,
+    (TRAIN, "many"): "adam_betas=adam.betas=actor.adam.betas target_modules=ds.lora.target_modules",
+    (TRAIN, "switch"): """
+        muon.nesterov=actor.muon.nesterov muon.no_nesterov=actor.muon.no_nesterov save_hf_ckpt=ckpt.save_hf
+        disable_ds_ckpt=ckpt.disable_ds load_checkpoint=ckpt.load_enable
+        gradient_checkpointing=model.gradient_checkpointing_enable=actor.gradient_checkpointing_enable
+        gradient_checkpointing_use_reentrant=model.gradient_checkpointing_reentrant=actor.gradient_checkpointing_reentrant
+        adam_offload=ds.adam_offload overlap_comm=ds.overlap_comm torch_compile deepcompile=ds.deepcompile
+        use_ds_universal_ckpt=ds.use_universal_ckpt use_liger_kernel=ds.use_liger_kernel
+    """,
+    (f"{TRAIN} serve", "switch"): "load_in_4bit=ds.load_in_4bit packing_samples=ds.packing_samples",
+    (OFFLINE, "value"): "learning_rate=adam.lr",
+    (ROWS, "value"): """
+        dataset=data.dataset dataset_probs=data.dataset_probs dataset_split=train_split=data.dataset_split
+    """,
+    ("sft rm dpo", "value"): "tokenizer_chat_template=data.tokenizer_chat_template",
+    ("sft kto prm kd ppo infer", "value"): "input_key=data.input_key",
+    ("sft kto kd infer", "value"): "output_key=data.output_key",
+    ("sft kd", "switch"): "pretrain_mode=model.pretrain_mode_enable",
+    ("sft", "switch"): "multiturn=data.multiturn",
+    ("rm dpo", "value"): "prompt_key=data.prompt_key chosen_key=data.chosen_key rejected_key=data.rejected_key",
+    ("rm", "value"): "loss=model.loss_type",
+    ("rm", "switch"): "compute_fp32_loss=model.compute_fp32_loss_enable margin_loss=model.margin_loss_enable",
+    ("dpo kto", "value"): "beta=model.beta",
+    ("dpo kto ppo", "switch"): "ref_offload=ref.offload",
+    ("dpo", "value"): """
+        label_smoothing=model.label_smoothing nll_loss_coef=model.nll_loss_coef
+        ref_pretrain=ref.model_name_or_path
+    """,
+    ("dpo", "switch"): "ipo=model.ipo_enable",
+    ("kto", "value"): "desirable_loss_weight undesirable_loss_weight",
+    ("kto prm ppo", "value"): "label_key=data.label_key",
+    ("ppo infer", "value"): """
+        rollout_batch_size=rollout.batch_size prompt_max_len max_new_tokens=rollout.max_new_tokens
+        top_p=rollout.top_p temperature=rollout.temperature
+    """,
+    ("ppo infer serve", "switch"): "normalize_reward=reward.normalize_enable",
+    ("ppo infer", "switch"): "enable_prefix_caching=vllm.enable_prefix_caching",
+    ("prm", "value"): "placeholder_token",
+    ("prm", "many"): "reward_tokens",
+    ("kd", "value"): "teacher_model kd_coef",
+    ("kd", "switch"): "teacher_offload",
+    ("serve", "value"): "host port batch_size",
+    ("combine", "value"): "model_path lora_path",
+    ("combine", "switch"): "is_rm",
+    ("infer", "value"): """
+        eval_task micro_batch_size repetition_penalty best_of_n post_processor tp_size max_num_seqs iter
+        reward_template csft_prompt
+    """,
+    ("infer combine", "value"): "output_path",
+    ("infer", "switch"): "greedy_sampling enable_csft",
+    ("ppo", "value"): """
+        generate_max_len num_episodes=train.num_episodes micro_rollout_batch_size=rollout.micro_batch_size
+        n_samples_per_prompt=rollout.n_samples_per_prompt
+        vllm_generate_batch_size=rollout.vllm_generate_batch_size
+        rollout_max_tokens_per_gpu=rollout.max_tokens_per_gpu train_max_tokens_per_gpu=train.max_tokens_per_gpu
+        ptx_coef pretrain_data pretrain_data_probs pretrain_split eps_clip=actor.eps_clip
+        dual_clip=actor.dual_clip value_clip=critic.value_clip policy_loss_type=actor.policy_loss_type
+        actor.loss_agg_mode entropy_loss_coef=actor.entropy_coef lambd=algo.advantage.lambd
+        gamma=algo.advantage.gamma advantage_estimator=algo.advantage.estimator init_kl_coef=algo.kl.init_coef
+        kl_target=algo.kl.target kl_horizon=algo.kl.horizon kl_estimator=algo.kl.estimator
+        vllm_is_correction_type=algo.advantage.is_correction_type algo.advantage.is_correction_level
+        algo.advantage.is_correction_mode algo.advantage.is_correction_gating
+        overlong_buffer_len=reward.overlong_buffer_len overlong_penalty_factor=reward.overlong_penalty_factor
+        stop_properly_penalty_coef=reward.stop_properly_penalty_coef ema_beta=train.ema_beta
+        freezing_actor_steps=critic.freezing_steps actor_learning_rate=actor.adam.lr
+        critic_learning_rate=critic.adam.lr critic.adam.weight_decay critic.adam.eps critic.lr_scheduler
+        critic.lr_warmup_ratio critic.min_lr_ratio critic.max_norm critic.optim critic.muon.lr
+        critic.muon.momentum critic.muon.ns_steps critic_pretrain=critic.model_name_or_path
+        remote_rm_url=reward.remote_url agent_func_path=train.agent_func_path prompt_data=data.prompt_dataset
+        prompt_data_probs=data.prompt_probs prompt_split=data.prompt_split eval_temperature=eval.temperature
+        eval_n_samples_per_prompt=eval.n_samples_per_prompt best_metric_key=ckpt.best_metric_key
+        actor_num_nodes=actor.num_nodes actor_num_gpus_per_node=actor.num_gpus_per_node
+        critic_num_nodes=critic.num_nodes critic_num_gpus_per_node=critic.num_gpus_per_node
+        ref_num_nodes=ref.num_nodes ref_num_gpus_per_node=ref.num_gpus_per_node
+        reward_num_nodes=reward.num_nodes reward_num_gpus_per_node=reward.num_gpus_per_node
+        vllm_num_engines=vllm.num_engines vllm_tensor_parallel_size=vllm.tensor_parallel_size
+        vllm_gpu_memory_utilization=vllm.gpu_memory_utilization vllm_sync_backend=vllm.sync_backend
+        async_queue_size=train.async_queue_size data.image_key data.max_images_per_prompt
+    """,
+    ("ppo serve", "value"): "reward_pretrain=reward.model_name_or_path",
+    ("ppo", "many"): """
+        eps_clip_low_high=actor.eps_clip_low_high reward_clip_range=reward.clip_range
+        dynamic_filtering_reward_range=algo.dynamic_filtering_range
+        vllm_is_truncated_threshold=algo.advantage.is_correction_threshold critic.adam.betas
+    """,
+    ("ppo", "switch"): """
+        critic.muon.nesterov critic.muon.no_nesterov use_kl_loss=algo.kl.use_loss use_kl_estimator_k3
+        algo.kl.unbiased_gradient no_advantage_std_norm=algo.advantage.no_std_norm
+        enable_vllm_is_correction=algo.advantage.is_correction_enable use_icepop
+        dynamic_filtering=algo.dynamic_filtering_enable enable_ema=train.enable_ema
+        save_value_network=critic.save_value_network use_dynamic_batch=train.dynamic_batch_enable
+        async_train=train.async_enable partial_rollout=train.partial_rollout_enable
+        colocate_actor_ref=train.colocate_actor_ref colocate_critic_reward=train.colocate_critic_reward
+        colocate_all_models=train.colocate_all vllm_sync_with_ray=vllm.sync_with_ray
+        enforce_eager=vllm.enforce_eager vllm_enable_sleep=vllm.enable_sleep
+        deepspeed_enable_sleep=ds.enable_sleep ref_reward_offload=reward.offload actor_init_on_gpu
+        actor.freeze_visual_encoder perf
+    """,
+}
+"""(commands, kind) -> their flags, each with its other spellings after `=`."""
+
+FLAGS = tuple(
+    Flag(name, tuple(others), commands, kind)
+    for (commands, kind), flags in _FLAGS.items()
+    for name, *others in (flag.split("=") for flag in flags.split())
 )
 
 DEFAULTS: dict[str, dict[str, str]] = {
@@ -437,7 +334,7 @@ class Arguments:
         """Return the flag as the script spells it, or else as the command's version does."""
         if name in self.given:
             return self.given[name].flag
-        others = [other for flag in FLAGS if flag.name == name for other in flag.others.split() if "." in other]
+        others = [other for flag in FLAGS if flag.name == name for other in flag.others if "." in other]
         own = [other for other in others if not other.startswith("actor.") or self.command == "ppo"]
         return f"--{own[-1] if self.dotted and own else name}"
 
@@ -460,15 +357,13 @@ def read_arguments(command: Command, *, lenient: bool) -> Arguments:
             unknown.append(found)
         else:
             rule = f"OpenRLHF's {command.module} has no such flag"
-            raise ConfigError(
-                explain(found.flag, found.text, rule, f"{_remedy(found.flag, list(known))}, or --lenient")
-            )
+            raise ConfigError(found.flag, found.text, rule, f"{_remedy(found.flag, list(known))}, or --lenient")
     launcher = tuple(_split(command.launcher, {}))
     return Arguments(command.module, name, given, tuple(repeated), tuple(unknown), launcher)
 
 
 def _spellings(flag: Flag) -> list[str]:
-    return [f"--{spelt}" for spelt in (flag.name, *flag.others.split())]
+    return [f"--{spelt}" for spelt in (flag.name, *flag.others)]
 
 
 def _remedy(flag: str, known: list[str]) -> str:
@@ -506,81 +401,57 @@ def _split(words: Sequence[str], known: dict[str, Flag]) -> list[Given]:
 
 def _check_words(flag: Flag, given: Given) -> None:
     if flag.kind == "switch" and given.words:
-        raise ConfigError(explain(given.flag, given.text, "is a switch and takes no value", "remove the value"))
+        raise ConfigError(given.flag, given.text, "is a switch and takes no value", "remove the value")
     if flag.kind != "switch" and not given.words:
-        raise ConfigError(explain(given.flag, "", "needs a value", "add it"))
+        raise ConfigError(given.flag, "", "needs a value", "add it")
     if flag.kind == "value" and len(given.words) > 1:
-        raise ConfigError(explain(given.flag, given.text, "takes one value", "quote it, or remove the others"))
+        raise ConfigError(given.flag, given.text, "takes one value", "quote it, or remove the others")
 
 
 # ---------------------------------------------------------------- treatments
 
-_STORE = "results are artifacts of the store"
-_RESUME = "every stage saves and resumes; `checkpoint_every` sets the interval"
-_TRACKER = "runs are tracked in MLflow"
-_SPEED = "changes speed, not the result"
-_ONE_GROUP = "all models of a stage share the training workers"
-_SYNC = "weights go to the sampler as the runtime does it"
-
-IGNORED = {
-    "save_path": _STORE,
-    "save_hf_ckpt": "every policy is exported in Hugging Face layout",
-    "disable_ds_ckpt": _RESUME,
-    "ckpt_path": _RESUME,
-    "max_ckpt_num": _RESUME,
-    "max_ckpt_mem": _RESUME,
-    "load_checkpoint": _RESUME,
-    "use_ds_universal_ckpt": _RESUME,
-    "use_wandb": _TRACKER,
-    "wandb_org": _TRACKER,
-    "wandb_group": _TRACKER,
-    "wandb_project": _TRACKER,
-    "wandb_run_name": _TRACKER,
-    "use_tensorboard": _TRACKER,
-    "perf": "timings are always tracked",
-    "local_rank": "the runtime starts the workers",
-    "full_determinism": "every seed is derived from `seed`",
-    "flash_attn": 'same attention, by PyTorch; set runtime.trainer.attention = "flash_attention_2" where it is installed',
-    "packing_samples": _SPEED,
-    "overlap_comm": _SPEED,
-    "torch_compile": _SPEED,
-    "deepcompile": _SPEED,
-    "ds.experts_implementation": _SPEED,
-    "grad_accum_dtype": "gradients are summed in float32",
-    "dataloader_num_workers": _SPEED,
-    "gradient_checkpointing_use_reentrant": _SPEED,
-    "ref_offload": "the runtime places the models; outside of ppo the reference's log-probs are computed once",
-    "ref_reward_offload": "the runtime places the models",
-    "teacher_offload": "the runtime places the models",
-    "actor_init_on_gpu": "the runtime places the models",
-    "micro_rollout_batch_size": "forward passes take the trainer's micro_batch too",
-    "micro_batch_size": "scores are computed in batches of the trainer's micro_batch",
-    "vllm_generate_batch_size": "a step samples all its prompts at once",
-    "colocate_actor_ref": _ONE_GROUP,
-    "colocate_critic_reward": _ONE_GROUP,
-    "critic_num_nodes": _ONE_GROUP,
-    "critic_num_gpus_per_node": _ONE_GROUP,
-    "ref_num_nodes": _ONE_GROUP,
-    "ref_num_gpus_per_node": _ONE_GROUP,
-    "reward_num_nodes": _ONE_GROUP,
-    "reward_num_gpus_per_node": _ONE_GROUP,
-    "vllm_sync_backend": _SYNC,
-    "vllm_sync_with_ray": _SYNC,
-    "compute_fp32_loss": "losses are computed in float32",
-    "multiturn": "every assistant turn of a conversation is trained",
-    "muon.nesterov": "DeepSpeed ignores it too",
-    "muon.no_nesterov": "DeepSpeed ignores it too",
-    "muon.ns_steps": "DeepSpeed ignores it too",
-    "critic.muon.nesterov": "DeepSpeed ignores it too",
-    "critic.muon.no_nesterov": "DeepSpeed ignores it too",
-    "critic.muon.ns_steps": "DeepSpeed ignores it too",
-    "data.image_key": "is read only with images",
-    "iter": "rounds are part of the profile",
-    "tp_size": "one engine a GPU; runtime.sampler.tensor_parallel splits a model that is too large for one",
-    "reward_template": "[conditional_sft.condition] template writes the reward into the prompt",
-    "csft_prompt": "[conditional_sft.condition] requests the best level",
+_WITHOUT_EFFECT = {
+    "results are artifacts of the store": "save_path",
+    "every policy is exported in Hugging Face layout": "save_hf_ckpt",
+    "every stage saves and resumes; `checkpoint_every` sets the interval": """
+        disable_ds_ckpt ckpt_path max_ckpt_num max_ckpt_mem load_checkpoint use_ds_universal_ckpt
+    """,
+    "runs are tracked in MLflow": "use_wandb wandb_org wandb_group wandb_project wandb_run_name use_tensorboard",
+    "timings are always tracked": "perf",
+    "the runtime starts the workers": "local_rank",
+    "every seed is derived from `seed`": "full_determinism",
+    'same attention, by PyTorch; set runtime.trainer.attention = "flash_attention_2" where it is installed': """
+        flash_attn
+    """,
+    "changes speed, not the result": """
+        packing_samples overlap_comm torch_compile deepcompile ds.experts_implementation dataloader_num_workers
+        gradient_checkpointing_use_reentrant
+    """,
+    "gradients are summed in float32": "grad_accum_dtype",
+    "the runtime places the models; outside of ppo the reference's log-probs are computed once": "ref_offload",
+    "the runtime places the models": "ref_reward_offload teacher_offload actor_init_on_gpu",
+    "forward passes take the trainer's micro_batch too": "micro_rollout_batch_size",
+    "scores are computed in batches of the trainer's micro_batch": "micro_batch_size",
+    "a step samples all its prompts at once": "vllm_generate_batch_size",
+    "all models of a stage share the training workers": """
+        colocate_actor_ref colocate_critic_reward critic_num_nodes critic_num_gpus_per_node ref_num_nodes
+        ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node
+    """,
+    "weights go to the sampler as the runtime does it": "vllm_sync_backend vllm_sync_with_ray",
+    "losses are computed in float32": "compute_fp32_loss",
+    "every assistant turn of a conversation is trained": "multiturn",
+    "DeepSpeed ignores it too": """
+        muon.nesterov muon.no_nesterov muon.ns_steps critic.muon.nesterov critic.muon.no_nesterov
+        critic.muon.ns_steps
+    """,
+    "is read only with images": "data.image_key",
+    "rounds are part of the profile": "iter",
+    "one engine a GPU; runtime.sampler.tensor_parallel splits a model that is too large for one": "tp_size",
+    "[conditional_sft.condition] template writes the reward into the prompt": "reward_template",
+    "[conditional_sft.condition] requests the best level": "csft_prompt",
 }
-"""Flag -> why it has no effect here."""
+"""Why flags have no effect here -> these flags."""
+IGNORED = {flag: reason for reason, flags in _WITHOUT_EFFECT.items() for flag in flags.split()}
 
 
 class Missing(NamedTuple):
@@ -591,6 +462,7 @@ class Missing(NamedTuple):
     nearest: str
 
 
+_BUDGET = Missing("", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens")
 _MUON = Missing("", "the optimizer is AdamW", "optimizer.learning_rate of AdamW")
 
 MISSING = {
@@ -607,15 +479,9 @@ MISSING = {
     ),
     "use_ms": Missing("", "ModelScope is not read", "a local folder as the path"),
     "disable_fast_tokenizer": Missing("", "tokenizers are fast ones", "the fast tokenizer of the same model"),
-    "use_dynamic_batch": Missing(
-        "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
-    ),
-    "rollout_max_tokens_per_gpu": Missing(
-        "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
-    ),
-    "train_max_tokens_per_gpu": Missing(
-        "", "a budget is of one forward pass, padding included", "runtime.trainer.micro_tokens"
-    ),
+    "use_dynamic_batch": _BUDGET,
+    "rollout_max_tokens_per_gpu": _BUDGET,
+    "train_max_tokens_per_gpu": _BUDGET,
     "save_value_network": Missing("", "the value model is not an artifact", "the reward model, which is"),
     "actor.freeze_visual_encoder": Missing("", "models read text only", "a text model"),
     "data.max_images_per_prompt": Missing("0", "models read text only", "a text model"),

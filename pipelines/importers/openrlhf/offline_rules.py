@@ -1,7 +1,5 @@
 """Translate the commands that learn from rows: train_sft, train_rm, train_dpo, train_kto, train_prm, train_kd."""
 
-from __future__ import annotations
-
 import json
 from pathlib import PurePosixPath
 

@@ -1,7 +1,5 @@
 """Translate the training flags of train_ppo and train_ppo_ray: advantages, losses, KL, rewards."""
 
-from __future__ import annotations
-
 from pipelines.importers.openrlhf.draft import Sheet
 
 _ADVANTAGES = {

@@ -4,8 +4,6 @@ Translate batch_inference (the answers and scores of rejection sampling, iterati
 and lora_combiner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -317,9 +315,7 @@ def steps(one: Sheet) -> None:
         return
     one.put("ppo.steps", 100, note="a guess: episodes * prompts / prompts_per_step")
     one.refuse(
-        "num_episodes",
-        "the script does not set the number of prompts",
-        f"ppo.steps = episodes * prompts / {prompts}",
+        "num_episodes", "the script does not set the number of prompts", f"ppo.steps = episodes * prompts / {prompts}"
     )
     one.draft.note(f"set ppo.steps to {one.text('num_episodes')} * the number of prompts / {prompts}")
 

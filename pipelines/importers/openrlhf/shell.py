@@ -6,8 +6,6 @@ or not at all, has a note with its line: choices that the script leaves open, lo
 their own, which belong to the command before a forgotten backslash or before a comment between continued lines.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Translate a script of OpenRLHF commands to a validated profile, and report the outcome of every flag."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tomllib
@@ -20,7 +18,7 @@ from pipelines.importers.openrlhf.flags import COMMANDS, IGNORED, MISSING, OTHER
 from pipelines.importers.openrlhf.offline_rules import distillation, dpo, kto, process_reward_model, reward_model, sft
 from pipelines.importers.openrlhf.rollout_rules import combine, generate, ppo, score, sections, serve
 from pipelines.importers.openrlhf.shell import read_commands
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 
 # ---------------------------------------------------------------- toml
 
@@ -273,14 +271,12 @@ def _read(script: str) -> str:
             return sys.stdin.read()
         path = Path(script).expanduser()
         if not path.is_file():
-            raise ConfigError(
-                explain("script", script, "is not a file", "check the path, or give - for standard input")
-            )
+            raise ConfigError("script", script, "is not a file", "check the path, or give - for standard input")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(explain("script", script, f"cannot be read ({error})", "give a text in UTF-8")) from error
+        raise ConfigError("script", script, f"cannot be read ({error})", "give a text in UTF-8") from error
 
 
 def _refuse_to_overwrite(path: Path) -> None:
     if path.exists():
-        raise ConfigError(explain("--out", str(path), "is there already", "move it, or name another file"))
+        raise ConfigError("--out", str(path), "is there already", "move it, or name another file")

@@ -1,7 +1,5 @@
 """Advantage estimators: a class each, with its options, formula and reference."""
 
-from __future__ import annotations
-
 from rlhf_core.algorithms.advantage.base import AdvantageMethod
 from rlhf_core.algorithms.methods import methods_in
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rlhf_core.algorithms.token_math import Tensor
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import Config
 
 
@@ -97,11 +97,9 @@ def group_size(rewards_PG: Tensor, estimator: str) -> int:
     """Return G. ConfigError where there are not at least two completions of each prompt to compare."""
     if rewards_PG.dim() != 2 or rewards_PG.shape[1] < 2:
         raise ConfigError(
-            explain(
-                "group_size",
-                rewards_PG.shape[1] if rewards_PG.dim() == 2 else tuple(rewards_PG.shape),
-                f"{estimator} compares completions of one prompt and needs >= 2 of them",
-                "raise samples_per_prompt, or use gae or reinforce++",
-            )
+            "group_size",
+            rewards_PG.shape[1] if rewards_PG.dim() == 2 else tuple(rewards_PG.shape),
+            f"{estimator} compares completions of one prompt and needs >= 2 of them",
+            "raise samples_per_prompt, or use gae or reinforce++",
         )
     return int(rewards_PG.shape[1])

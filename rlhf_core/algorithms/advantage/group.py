@@ -2,8 +2,6 @@
 
 # Shape legend: P prompts, G completions of a prompt (the group).
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar, Literal
 
@@ -11,7 +9,7 @@ from pydantic import Field
 
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, GroupRewards, group_centered, group_size
 from rlhf_core.algorithms.token_math import Tensor
-from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.schema.base import CustomFunction, added_option
 
 
@@ -99,7 +97,7 @@ class OPOAdvantage(GroupAdvantage):
         tokens_P1 = groups.lengths.sum(dim=1, keepdim=True)
         if bool((tokens_P1 <= 0).any()):
             rule = "the baseline is a mean weighted by length"
-            raise DataError(explain("lengths", 0, rule, "drop prompts whose completions are all empty"))
+            raise DataError("lengths", 0, rule, "drop prompts whose completions are all empty")
         offset_PG = groups.rewards - groups.rewards[:, :1]  # as in `group_centered`: equal rewards give exactly 0
         return offset_PG - (groups.lengths * offset_PG).sum(dim=1, keepdim=True) / tokens_P1
 
@@ -124,7 +122,7 @@ class MaxRLAdvantage(GroupAdvantage):
         if bool((groups.rewards < 0).any()):
             rule = "maxrl divides by the mean reward of a prompt, which must be a rate of success"
             least = float(groups.rewards.min())
-            raise DataError(explain("reward", least, rule, "give rewards >= 0 (best 0 and 1), or use grpo"))
+            raise DataError("reward", least, rule, "give rewards >= 0 (best 0 and 1), or use grpo")
         mean_P1 = groups.rewards.mean(dim=1, keepdim=True)
         relative_PG = group_centered(groups.rewards) / mean_P1.masked_fill(mean_P1 == 0, 1.0)
         return relative_PG.masked_fill(mean_P1 == 0, 0.0)  # a group without a success has no gradient
@@ -158,7 +156,7 @@ class PassAtKAdvantage(GroupAdvantage):
         group = group_size(groups.rewards, self.type)
         if self.k > group:
             rule = f"draws k answers of a group of {group}"
-            raise ConfigError(explain("advantage.k", self.k, rule, "lower it, or raise samples_per_prompt"))
+            raise ConfigError("advantage.k", self.k, rule, "lower it, or raise samples_per_prompt")
         passed_PG = groups.rewards > self.threshold
         table = groups.rewards.new_tensor([_scores(group, group - passed, self.k) for passed in range(group + 1)])
         of_passed_P1, of_failed_P1 = table[passed_PG.sum(dim=1)].split(1, dim=1)
@@ -186,10 +184,10 @@ class CustomAdvantage(CustomFunction, GroupAdvantage):
         if not is_tensor or advantages_PG.shape != rewards_PG.shape:
             found = tuple(advantages_PG.shape) if is_tensor else type(advantages_PG).__name__
             rule = f"must be a tensor of shape {tuple(rewards_PG.shape)}"
-            raise ConfigError(explain("advantage.function returned", found, rule, "return one number for each answer"))
+            raise ConfigError("advantage.function returned", found, rule, "return one number for each answer")
         if not bool(advantages_PG.isfinite().all()):
             rule = "contains numbers that are not finite"
-            raise ConfigError(explain("advantage.function returned", "a tensor", rule, "check for divisions by 0"))
+            raise ConfigError("advantage.function returned", "a tensor", rule, "check for divisions by 0")
         return advantages_PG.to(rewards_PG.dtype)
 
 

@@ -2,15 +2,13 @@
 
 # Shape legend: B rows of a batch, L positions.
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from rlhf_core.algorithms.advantage.base import TokenAdvantage, TokenRewards
 from rlhf_core.algorithms.token_math import Tensor, masked, whiten
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 
 
 class GAEAdvantage(TokenAdvantage):
@@ -81,7 +79,7 @@ class ReMaxAdvantage(TokenAdvantage):
     def estimate(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
         if tokens.greedy is None:
             rule = "needs the reward of a greedy answer to each prompt"
-            raise ConfigError(explain("advantage.type", self.type, rule, "sample and score one with temperature 0"))
+            raise ConfigError("advantage.type", self.type, rule, "sample and score one with temperature 0")
         returns_BL = discounted_returns(tokens.rewards, tokens.loss_mask, gamma=1.0)
         return masked(returns_BL - tokens.greedy[:, None], tokens.loss_mask), returns_BL
 

@@ -3,8 +3,6 @@
 rho = pi / pi_old of a token, A its advantage, w its importance weight.
 """
 
-from __future__ import annotations
-
 from rlhf_core.algorithms.methods import methods_in
 from rlhf_core.algorithms.policy.clip import PolicyMethod
 

@@ -261,13 +261,7 @@ def policy_output(
 
 
 def aggregate(
-    x_BL: Tensor,
-    mask_BL: Tensor,
-    *,
-    aggregation: Aggregation,
-    tokens: float,
-    sequences: float,
-    max_length: float,
+    x_BL: Tensor, mask_BL: Tensor, *, aggregation: Aggregation, tokens: float, sequences: float, max_length: float
 ) -> Tensor:
     """Return this micro-batch's share of the mean of `x` over masked tokens of the whole optimizer step.
 

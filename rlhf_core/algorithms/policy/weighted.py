@@ -2,8 +2,6 @@
 
 # Shape legend: B rows of a batch, L positions. Tensors are [B, L] unless noted.
 
-from __future__ import annotations
-
 from typing import Literal, TypeAlias, assert_never
 
 from pydantic import Field

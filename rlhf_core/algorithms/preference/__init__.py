@@ -4,8 +4,6 @@ a = log pi(y_c) - log pi_ref(y_c) of the chosen answer, b likewise for the rejec
 log-probabilities are sums over an answer.
 """
 
-from __future__ import annotations
-
 from rlhf_core.algorithms.methods import methods_in
 from rlhf_core.algorithms.preference.base import PreferenceMethod
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from rlhf_core.algorithms.token_math import LossOutput, Tensor, masked
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import Config
 from rlhf_core.types import PreferenceSample
 
@@ -108,7 +108,7 @@ class AnswerMethod(ReferencedMethod):
     def loss(self, pairs: PairBatch) -> LossOutput:
         """Raise ConfigError: the loss is on single answers, `answer_loss`."""
         rule = "trains on single answers"
-        raise ConfigError(explain("dpo.loss.type", self.type, rule, "use its objective on answers"))
+        raise ConfigError("dpo.loss.type", self.type, rule, "use its objective on answers")
 
 
 class ReferenceFreeMethod(PreferenceMethod):

@@ -2,8 +2,6 @@
 
 # Shape legend: B pairs of a batch. Tensors are [B]; log-probs are sums over the answer.
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

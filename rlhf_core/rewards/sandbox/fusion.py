@@ -6,8 +6,6 @@
 `Failed` is the program's doing; `SandboxError`, another answer or none is the server's, and no result.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Mapping
@@ -15,7 +13,7 @@ from typing import Any, Self
 
 import httpx
 
-from rlhf_core.errors import ConfigError, RewardError, explain
+from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.http.client import TooLarge, post, shown_body
 from rlhf_core.http.retries import retried
 from rlhf_core.rewards.sandbox.local import HALF_PAIR, Execution, Limits
@@ -47,7 +45,7 @@ class SandboxFusion:
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         if not url.startswith(("http://", "https://")):
             rule = "must begin with http:// or https://"
-            raise ConfigError(explain("sandbox_url", shown(url), rule, "give the address of the server"))
+            raise ConfigError("sandbox_url", shown(url), rule, "give the address of the server")
         self._url = f"{url.rstrip('/').removesuffix('/run_code')}/run_code"
         self._client = httpx.Client(headers=dict(headers))
 
@@ -78,7 +76,7 @@ class SandboxFusion:
             )
         except _NoResult as none:
             remedy = "see the server's log, or start it"
-            raise RewardError(explain("sandbox_url", shown(self._url), str(none), remedy)) from None
+            raise RewardError("sandbox_url", shown(self._url), str(none), remedy) from None
 
     def _ask(self, body: Mapping[str, Any], timeout_s: float) -> Any:
         try:
@@ -97,7 +95,7 @@ class SandboxFusion:
         if status in REFUSED_FOR_GOOD:
             rule = f"returned status {status}: {said}"
             remedy = "give the address of a SandboxFusion server, and sandbox_headers if it requires a key"
-            raise ConfigError(explain("sandbox_url", shown(self._url), rule, remedy))
+            raise ConfigError("sandbox_url", shown(self._url), rule, remedy)
         raise _NoResult(f"returned status {status}: {said}")
 
 

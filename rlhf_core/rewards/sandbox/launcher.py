@@ -11,8 +11,6 @@ interpreter and its libraries, and system calls that a program does not need are
 memory which no process has mapped, that make namespaces or mounts, and that look into other processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -6,8 +6,6 @@ memory as the only writable place, a cleared environment, standard library only,
 files and output. It is no defence against holes of the kernel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -25,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rlhf_core.errors import ConfigError, RewardError, explain
+from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.sandbox.outside_judge import driver, judged_outside
 from rlhf_core.types import encodable
 
@@ -122,9 +120,7 @@ def run_program(program: str, stdin: str = "", *, limits: Limits, allow_network:
         return HALF_PAIR
     answer = _launch(isolation, program, encodable(stdin), limits)
     if answer["outcome"] == "refused":
-        raise RewardError(
-            explain("sandbox", isolation.mode, answer["detail"], "find out why the program was not started")
-        )
+        raise RewardError("sandbox", isolation.mode, answer["detail"], "find out why the program was not started")
     outcome = answer["outcome"]
     if outcome == "finished" and answer["status"] != 0:
         outcome = _why(answer["status"], answer["stderr"])
@@ -163,12 +159,10 @@ def find_isolation(allow_network: bool) -> Isolation:
                 return isolation
             refusals.append(f"{mode}, {python}: {answer.get('detail') or answer.get('stderr', '')[-200:]}")
     raise ConfigError(
-        explain(
-            "sandbox.allow_network",
-            allow_network,
-            f"programs cannot be isolated on this machine ({'; '.join(refusals)})",
-            "allow user namespaces, make a Python interpreter readable for all users, or set allow_network = true and trust the programs",
-        )
+        "sandbox.allow_network",
+        allow_network,
+        f"programs cannot be isolated on this machine ({'; '.join(refusals)})",
+        "allow user namespaces, make a Python interpreter readable for all users, or set allow_network = true and trust the programs",
     )
 
 

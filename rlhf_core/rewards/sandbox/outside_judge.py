@@ -7,8 +7,6 @@ computed value is compared beside the program, as plain values: copies of Python
 from before the program ran. An assertion whose failure the test itself catches stays as it is.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from collections import Counter, defaultdict
@@ -18,7 +16,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.rewards.sandbox.rewriting import Site, rewritten
 
 _LONGEST_NUMBER = 10_000
@@ -185,11 +183,9 @@ def judged_outside(code: str, word: str) -> OutsideTest:
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise DataError(explain("label", code[:200], f"is no test in Python ({error})", "fix the test")) from error
+        raise DataError("label", code[:200], f"is no test in Python ({error})", "fix the test") from error
     if not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in ast.walk(tree)):
-        raise DataError(
-            explain("label", code[:200], "is a test that no program fails", "assert something of the program")
-        )
+        raise DataError("label", code[:200], "is a test that no program fails", "assert something of the program")
     text, sites = rewritten(tree)
     return OutsideTest(json.dumps([text, word]), sites)
 

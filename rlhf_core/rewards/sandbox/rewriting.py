@@ -6,8 +6,6 @@ whatever place of the test, which compares them as plain values (`outside_judge`
 one (`_rlhf_all`), whatever the program calls so, unless only builtins are used: then the program may be asked for a `sum`.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import itertools

@@ -3,8 +3,6 @@
 An engine owns one model on this rank and, unless the model is frozen, its optimizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.errors import ConfigError, TrainingError, explain
+from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.forward import check_routers, compute_in_float32
 from rlhf_core.models.loading import check_kernels, load_model, use_liger
@@ -96,9 +94,7 @@ class TorchEngine:
 
     def _trained(self) -> ClippedAdamW:
         if self._optimizer is None:
-            raise TrainingError(
-                explain("optimizer", None, "a frozen model cannot be trained", "give the role an optimizer")
-            )
+            raise TrainingError("optimizer", None, "a frozen model cannot be trained", "give the role an optimizer")
         return self._optimizer
 
 
@@ -111,7 +107,6 @@ class Engine(Protocol):
     @property
     def module(self) -> nn.Module:
         """The bare model, for reading only. Pass computations with it to `forward`."""
-        ...
 
     @property
     def device(self) -> torch.device: ...
@@ -121,48 +116,39 @@ class Engine(Protocol):
 
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
         """Return `compute(model)`. Under ZeRO, the weights are available only inside `compute`."""
-        ...
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of `loss`, a partial sum over global denominators. Ranks are summed, not averaged."""
-        ...
 
     def step(self, learning_rate: float) -> float:
         """Clip the gradient, update the weights, clear the gradient and return its norm before clipping.
 
         The norm is infinite if the gradient was not finite and the update was skipped.
         """
-        ...
 
     def passes(self, wanted: int) -> int:
         """Return how many forward passes this rank must make if it has work for `wanted` (collective under ZeRO)."""
-        ...
 
     def gathered(self) -> AbstractContextManager[None]:
         """Gather the whole weights in `module` on every rank inside this context, for reading only."""
-        ...
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
         """Return the values that this rank must write for a checkpoint in `folder`, by file, as independent copies.
 
         Every rank must call it with the same folder.
         """
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore a saved `snapshot`, bit for bit, and clear the gradient."""
-        ...
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that this rank keeps between steps: weights, gradients and optimizer states.
 
         A frozen model has weights alone, and nothing in `snapshot`.
         """
-        ...
 
     def close(self) -> None:
         """Release the model and the optimizer. The process stays usable."""
-        ...
 
 
 def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: TrainerConfig) -> Engine:
@@ -175,17 +161,17 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
     device = local_device()
     if config.zero_stage == 3 and spec.lora is not None and spec.lora.quantise:
         rule, remedy = "ZeRO 3 cannot partition 4-bit weights", "use zero_stage <= 2, or remove it"
-        raise ConfigError(explain("lora.quantise", spec.lora.quantise, rule, remedy))
+        raise ConfigError("lora.quantise", spec.lora.quantise, rule, remedy)
     if optimizer is not None and optimizer.ema_decay > 0 and config.zero_stage == 3:
         rule = "under ZeRO 3 no rank has all weights, so they cannot be averaged"
-        raise ConfigError(explain("optimizer.ema_decay", optimizer.ema_decay, rule, "use zero_stage <= 2, or 0 here"))
+        raise ConfigError("optimizer.ema_decay", optimizer.ema_decay, rule, "use zero_stage <= 2, or 0 here")
     if config.tensor_parallel > 1 and optimizer is not None:
         for name, used in (("lora", spec.lora is not None), ("optimizer.ema_decay", optimizer.ema_decay > 0)):
             if used:
                 rule = (
                     "cannot be combined with runtime.trainer.tensor_parallel, where each rank has a part of the weights"
                 )
-                raise ConfigError(explain(name, "set", rule, "remove one of them"))
+                raise ConfigError(name, "set", rule, "remove one of them")
     if config.engine == "deepspeed" and (optimizer is not None or config.zero_stage == 3):
         module = _load(spec, config, dtype=config.dtype, trained=optimizer is not None, device=device)
         set_environment(device)
@@ -194,7 +180,7 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
         return DeepSpeedEngine(module, optimizer, config, device=device)
     if optimizer is not None and world > 1:
         rule = f"trains in one process, but there are {world} train workers"
-        raise ConfigError(explain("runtime.trainer.engine", "torch", rule, "use deepspeed, or one worker"))
+        raise ConfigError("runtime.trainer.engine", "torch", rule, "use deepspeed, or one worker")
     if config.engine == "deepspeed":
         # Same dtype as models that DeepSpeed trains: they compute with bfloat16 weights and update a float32 copy.
         module = _load(spec, config, dtype=config.dtype, trained=False, device=device)

@@ -11,8 +11,6 @@ Resume ZeRO from a checkpoint of a different number of ranks, through DeepSpeed'
 Rank 0 converts the ranks' partitions to one folder per parameter, beside them, and every rank reads its part of each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import io
@@ -46,7 +44,7 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
@@ -91,7 +89,7 @@ def deepspeed_config(optimizer: OptimizerConfig | None, config: TrainerConfig, *
     if config.offload_optimizer:
         if stage == 0:
             key, remedy = "runtime.trainer.offload_optimizer", "set zero_stage to 1, 2 or 3"
-            raise ConfigError(explain(key, True, "ZeRO stage 0 keeps the optimizer on its device", remedy))
+            raise ConfigError(key, True, "ZeRO stage 0 keeps the optimizer on its device", remedy)
         zero["offload_optimizer"] = {"device": "cpu"}
     settings: dict[str, Any] = {
         # The trainer sets batch sizes. DeepSpeed only requires consistent numbers.

@@ -11,8 +11,6 @@ the process between its steps, and blocks of many sizes leave gaps between them,
 the machine has little left.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -7,8 +7,6 @@ of its own heads only. Qwen3 and Gemma 3 have such parameters, the norms of quer
 and their gradients are summed over the group too. A model with any other such parameter is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 
 KEY = "runtime.trainer.tensor_parallel"
 SPLIT = {"column": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "row": ("o_proj", "down_proj")}
@@ -49,7 +47,7 @@ def check_partition(module: nn.Module, size: int, world: int) -> None:
     config = any_module.config.get_text_config()
     if config.model_type not in PROVEN:
         rule = f"the architecture {config.model_type!r} is not known to train identically when it is split (supported: {', '.join(sorted(PROVEN))})"
-        raise ConfigError(explain(KEY, size, rule, "set it to 1, and zero_stage to 3 if memory is short"))
+        raise ConfigError(KEY, size, rule, "set it to 1, and zero_stage to 3 if memory is short")
     counts = {
         "train workers": world,
         "attention heads": config.num_attention_heads,
@@ -57,12 +55,12 @@ def check_partition(module: nn.Module, size: int, world: int) -> None:
     }
     for name, count in counts.items():
         if count % size != 0:
-            raise ConfigError(explain(KEY, size, f"does not divide the {count} {name}", "use a divisor of them"))
+            raise ConfigError(KEY, size, f"does not divide the {count} {name}", "use a divisor of them")
     linear = {name.rsplit(".", 1)[-1] for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     missing = sorted({name for names in SPLIT.values() for name in names} - linear)
     if missing:
         rule = f"{type(module).__name__} has no layers {missing}"
-        raise ConfigError(explain(KEY, size, rule, "set it to 1 for this architecture"))
+        raise ConfigError(KEY, size, rule, "set it to 1 for this architecture")
     head_norms(module)
 
 
@@ -85,7 +83,7 @@ def head_norms(module: nn.Module) -> list[nn.Parameter]:
                 continue
             if child not in HEAD_NORMS or parameter.shape != (width,):
                 rule = f"{path}.{name} is not split, and each rank would see only its own heads"
-                raise ConfigError(explain(KEY, ">= 2", rule, "set it to 1 for this architecture"))
+                raise ConfigError(KEY, ">= 2", rule, "set it to 1 for this architecture")
             norms.append(parameter)
     return norms
 

@@ -6,8 +6,6 @@ plain Python. `compute` returns one micro-batch's share of the loss and metrics 
 Legend: N samples, B rows, L positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,7 +27,7 @@ from rlhf_core.algorithms.token_math import (
     sft_loss,
     step_loss,
 )
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.models.batches import TokenBatch, collate
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values, watching
 from rlhf_core.training.batching import ROWS, step_counts
@@ -55,11 +53,9 @@ class TrainingObjective(Protocol):
 
     def denominators(self, samples: Sequence[Any]) -> dict[str, float]:
         """Return the counts that the losses of all micro-batches on all ranks are divided by."""
-        ...
 
     def compute(self, model: PlacedModel, samples: Sequence[Any], denominators: Mapping[str, float]) -> LossOutput:
         """Return the share of `samples`, one micro-batch, in the step's loss and metrics, which include `loss`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -182,7 +178,7 @@ class PolicyObjective:
             metrics["ref_kl"] = masked_sum(k3(logprobs_BL, batch.fields["ref_logprobs"]), mask_BL) / tokens
         elif self.kl_coef != 0:
             rule = "the samples have no log-probs of the reference"
-            raise DataError(explain("kl_coef", self.kl_coef, rule, "compute them, or set it to 0"))
+            raise DataError("kl_coef", self.kl_coef, rule, "compute them, or set it to 0")
         # Left out instead of added with coefficient 0, because 0 times infinity would make the gradient NaN.
         loss = policy.loss
         if self.entropy_coef != 0:
@@ -258,7 +254,7 @@ def count_tokens(
     tokens = sum(sum(sample.loss_mask) for sample in samples)
     if tokens == 0:
         rule = "an optimizer step needs at least one token to train on"
-        raise DataError(explain("loss_mask", f"0 tokens in {len(samples)} samples", rule, "drop the empty samples"))
+        raise DataError("loss_mask", f"0 tokens in {len(samples)} samples", rule, "drop the empty samples")
     return float(tokens)
 
 

@@ -3,8 +3,6 @@
 Legend: T masked tokens, C those of one chunk, V vocabulary, K likeliest other tokens, G groups, N outcomes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

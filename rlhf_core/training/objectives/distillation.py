@@ -3,8 +3,6 @@
 Legend: T masked tokens, C those of one chunk, V vocabulary, K a teacher's most likely tokens, N numbers of a chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -121,11 +119,9 @@ class Teachers(Protocol):
 
     def taught(self, samples: Sequence[Any]) -> list[Any]:
         """Return each sample with its teachers' log-probs."""
-        ...
 
     def elements(self, sample: Any) -> int:
         """Return the number of teacher log-probs of a sample, which limits the samples held at once."""
-        ...
 
 
 @dataclass(frozen=True)
