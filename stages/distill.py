@@ -252,9 +252,7 @@ def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageConte
     context.tracker.dataset("prompts", ref.digest, "training")
     rows = read_prompts(context.path(ref))
     if not rows:
-        raise DataError(
-            explain(f"{context.label}.prompts", 0, "there are no prompts to answer", "prepare more prompts")
-        )
+        raise DataError(f"{context.label}.prompts", 0, "there are no prompts to answer", "prepare more prompts")
     check_route(config, {row.source for row in rows}, context)
     evaluation = held_out((row.id for row in rows), fraction=config.eval_fraction, seed=context.seed)
     return {
@@ -268,9 +266,7 @@ def check_route(config: DistillConfig, sources: Collection[str], context: StageC
     known = {source for named in config.route.values() for source in named}
     for source in sorted(set(sources) - known) if config.route else ():
         rule = "no teacher teaches prompts of this source"
-        raise ConfigError(
-            explain(f"{context.label}.route", source, rule, "add it to one of them, or leave it out of the data")
-        )
+        raise ConfigError(f"{context.label}.route", source, rule, "add it to one of them, or leave it out of the data")
 
 
 def on(config: DistillConfig) -> str:

@@ -28,7 +28,7 @@ from rlhf_core.data.tables import (
 )
 from rlhf_core.data.worlds.mixed import make_tables as mixed
 from rlhf_core.data.worlds.mixed import make_world
-from rlhf_core.errors import ConfigError, DataError, explain
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.initialise import initialise_llama, train_tokenizer
 from rlhf_core.models.loading import materialize
 from rlhf_core.stage.context import StageContext

@@ -14,7 +14,7 @@ from rlhf_core.data.chat import answer_message
 from rlhf_core.data.mixing import held_out
 from rlhf_core.data.shards import read_rollouts
 from rlhf_core.data.tables import Demonstration, Preference, write_demonstrations, write_preferences, write_prompts
-from rlhf_core.errors import DataError, explain, nearest
+from rlhf_core.errors import DataError, nearest
 from rlhf_core.interfaces import Metrics
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, PreferencesRef, Prompt, PromptsRef, Rollout, RolloutsRef, derive_seed
@@ -111,14 +111,14 @@ def select_prompts(config: PromptsInBand, groups: Sequence[Group], context: Stag
     means = {group[0].prompt: mean_of(group, config.term) for group in groups}
     if all(mean is None for mean in means.values()):
         known = sorted({name for group in groups for one in group for name in one.reward_components})
-        raise DataError(explain("select.term", config.term, "no answer has this term", nearest(config.term, known)))
+        raise DataError("select.term", config.term, "no answer has this term", nearest(config.term, known))
     kept = [prompt for prompt, mean in means.items() if mean is not None and config.low <= mean <= config.high]
     if config.per_source:
         kept = capped(kept, config.per_source, seed=context.seed)
     sources = {source: counts_of(source, means, kept, config) for source in sorted({one.source for one in means})}
     if not kept:
         rule = f"no prompt has a mean from {config.low} to {config.high}: {json.dumps(sources)}"
-        raise DataError(explain("select.low", config.low, rule, "widen the band, or sample more answers"))
+        raise DataError("select.low", config.low, rule, "widen the band, or sample more answers")
     write_prompts(context.out, kept)
     rows = [{"id": prompt.id, "source": prompt.source, "mean": mean, "answers": len(group)}
             for (prompt, mean), group in zip(means.items(), groups, strict=True)]  # fmt: skip

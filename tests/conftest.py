@@ -1,7 +1,5 @@
 """Fixtures of every test: a process as it was before, a store, a policy."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -99,13 +97,13 @@ def process_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
+def store(tmp_path) -> ArtifactStore:
     """Return an empty store."""
     return ArtifactStore(tmp_path / "store")
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def policy(tmp_path_factory) -> Path:
     """Return the folder of a Llama of one layer with its tokenizer, made once for each file of tests."""
     from tests.support.workshop import make_policy  # imports torch, which most tests do without
 

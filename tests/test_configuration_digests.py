@@ -4,8 +4,6 @@ A digest that differs says that stored results are no longer found. A change tha
 along, and a line in the changelog.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from pipelines.flows.profile import load_profile, profile_names
@@ -39,7 +37,7 @@ def digits(text: str) -> str:
 
 
 @pytest.mark.parametrize("profile", profile_names())
-def test_a_profile_is_read_as_before(monkeypatch: pytest.MonkeyPatch, profile: str) -> None:
+def test_a_profile_is_read_as_before(monkeypatch, profile):
     monkeypatch.setattr(engines, "multiplies_bfloat16", lambda: False)  # else `auto` depends on the machine
     config = load_profile(profile)
     assert (digits(config.model_dump_json()), digits(canonical_json(keyed(config)))) == PROFILES[profile]
@@ -59,5 +57,5 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_reward_function_of_ours_keeps_its_digest(function: str) -> None:
+def test_a_reward_function_of_ours_keeps_its_digest(function):
     assert user_code_digest(function)[:16] == FUNCTIONS[function]

@@ -5,8 +5,6 @@ shows; of those that take minutes or start services, the verb, the profile, the 
 here, and `tests/test_newcomer.py` runs those of README and tutorial.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re
@@ -247,7 +245,6 @@ def named_under(heading: str) -> set[str]:
     """Return the names in the second column of the first table below a heading of docs/keys.md."""
     below = (ROOT / "docs" / "keys.md").read_text().partition(f"### {heading}\n")[2]
     table = re.search(r"(?:^\|.*\n)+", below, flags=re.MULTILINE)
-    assert table is not None
     cells = [line.split("|")[2] for line in table[0].splitlines()[2:]]
     return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} - {"ppo"}
 

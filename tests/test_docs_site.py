@@ -1,7 +1,5 @@
 """The site's pages: each is in the navigation, and the reference has every setting with its type, default and meaning."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

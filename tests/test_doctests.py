@@ -4,8 +4,6 @@ One process imports the modules that have examples, and neither vLLM nor DeepSpe
 `# doctest: +SKIP`.
 """
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib
@@ -72,11 +70,11 @@ def failures(module: ModuleType) -> str:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_examples_are_true(name: str) -> None:
+def test_the_examples_are_true(name):
     assert failures(importlib.import_module(name)) == ""
 
 
-def test_what_is_skipped_is_named_with_its_reason() -> None:
+def test_what_is_skipped_is_named_with_its_reason():
     skipped = Counter(
         name
         for name in MODULES
@@ -87,16 +85,15 @@ def test_what_is_skipped_is_named_with_its_reason() -> None:
     assert dict(skipped) == {name: count for name, (count, _) in SKIPPED.items()}
 
 
-def test_every_example_in_a_file_is_found_by_doctest() -> None:
+def test_every_example_in_a_file_is_found_by_doctest():
     """An example in a string that is no docstring, or under a decorator that hides it, would never be run."""
     for name in MODULES:
         module = importlib.import_module(name)
-        assert module.__file__ is not None
         written = sum(line.strip().startswith(">>> ") for line in Path(module.__file__).read_text().splitlines())
         assert sum(len(test.examples) for test in examples_of(module)) == written, name
 
 
-def test_a_wrong_example_would_be_noticed() -> None:
+def test_a_wrong_example_would_be_noticed():
     module = ModuleType("wrong")
     exec(
         'def double(x):\n    """Return twice x.\n\n    >>> double(2)\n    5\n    """\n    return 2 * x\n', vars(module)

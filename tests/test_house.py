@@ -1,7 +1,5 @@
 """What was won in reading stays won: figures that may not get worse, and how the tests are laid out."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections import Counter
@@ -30,14 +28,14 @@ def modules() -> list[str]:
 
 
 @pytest.mark.slow
-def test_no_figure_is_worse_than_the_one_in_house_json() -> None:
+def test_no_figure_is_worse_than_the_one_in_house_json():
     """`python -m benchmarks.measure --hold` writes better ones there; a worse one needs a line in the changelog."""
     held = json.loads(measure.HELD.read_text(encoding="utf-8"))
     assert set(held) == {one.name for one in measure.MEASURES} | {name for name, _ in measure.WALK}
     assert measure.worse(measure.figures_in(ROOT), held) == []
 
 
-def test_a_figure_that_is_held_is_not_written_worse(tmp_path: Path) -> None:
+def test_a_figure_that_is_held_is_not_written_worse(tmp_path):
     lower, higher = "their files", "comments per 100 lines"
     file = tmp_path / "house.json"
     measure.hold({lower: 340, higher: 4.0}, file)
@@ -50,7 +48,7 @@ def test_a_figure_that_is_held_is_not_written_worse(tmp_path: Path) -> None:
     assert measure.worse({lower: "not measured"}, {lower: 340}) == ["their files: not measured, and it was 340"]
 
 
-def test_tests_stand_in_the_room_that_they_test() -> None:
+def test_tests_stand_in_the_room_that_they_test():
     """`rlhf_core/store/leases.py` is tested in `tests/rlhf_core/store/`, in a file of its own or with what belongs to it."""
     rooms = {str(Path(module).parent) for module in modules()}
     files = [path for package in PACKAGES for path in (ROOT / "tests" / package).rglob("test_*.py")]
@@ -61,7 +59,7 @@ def test_tests_stand_in_the_room_that_they_test() -> None:
 
 
 @pytest.mark.parametrize("name", FIXTURES_OF_ALL)
-def test_fixtures_that_many_tests_need_are_defined_once(name: str) -> None:
+def test_fixtures_that_many_tests_need_are_defined_once(name):
     files = [path for path in (ROOT / "tests").rglob("*.py") if f"def {name}(" in path.read_text()]
     owners = Counter(path.relative_to(ROOT / "tests").as_posix() for path in files if defines_fixture(path, name))
     allowed = {file for file, fixture in OF_THEIR_OWN if fixture == name} | {"conftest.py"}
@@ -93,7 +91,7 @@ def without_encoding(module: str) -> list[str]:
     return found
 
 
-def test_files_of_text_are_in_utf_8_wherever_we_run() -> None:
+def test_files_of_text_are_in_utf_8_wherever_we_run():
     """Ruff's PLW1514 sees only those whose paths it can tell to be paths."""
     others = [
         path.relative_to(ROOT).as_posix()

@@ -36,7 +36,7 @@ def reward(prompts, completions, labels, **columns):
 
 
 @pytest.fixture
-def rlhf(tmp_path: Path, record_property: Callable[[str, object], None]) -> Callable[..., Ran]:
+def rlhf(tmp_path, record_property: Callable[[str, object], None]) -> Callable[..., Ran]:
     """Run one command in a folder as its shell does, print and record its seconds, and return status and output."""
 
     def run(command: str, folder: Path = tmp_path, **variables: str) -> Ran:
@@ -61,7 +61,7 @@ def rlhf(tmp_path: Path, record_property: Callable[[str, object], None]) -> Call
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_own_rows_and_an_own_reward_have_a_result_after_six_commands(tmp_path: Path, rlhf: Callable[..., Ran]) -> None:
+def test_own_rows_and_an_own_reward_have_a_result_after_six_commands(tmp_path, rlhf):
     outputs = []
 
     def ran(command: str, folder: Path) -> str:
@@ -100,7 +100,7 @@ REFUSED = {"rlhf run own_data.toml": "no row is left for"}
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory) -> Path:
     """The state folder of all pages: what one of them has made is a hit in the next."""
     return tmp_path_factory.mktemp("home")
 
@@ -109,9 +109,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.engine
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("place", PLACES)
-def test_the_commands_of_a_page_run_with_the_files_that_it_shows(
-    place: str, shared: Path, tmp_path: Path, rlhf: Callable[..., Ran]
-) -> None:
+def test_the_commands_of_a_page_run_with_the_files_that_it_shows(place, shared, tmp_path, rlhf):
     page = ROOT / place
     write_files(page, tmp_path)
     for command in (MEANS.get(line, line) for line in commands_of(page)):

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipelines.flows.profile import PipelineConfig, find_profile, load_profile, parse, shipped_profiles, with_overrides
 from pipelines.services.home import Home
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.store.layout import read_json, write_text
 
 DIGEST = re.compile(r"[0-9a-f]{12,64}")
@@ -27,7 +27,7 @@ def named_profile(profile: str, overrides: Sequence[str], home: Home) -> Pipelin
         return parse(with_overrides(_kept(profile, home), overrides), origin=f"profile {profile}")
     if not _is_inside(Path(profile)) or not _is_inside(find_profile(profile)):
         rule = f"must be a shipped profile, a file below {Path.cwd()}, or the digest of a kept profile"
-        raise ConfigError(explain("profile", profile, rule, "move it there, or make a deployment of it: `rlhf deploy`"))
+        raise ConfigError("profile", profile, rule, "move it there, or make a deployment of it: `rlhf deploy`")
     return load_profile(profile, overrides)
 
 
@@ -41,7 +41,7 @@ def _kept(digest: str, home: Home) -> dict[str, Any]:
     if len(found) != 1:
         rule = "is the beginning of several kept profiles" if found else f"{home.profiles} keeps no such profile"
         remedy = "give more digits" if found else "keep it with `rlhf deploy`"
-        raise ConfigError(explain("profile", digest, rule, remedy))
+        raise ConfigError("profile", digest, rule, remedy)
     return found[0]
 
 

@@ -1,6 +1,6 @@
 """Configure selection: `select` in the sections that select."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -61,7 +61,7 @@ class PromptsInBand(Config):
     """Maximum number of prompts of each source, drawn at random; 0 keeps all."""
 
     @model_validator(mode="after")
-    def _check_band(self) -> PromptsInBand:
+    def _check_band(self) -> Self:
         if self.low > self.high:
             raise ValueError(f"low = {self.low}: must be at most high = {self.high}; swap them")
         return self

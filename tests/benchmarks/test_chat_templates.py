@@ -1,7 +1,5 @@
 """The habits of current chat templates: one example, one for each answer, or a refusal that names our template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

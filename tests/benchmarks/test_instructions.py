@@ -1,7 +1,5 @@
 """The figures count what they say, by source, and the tables are made of stored lines."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -65,6 +63,6 @@ def test_the_hacked_profiles_pay_for_following_alone_and_answer_the_same_held_ou
     assert {monitor.action for monitor in one_word.ppo.monitors} == {"rollback", "stop"}
     assert honest.ppo.kl.coef > hacked.ppo.kl.coef == 0.0
     assert honest.sft is not None and hacked.sft is one_word.sft is None and hacked.ppo.start_from == "base"
-    held_out = [make_tables(one.prepare_data.data, seed=one.seed)[0].eval_prompts for one in (honest, hacked)]  # type: ignore[arg-type]
+    held_out = [make_tables(one.prepare_data.data, seed=one.seed)[0].eval_prompts for one in (honest, hacked)]
     assert held_out[0] == held_out[1] and honest.evaluate == hacked.evaluate
     assert set(hacked.ppo.rewards.terms) == {"followed"}

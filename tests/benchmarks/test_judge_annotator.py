@@ -1,7 +1,5 @@
 """The benchmark of a judge, against a server in this process whose bias is known."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The walk of a prompt: docs/walk.md is what a real step does, and names what exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

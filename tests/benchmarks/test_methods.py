@@ -1,7 +1,5 @@
 """The table of methods has a row for everything that a profile can choose, and is made of stored lines."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from dataclasses import replace
@@ -111,6 +109,6 @@ def test_every_method_is_wired_to_stages_that_take_what_it_gives() -> None:
     config = load_profile("tiny/full")
     for name, method in methods(config, 10).items():
         called.clear()
-        learnt = method(config, Stages(run_stage, 17, config.runtime), imagined_start())  # type: ignore[arg-type]
+        learnt = method(config, Stages(run_stage, 17, config.runtime), imagined_start())
         assert isinstance(learnt.policy, PolicyRef) and called, name
         assert (learnt.asked is not None) == (name == "sft/conditional")

@@ -1,7 +1,5 @@
 """The table of planted faults: what a quick run finds, and how the table is made."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The two loops differ in their reward models alone, and the table has a row for every round."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +17,6 @@ R = TypeVar("R", bound=ArtifactRef)
 
 def test_both_loops_optimize_the_policy_alike_and_only_one_refreshes_the_reward_model() -> None:
     config = load_profile("tiny/online")
-    assert config.online is not None
     called: dict[str, list[StageSpec]] = {}
     for arm, refresh in ARMS.items():
         specs = called.setdefault(arm, [])

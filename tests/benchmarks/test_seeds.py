@@ -1,7 +1,5 @@
 """Options and results that benchmarks over seeds share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,5 +35,5 @@ def test_the_benchmarks_print_what_is_there_and_train_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], benchmark: object
 ) -> None:
     monkeypatch.setattr("sys.argv", ["benchmark", "--print", "--state", str(tmp_path), "--seeds", "1"])
-    assert benchmark.main() == 0  # type: ignore[attr-defined]
+    assert benchmark.main() == 0
     assert capsys.readouterr().out and list(tmp_path.iterdir()) == []

@@ -1,24 +1,11 @@
 """The architectures that may pack samples are proven to keep them apart, and those that are known to leak are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.separable import (
-    REACH,
-    ROUNDING,
-    ROW,
-    WINDOW,
-    build,
-    configs,
-    examine,
-    families,
-    samples,
-    tiny_config,
-)
+from benchmarks.separable import REACH, ROUNDING, ROW, WINDOW, build, configs, examine, families, samples, tiny_config
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.batches import SEPARABLE, check_packing, collate, keeps_apart
 from rlhf_core.models.forward import token_logprobs

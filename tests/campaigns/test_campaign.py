@@ -1,7 +1,5 @@
 """A short campaign of kills over the whole pipeline, in a process of its own: it forks, and a test process has threads."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -32,7 +30,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(tmp_path_factory) -> Seen:
     folder = tmp_path_factory.mktemp("campaign")
     options = [
         "--kills",
@@ -56,25 +54,25 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return Seen(folder, lives, done.returncode, done.stdout + done.stderr)
 
 
-def test_pipelines_that_were_killed_end_with_the_digests_and_curves_of_their_twin(seen: Seen) -> None:
+def test_pipelines_that_were_killed_end_with_the_digests_and_curves_of_their_twin(seen):
     kills = Counter(kill["kind"] for life in seen.lives for kill in life["kills"])
     assert sum(kills.values()) >= KILLS, seen.output
     assert len(kills) >= 3, "the seed should give several kinds of instants"
     assert [life["problems"] for life in seen.lives] == [[]] * len(seen.lives)
 
 
-def test_nothing_is_left_of_pipelines_that_were_killed(seen: Seen) -> None:
+def test_nothing_is_left_of_pipelines_that_were_killed(seen):
     assert [life["leftovers"] for life in seen.lives] == [[]] * len(seen.lives), seen.output
     assert seen.status == 0, seen.output
 
 
-def test_runs_that_are_stopped_or_edited_are_among_them(seen: Seen) -> None:
+def test_runs_that_are_stopped_or_edited_are_among_them(seen):
     done = Counter(other["kind"] for life in seen.lives for other in life["others"])
     assert len(done) >= 2 and sum(done.values()) >= 2, "the seed should give several kinds"
     assert all(kind in seen.output for kind in done), "each is in the table"
 
 
-def test_two_runs_at_once_compute_each_stage_once(seen: Seen) -> None:
+def test_two_runs_at_once_compute_each_stage_once(seen):
     pair, twin = checks.results(seen.folder / "two-of-two-0000"), checks.results(seen.folder / "memory")
     assert len(twin) == 19
     assert list(checks.differences(pair, twin)) == []

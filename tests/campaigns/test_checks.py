@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import sqlite3
 import stat
@@ -32,7 +30,7 @@ def make(home: Path, *, seed: int = 7) -> dict[str, StageResult]:
     return results(home)
 
 
-def test_a_run_like_its_twin_has_no_problems_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_run_like_its_twin_has_no_problems_and_leaves_nothing(tmp_path):
     twin = make(tmp_path / "twin")
     make(tmp_path / "run")
     assert problems(tmp_path / "run", twin) == []
@@ -41,19 +39,19 @@ def test_a_run_like_its_twin_has_no_problems_and_leaves_nothing(tmp_path: Path) 
     assert [point[:2] for point in twin["toy"].points] == [("toy/train/total", step) for step in (1, 2, 3)]
 
 
-def test_another_digest_is_a_problem(tmp_path: Path) -> None:
+def test_another_digest_is_a_problem(tmp_path):
     twin = make(tmp_path / "twin", seed=8)
     make(tmp_path / "run", seed=7)
     assert any(line.startswith("toy: digest ") for line in problems(tmp_path / "run", twin))
 
 
-def test_a_stage_that_is_missing_or_too_many_is_a_problem(tmp_path: Path) -> None:
+def test_a_stage_that_is_missing_or_too_many_is_a_problem(tmp_path):
     twin = make(tmp_path / "twin")
     assert list(differences({}, twin)) == ["toy: missing"]
     assert list(differences(twin, {})) == ["toy: not in the twin"]
 
 
-def test_a_value_that_differs_in_its_last_bit_is_a_problem(tmp_path: Path) -> None:
+def test_a_value_that_differs_in_its_last_bit_is_a_problem(tmp_path):
     twin = make(tmp_path / "twin")["toy"]
     (name, step, value), *rest = twin.points
     other = dataclasses.replace(twin, points=[(name, step, value + 1e-14), *rest])
@@ -62,7 +60,7 @@ def test_a_value_that_differs_in_its_last_bit_is_a_problem(tmp_path: Path) -> No
     ]
 
 
-def test_a_flipped_byte_is_a_problem(tmp_path: Path) -> None:
+def test_a_flipped_byte_is_a_problem(tmp_path):
     twin = make(tmp_path / "run")
     (file,) = (tmp_path / "run" / "store" / "objects").glob("*/*/total.txt")
     file.chmod(stat.S_IRUSR | stat.S_IWUSR)
@@ -86,7 +84,7 @@ def test_a_flipped_byte_is_a_problem(tmp_path: Path) -> None:
         "quarantine/abc.json",
     ],
 )
-def test_what_should_be_gone_is_named(tmp_path: Path, name: str) -> None:
+def test_what_should_be_gone_is_named(tmp_path, name):
     make(tmp_path)
     path = tmp_path / "store" / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +92,7 @@ def test_what_should_be_gone_is_named(tmp_path: Path, name: str) -> None:
     assert name in leftovers(tmp_path)
 
 
-def test_a_curve_that_goes_back_is_named() -> None:
+def test_a_curve_that_goes_back_is_named():
     points = [("loss", 1, 3.0), ("eval", 1, 2.0), ("loss", 2, 1.0), ("loss", 2, 1.0)]
     assert list(saw_teeth("sft", points)) == ["sft: loss goes from step 2 to 2"]
     assert list(saw_teeth("sft", points[:3])) == []
@@ -104,13 +102,13 @@ def progress(pid: int, *done: int) -> list[dict[str, object]]:
     return [{"event": "progress", "label": "sft", "pid": pid, "done": step} for step in done]
 
 
-def test_repeated_steps_are_those_that_two_processes_finished() -> None:
+def test_repeated_steps_are_those_that_two_processes_finished():
     # killed after 5 with a checkpoint of 4: step 5 again; then after 8 with a checkpoint of 8: nothing again
     events = [*progress(1, 1, 2, 3, 4, 5), *progress(2, 5, 6, 7, 8), *progress(3, 9)]
     assert repeats(events, {"sft": 2}) == [Repeat("sft", 1, 2), Repeat("sft", 0, 2)]
 
 
-def test_runs_and_points_of_mlflow_are_checked(tmp_path: Path) -> None:
+def test_runs_and_points_of_mlflow_are_checked(tmp_path):
     found = make(tmp_path / "home")
     key, points = found["toy"].key, [(step, "toy/train/total") for step in (1, 2, 3)]
     assert tracked(tmp_path / "a.db", found, key, "FINISHED", points) == []
@@ -129,7 +127,7 @@ def test_runs_and_points_of_mlflow_are_checked(tmp_path: Path) -> None:
     ]
 
 
-def test_a_policy_that_was_published_more_often_than_there_are_results_is_a_problem(tmp_path: Path) -> None:
+def test_a_policy_that_was_published_more_often_than_there_are_results_is_a_problem(tmp_path):
     found = make(tmp_path / "home")
     file = tmp_path / "home" / "mlflow.db"
     tracked(file, found, found["toy"].key, "FINISHED", [(step, "toy/train/total") for step in (1, 2, 3)])

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import time
 from functools import partial
 from pathlib import Path
@@ -37,7 +35,7 @@ def begin(tmp_path: Path, first: Skew) -> tuple[Setup, int]:
 
 
 @pytest.mark.parametrize("skews", [(AHEAD, BEHIND), (BEHIND, AHEAD)], ids=["first ahead", "first behind"])
-def test_with_wrong_clocks_a_living_owner_is_waited_for(tmp_path: Path, skews: tuple[Skew, Skew]) -> None:
+def test_with_wrong_clocks_a_living_owner_is_waited_for(tmp_path, skews):
     setup, first = begin(tmp_path, skews[0])
     second = start(setup, skews[1])
     assert [processes.finish(one, kill_after_s=None)[0] for one in (first, second)] == ["completed", "completed"]
@@ -46,7 +44,7 @@ def test_with_wrong_clocks_a_living_owner_is_waited_for(tmp_path: Path, skews: t
     assert checks.problems(setup.home, {"toy": made}) == [] and checks.leftovers(setup.home) == []
 
 
-def test_who_does_not_watch_takes_from_a_living_owner_whose_disk_has_a_wrong_clock(tmp_path: Path) -> None:
+def test_who_does_not_watch_takes_from_a_living_owner_whose_disk_has_a_wrong_clock(tmp_path):
     setup, first = begin(tmp_path, AHEAD)
     second = start(setup, BEHIND, watch_s=0.0)
     assert [processes.finish(one, kill_after_s=None)[0] for one in (first, second)] == ["failed", "completed"]
@@ -54,7 +52,7 @@ def test_who_does_not_watch_takes_from_a_living_owner_whose_disk_has_a_wrong_clo
     assert checks.leftovers(setup.home) == []
 
 
-def test_with_wrong_clocks_a_killed_owner_on_another_machine_is_taken_over(tmp_path: Path) -> None:
+def test_with_wrong_clocks_a_killed_owner_on_another_machine_is_taken_over(tmp_path):
     setup, first = begin(tmp_path, AHEAD)
     second = start(setup, BEHIND)
     assert processes.finish(first, kill_after_s=0.0)[0] == "killed"
@@ -64,12 +62,12 @@ def test_with_wrong_clocks_a_killed_owner_on_another_machine_is_taken_over(tmp_p
     assert checks.leftovers(setup.home) == []
 
 
-def test_the_clocks_of_a_run_are_wrong(tmp_path: Path) -> None:
+def test_the_clocks_of_a_run_are_wrong(tmp_path):
     wall, file = time.time(), tmp_path / "said"
 
     def say() -> None:
         clocks.apply(AHEAD)
-        leases.write_json(tmp_path / "lease.json", {}, durable=False)  # type: ignore[attr-defined]
+        leases.write_json(tmp_path / "lease.json", {}, durable=False)
         said = f"{time.time() - wall} {time.time_ns() / 1e9 - wall} {wall - (tmp_path / 'lease.json').stat().st_mtime}"
         file.write_text(said)
 

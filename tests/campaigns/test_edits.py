@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import shutil
 import time
 from functools import partial
@@ -27,7 +25,7 @@ def new_setup(home: Path) -> Setup:
 
 def spec_of(setup: Setup, **changes: object) -> StageSpec:
     function = f"{setup.reward}:brief"
-    return toy_spec(ToyConfig(names=(function,), **changes), callables=(function,))  # type: ignore[arg-type]
+    return toy_spec(ToyConfig(names=(function,), **changes), callables=(function,))
 
 
 def run(setup: Setup, *, instant: Instant | None = None, **changes: object) -> processes.End:
@@ -35,7 +33,7 @@ def run(setup: Setup, *, instant: Instant | None = None, **changes: object) -> p
 
 
 @pytest.fixture(scope="module")
-def peace(tmp_path_factory: pytest.TempPathFactory) -> Peace:
+def peace(tmp_path_factory) -> Peace:
     made: list[dict[str, StageResult]] = []
     for name in ("old", "edited"):
         setup = new_setup(tmp_path_factory.mktemp("twins") / name)
@@ -56,14 +54,14 @@ def killed_and_edited(tmp_path: Path, what: edits.Edit) -> Setup:
     return setup
 
 
-def test_after_a_comment_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path, peace: Peace) -> None:
+def test_after_a_comment_a_killed_run_goes_on_from_its_checkpoint(tmp_path, peace):
     setup = killed_and_edited(tmp_path, "comment")
     assert [event["action"] for event in read_events(setup.events) if event["event"] == "started"] == ["RUN", "RESUME"]
     assert edits.wrong_decisions(setup, peace, "comment") == []
     assert checks.problems(setup.home, peace.results) == [] and checks.leftovers(setup.home) == []
 
 
-def test_after_another_result_a_killed_run_takes_nothing_of_the_old_attempt(tmp_path: Path, peace: Peace) -> None:
+def test_after_another_result_a_killed_run_takes_nothing_of_the_old_attempt(tmp_path, peace):
     setup = killed_and_edited(tmp_path, "result")
     assert edits.wrong_decisions(setup, peace, "result") == []
     assert checks.problems(setup.home, peace.edited) == [] and edits.mixtures(setup.home, peace) == []
@@ -73,7 +71,7 @@ def test_after_another_result_a_killed_run_takes_nothing_of_the_old_attempt(tmp_
     assert checks.leftovers(setup.home, unfinished={old.name}) == []
 
 
-def test_a_file_that_is_edited_while_its_stage_runs_makes_no_mixture(tmp_path: Path, peace: Peace) -> None:
+def test_a_file_that_is_edited_while_its_stage_runs_makes_no_mixture(tmp_path, peace):
     setup = new_setup(tmp_path / "home")
     child = processes.start(
         partial(run_toy, setup, spec_of(setup, trouble=f"wait:{tmp_path / 'go'}")), setup.home / LOG
@@ -89,7 +87,7 @@ def test_a_file_that_is_edited_while_its_stage_runs_makes_no_mixture(tmp_path: P
     assert edits.mixtures(setup.home, peace) == []
 
 
-def test_what_goes_on_from_another_file_and_what_is_made_twice_is_named(tmp_path: Path, peace: Peace) -> None:
+def test_what_goes_on_from_another_file_and_what_is_made_twice_is_named(tmp_path, peace):
     setup = new_setup(tmp_path / "home")
     log = EventLog(setup.events)
     log.note("finished", label="sft")
@@ -102,7 +100,7 @@ def test_what_goes_on_from_another_file_and_what_is_made_twice_is_named(tmp_path
     assert [line.split(": ")[1] for line in edits.mixtures(setup.home, twice)] == ["in no twin"]
 
 
-def test_a_policy_that_was_published_before_the_edit_has_the_first_version() -> None:
+def test_a_policy_that_was_published_before_the_edit_has_the_first_version():
     """So that of the edited file has the second one in its card, and the twin, which has the first, is no measure."""
     began = {"event": "started", "label": "publish", "action": "RUN"}
     assert edits.published_before([began, {"event": "edited"}])

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +28,7 @@ def length(text: str) -> float:
     return float(len(text))
 
 
-def test_every_fault_has_a_name_of_its_own_and_a_word_in_it_chooses_its_kind() -> None:
+def test_every_fault_has_a_name_of_its_own_and_a_word_in_it_chooses_its_kind():
     kinds = {"rewards": "reward", "remote": "remote", "sandbox": "sandbox", "environments": "environment"}
     names = [(module, fault.name) for module in kinds for fault in _faults(module)]
     assert len({name for _, name in names}) == len(names) and set(kinds) < set(MODULES)
@@ -39,14 +37,14 @@ def test_every_fault_has_a_name_of_its_own_and_a_word_in_it_chooses_its_kind() -
         assert all(word in name for found, name in names if found == module)
 
 
-def test_a_fault_that_was_noticed_late_is_bad_and_says_so() -> None:
+def test_a_fault_that_was_noticed_late_is_bad_and_says_so():
     fault = Fault("it hangs", 5.0, lambda folder: Outcome("left out", 1.0, None, ""))
     late, early = Outcome("left out", 6.0, None, "a|b"), Outcome("left out", 4.0, 0.5, "a")
     assert (bad(fault, late), bad(fault, early)) == (True, False)
     assert table([(fault, late)]).splitlines()[2] == "| it hangs | left out (late) | 5 | 6.0 |  | a\\|b |"
 
 
-def test_a_process_that_left_its_session_and_its_parent_is_found_and_killed() -> None:
+def test_a_process_that_left_its_session_and_its_parent_is_found_and_killed():
     orphan = """
 import subprocess
 nothing = subprocess.DEVNULL
@@ -63,13 +61,13 @@ print(subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=nothing, 
     other.wait()
 
 
-def test_an_answer_that_fails_alone_is_left_out_with_its_group(tmp_path: Path) -> None:
+def test_an_answer_that_fails_alone_is_left_out_with_its_group(tmp_path):
     outcome = left_out(term(tmp_path), tmp_path, groups("broken", "x", "xx", "xxx"), length, named="out of luck")
     assert (outcome.result, outcome.said) == ("left out", "mood: raised ValueError: out of luck")
 
 
 @pytest.mark.parametrize(("named", "value"), [("another reason", 0), ("out of luck", 1)])
-def test_a_reason_or_a_neighbour_that_is_not_right_is_not_handled(named: str, value: int, tmp_path: Path) -> None:
+def test_a_reason_or_a_neighbour_that_is_not_right_is_not_handled(named, value, tmp_path):
     def right(text: str) -> float:
         return length(text) + value
 
@@ -77,7 +75,7 @@ def test_a_reason_or_a_neighbour_that_is_not_right_is_not_handled(named: str, va
     assert outcome.result == "not handled"
 
 
-def test_an_error_must_name_what_it_should_and_the_next_batch_be_scored(tmp_path: Path) -> None:
+def test_an_error_must_name_what_it_should_and_the_next_batch_be_scored(tmp_path):
     spec, named = term(tmp_path, "fail"), "out of luck"
     assert one_error(spec, tmp_path, groups("broken", "x"), named=named, value=length).result == "one error"
     assert one_error(spec, tmp_path, groups("broken", "x"), named="another reason").result == "not handled"
@@ -85,6 +83,6 @@ def test_an_error_must_name_what_it_should_and_the_next_batch_be_scored(tmp_path
     assert one_error(spec, tmp_path, groups("x", "x"), named=named).result == "not handled"
 
 
-def test_what_recovers_must_be_scored_right(tmp_path: Path) -> None:
+def test_what_recovers_must_be_scored_right(tmp_path):
     assert recovered(term(tmp_path), tmp_path, groups("x", "xx"), length, "well").result == "recovered"
     assert recovered(term(tmp_path), tmp_path, groups("broken", "xx"), length, "well").result == "not handled"

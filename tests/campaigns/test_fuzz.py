@@ -1,7 +1,5 @@
 """A quick selection of damaged inputs, and that the fuzzer sees what it is there to see. 10,000 of each: `python -m campaigns.fuzz`."""
 
-from __future__ import annotations
-
 import random
 from importlib import import_module
 from pathlib import Path
@@ -16,9 +14,7 @@ LIMIT_S = 10.0
 
 
 @pytest.mark.parametrize(("name", "count"), [("profiles", 300), ("rows", 200), ("scripts", 200), ("store", 30)])
-def test_damaged_inputs_lead_to_clear_errors_or_right_results(
-    name: str, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_damaged_inputs_lead_to_clear_errors_or_right_results(name, count, monkeypatch, tmp_path):
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     target = import_module(f"campaigns.fuzz.{name}").Target
     results = list(run(name, target, seed=0, first=0, count=count, limit_s=LIMIT_S))
@@ -46,7 +42,7 @@ class Made:
                     pass
 
 
-def test_the_fuzzer_tells_errors_from_tracebacks_wrong_results_and_hangs() -> None:
+def test_the_fuzzer_tells_errors_from_tracebacks_wrong_results_and_hangs():
     results = list(run("made", Made, seed=3, first=0, count=12, limit_s=0.1))
     drawn = [random.Random(f"made/3/{number}").randrange(5) for number in range(12)]
     fates = ("clear error", "traceback", "traceback", "hang", "right")
@@ -56,14 +52,14 @@ def test_the_fuzzer_tells_errors_from_tracebacks_wrong_results_and_hangs() -> No
     assert wheres == {"", "KeyError", "Wrong", "_Late"}
 
 
-def test_one_input_can_be_had_again_by_its_number() -> None:
+def test_one_input_can_be_had_again_by_its_number():
     several = list(run("made", Made, seed=3, first=0, count=6, limit_s=0.1))
     (again,) = run("made", Made, seed=3, first=4, count=1, limit_s=0.1)
     assert (again.number, again.fate) == (several[4].number, several[4].fate)
     assert isinstance(again, Result)
 
 
-def test_damage_is_the_same_for_the_same_seed_and_changes_what_it_is_given() -> None:
+def test_damage_is_the_same_for_the_same_seed_and_changes_what_it_is_given():
     data, tree = b'{"prompt": "a", "label": [1, 2]}' * 20, {"prompt": "a", "label": [1, {"b": None}]}
     first, again = ([damaged(data, random.Random(seed)) for seed in range(200)] for _ in range(2))
     assert first == again

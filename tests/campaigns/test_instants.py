@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import random
 import time
@@ -32,7 +30,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="path
         ("output.log", "logs"),
     ],
 )
-def test_a_file_is_known_by_its_place(path: str, expected: str) -> None:
+def test_a_file_is_known_by_its_place(path, expected):
     assert purpose(path) == expected
 
 
@@ -51,7 +49,7 @@ def change_files(home: Path, instant: Instant | None) -> None:
 @pytest.mark.parametrize(
     ("number", "left"), [(1, []), (2, [".new"]), (3, ["a.json", "elsewhere.txt"]), (4, ["a.json", "elsewhere.txt"])]
 )
-def test_a_process_dies_before_the_change_that_it_was_told(tmp_path: Path, number: int, left: list[str]) -> None:
+def test_a_process_dies_before_the_change_that_it_was_told(tmp_path, number, left):
     (tmp_path / "store" / "leases").mkdir(parents=True)
     log = tmp_path / "output.log"
     ended = processes.run(partial(change_files, tmp_path, AtOperation("lease", number)), log)
@@ -60,13 +58,13 @@ def test_a_process_dies_before_the_change_that_it_was_told(tmp_path: Path, numbe
 
 
 @pytest.mark.parametrize(("label", "how"), [("sft", "killed"), ("ppo", "completed")])
-def test_a_process_dies_only_in_the_stage_that_it_was_told(tmp_path: Path, label: str, how: str) -> None:
+def test_a_process_dies_only_in_the_stage_that_it_was_told(tmp_path, label, how):
     (tmp_path / "store" / "leases").mkdir(parents=True)
     work = partial(change_files, tmp_path, InStage(label, 2))
     assert processes.run(work, tmp_path / "output.log").how == how
 
 
-def test_a_process_lives_if_it_changes_fewer_files(tmp_path: Path) -> None:
+def test_a_process_lives_if_it_changes_fewer_files(tmp_path):
     (tmp_path / "store" / "leases").mkdir(parents=True)
     work = partial(change_files, tmp_path, AtOperation("lease", 5))
     assert processes.run(work, tmp_path / "output.log").how == "completed"
@@ -83,13 +81,13 @@ def call_twice() -> None:
     Slow().work()
 
 
-def test_a_process_dies_inside_the_call_that_it_was_told(tmp_path: Path) -> None:
+def test_a_process_dies_inside_the_call_that_it_was_told(tmp_path):
     ended = processes.run(call_twice, tmp_path / "output.log")
     assert ended.how == "killed" and ended.seconds < 5.0
     assert (tmp_path / "output.log").read_text() == "working"
 
 
-def test_instants_are_drawn_within_reach_and_of_every_kind() -> None:
+def test_instants_are_drawn_within_reach_and_of_every_kind():
     stages = {"": 5, "sft": 20, "ppo": 25}
     census = Census({"lease": 10, "metrics": 40}, stages, calls={"sampling": [0.1] * 8}, seconds=20.0)
     drawn = [draw(random.Random(seed), census, reach=0.5, done={"sft"}) for seed in range(200)]

@@ -1,14 +1,11 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from campaigns.durability import processes
 
 
-def test_what_ran_before_is_no_family_of_a_child_and_is_left_alone(tmp_path: Path) -> None:
+def test_what_ran_before_is_no_family_of_a_child_and_is_left_alone(tmp_path):
     """The tests' own Prefect server was killed as a survivor once, and each wait took its full time."""
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as server:
         ended = processes.run(lambda: None, tmp_path / "log")
@@ -18,7 +15,7 @@ def test_what_ran_before_is_no_family_of_a_child_and_is_left_alone(tmp_path: Pat
     assert server.returncode == 0, "its own end is for its starter to hear of"
 
 
-def test_what_a_child_leaves_behind_is_named_and_killed(tmp_path: Path) -> None:
+def test_what_a_child_leaves_behind_is_named_and_killed(tmp_path):
     def leave() -> None:
         command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
         subprocess.Popen(command, start_new_session=True)

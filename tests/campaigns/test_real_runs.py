@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import json
 import subprocess
@@ -33,7 +31,7 @@ subprocess.run([sys.executable, "-c", f"import subprocess, sys{chr(10)}{program}
 """
 
 
-def test_a_family_is_stopped_with_what_it_was_just_starting_and_goes_on_when_it_is_woken(tmp_path: Path) -> None:
+def test_a_family_is_stopped_with_what_it_was_just_starting_and_goes_on_when_it_is_woken(tmp_path):
     said = tmp_path / "said"
     with said.open("w") as output:
         parent = subprocess.Popen([sys.executable, "-c", STARTING], stdout=output)
@@ -60,7 +58,7 @@ def wait(condition: Callable[[], bool], *, seconds: float = 30.0) -> bool:
     return True
 
 
-def test_the_command_believes_in_another_machine_and_another_time(tmp_path: Path) -> None:
+def test_the_command_believes_in_another_machine_and_another_time(tmp_path):
     wall, file, believed = time.time(), tmp_path / "said", Skew(4000.0, 1000.0, elsewhere=True)
     module, argument = command.command(believed)
     assert module == "campaigns.durability.command"
@@ -69,7 +67,7 @@ def test_the_command_believes_in_another_machine_and_another_time(tmp_path: Path
         status = command.main([argument, "runs", "--store", str(tmp_path / "store")])
         file.write_text(
             json.dumps([status, time.time() - wall, leases.here(), leases.TTL_SECONDS, leases.WATCH_SECONDS])
-        )  # type: ignore[attr-defined]
+        )
 
     assert processes.run(run, tmp_path / "log").how == "completed", (tmp_path / "log").read_text()
     status, ahead, machine, *times = json.loads(file.read_text())
@@ -77,7 +75,7 @@ def test_the_command_believes_in_another_machine_and_another_time(tmp_path: Path
     assert times == [command.TTL_S, command.WATCH_S]
 
 
-def test_who_believes_in_the_right_time_has_it(tmp_path: Path) -> None:
+def test_who_believes_in_the_right_time_has_it(tmp_path):
     log = tmp_path / "log"
 
     def run() -> None:
@@ -88,10 +86,9 @@ def test_who_believes_in_the_right_time_has_it(tmp_path: Path) -> None:
     assert processes.run(run, log).how == "completed", log.read_text()
 
 
-def test_the_profile_of_a_state_folder_uses_the_reward_file_there(tmp_path: Path) -> None:
+def test_the_profile_of_a_state_folder_uses_the_reward_file_there(tmp_path):
     home = real_runs.new_home(tmp_path / "home")
     config = load_profile(home / real_runs.PROFILE)
-    assert config.ppo is not None
     assert config.ppo.rewards.terms.keys() == {"reward_model", "brief"}
     assert config.ppo.rewards.terms["brief"].model_dump()["function"] == f"{home / REWARD.name}:brief"
     before = (home / REWARD.name).read_text()
@@ -104,7 +101,7 @@ def decision(action: Action) -> Decision:
 
 
 @pytest.fixture
-def said(tmp_path: Path) -> Path:
+def said(tmp_path) -> Path:
     """What the display of the command says of a run that is in its second stage."""
     output = io.StringIO()
     display = PlainDisplay(Console(file=output, width=60))
@@ -119,7 +116,7 @@ def said(tmp_path: Path) -> Path:
     return file
 
 
-def test_what_a_run_did_is_read_from_what_it_says(said: Path) -> None:
+def test_what_a_run_did_is_read_from_what_it_says(said):
     found = real_runs.events(said)
     assert [(event["label"], event.get("action")) for event in found] == [
         ("prepare_data", "HIT"),
@@ -132,7 +129,7 @@ def test_what_a_run_did_is_read_from_what_it_says(said: Path) -> None:
     assert real_runs.seconds(said) == {"sft": 2.5}
 
 
-def test_what_is_made_again_after_an_edit_is_named(said: Path) -> None:
+def test_what_is_made_again_after_an_edit_is_named(said):
     real_runs.note_edit(said.parent)
     (said.parent / "output-2.log").write_text("prepare_data: RUN: because\nsft: HIT: because\nppo: RESUME: because\n")
     found = real_runs.events(*real_runs.logs(said.parent))
@@ -145,7 +142,7 @@ def ended(log: Path, status: int) -> Run:
     return Run(process, log)
 
 
-def test_the_sentence_of_a_run_that_was_taken_over_is_told_from_other_ends(tmp_path: Path, said: Path) -> None:
+def test_the_sentence_of_a_run_that_was_taken_over_is_told_from_other_ends(tmp_path, said):
     output = io.StringIO()
     taken = f"lease 0123: process 7 on here: {takeovers.SENTENCE}; run again"
     PlainDisplay(Console(file=output, width=60)).failed("sft", ArtifactError(taken))
@@ -157,13 +154,13 @@ def test_the_sentence_of_a_run_that_was_taken_over_is_told_from_other_ends(tmp_p
     assert takeovers.wrong_words(["completed", "failed"], "", ended(said, EXIT_REFUSED).words()) != []
 
 
-def test_a_run_works_once_it_computes_a_stage_itself(said: Path) -> None:
+def test_a_run_works_once_it_computes_a_stage_itself(said):
     assert ended(said, 0).works()
     said.write_text("sft: HIT: because\nppo: ATTACH: because\n")
     assert not ended(said, 0).works()
 
 
-def test_a_moment_comes_once_its_stage_has_begun_or_not_if_the_run_ends_before(said: Path) -> None:
+def test_a_moment_comes_once_its_stage_has_begun_or_not_if_the_run_ends_before(said):
     long = Run(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]), said)
     assert real_runs.reach(long, Moment("sft", 0.05))
     long.process.kill()
@@ -190,7 +187,7 @@ print(json.dumps([life.ends, [(kill.kind, kill.stage) for kill in life.kills]]))
 """
 
 
-def test_a_run_that_lives_at_its_moment_is_killed_and_noted(said: Path) -> None:
+def test_a_run_that_lives_at_its_moment_is_killed_and_noted(said):
     # In a process of its own: all its children are waited for.
     done = subprocess.run([sys.executable, "-c", KILLED, str(said)], capture_output=True, text=True, check=True)
     ends, kills = json.loads(done.stdout.splitlines()[-1])
@@ -199,7 +196,7 @@ def test_a_run_that_lives_at_its_moment_is_killed_and_noted(said: Path) -> None:
     assert kills == [["the whole family at once", at], ["the process of the command alone", at]]
 
 
-def test_moments_are_in_the_part_of_a_run_that_is_asked_for(tmp_path: Path) -> None:
+def test_moments_are_in_the_part_of_a_run_that_is_asked_for(tmp_path):
     peace = RealPeace(tmp_path, 1, 100.0, {"sft": 10.0, "ppo": 20.0, "publish": 0.5}, {})
     drawn = [peace.moment(peace.draws("test", number), reach=0.6) for number in range(200)]
     assert {moment.label for moment in drawn} == {"", "sft", "ppo"}
@@ -207,7 +204,7 @@ def test_moments_are_in_the_part_of_a_run_that_is_asked_for(tmp_path: Path) -> N
     assert max(moment.after_s for moment in drawn if moment.label == "sft") <= 10.0
 
 
-def test_what_was_done_to_real_runs_apart_from_kills_is_reported() -> None:
+def test_what_was_done_to_real_runs_apart_from_kills_is_reported():
     stopped, edited = (
         Kill(takeovers.KIND, "ppo", "", 0.0),
         Kill("reward file edited after a kill: result", "sft", "", 0.0),

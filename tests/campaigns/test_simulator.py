@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -60,18 +58,18 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def test_no_history_breaks_a_promise() -> None:
+def test_no_history_breaks_a_promise():
     campaign = simulator.play(range(200))
     assert campaign.broken == {}
     assert {fault for _, fault in campaign.struck.elements()} == set(simulator.FAULTS)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_what_a_promise_rests_on_is_missed_within_1000_histories(mutant: str) -> None:
+def test_what_a_promise_rests_on_is_missed_within_1000_histories(mutant):
     with mock.patch.object(*MUTANTS[mutant]):
         assert simulator.play(range(1000), until_broken=True).broken
 
 
-def test_a_history_follows_from_its_seed() -> None:
+def test_a_history_follows_from_its_seed():
     first, second = (simulator.play(range(20)) for _ in range(2))
     assert (first.operations, first.struck) == (second.operations, second.struck)

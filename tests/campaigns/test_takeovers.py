@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -60,9 +58,7 @@ def is_at_work(setup: Setup, pid: int) -> bool:
 
 @pytest.mark.parametrize("late", [False, True], ids=["while the other works", "when the other is done"])
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["on this machine", "on another machine"])
-def test_a_run_that_wakes_after_it_was_taken_over_ends_with_one_sentence_and_disturbs_nobody(
-    tmp_path: Path, elsewhere: bool, late: bool
-) -> None:
+def test_a_run_that_wakes_after_it_was_taken_over_ends_with_one_sentence_and_disturbs_nobody(tmp_path, elsewhere, late):
     twin = Setup(tmp_path / "twin", mlflow=False)
     twin.home.mkdir()
     assert processes.run(partial(run_toy, twin, SPEC), twin.home / LOG).how == "completed"
@@ -84,7 +80,7 @@ def test_a_run_that_wakes_after_it_was_taken_over_ends_with_one_sentence_and_dis
     assert sum(sentences) >= len(WHEN) // 3, "hardly any was taken over"
 
 
-def test_a_run_that_stops_where_it_takes_its_folder_does_not_take_its_successors(tmp_path: Path) -> None:
+def test_a_run_that_stops_where_it_takes_its_folder_does_not_take_its_successors(tmp_path):
     setup = Setup(tmp_path / "home", mlflow=False)
     first = stop_at(setup, AtOperation("labels and pins", 5), elsewhere=False)  # noted what it is, not yet begun
     run = partial(run_toy, setup, toy_spec(ToyConfig(seconds_a_step=0.3)))

@@ -4,8 +4,6 @@ With other micro-batches after the kill they agree to the rounding of float32 (`
 a sum of the same numbers in another order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,20 +64,18 @@ class Outcome:
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def stage(request: pytest.FixtureRequest) -> str:
+def stage(request) -> str:
     name: str = request.param
     return name
 
 
 @pytest.fixture(scope="module")
-def straight(stage: str, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def straight(stage: str, policy: Path, tmp_path_factory) -> Outcome:
     shop, inputs = _shop(stage, policy, tmp_path_factory.mktemp("straight"))
     return _outcome(shop, shop.run(stage, CONFIGS[stage], inputs)[0])
 
 
-def test_a_resumed_run_is_the_straight_one_to_the_bit(
-    stage: str, straight: Outcome, policy: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_the_straight_one_to_the_bit(stage, straight, policy, tmp_path):
     shop, inputs = _shop(stage, policy, tmp_path)
     resumed = _outcome(shop, killed_and_resumed(shop, stage, CONFIGS[stage], inputs, at=KILLED_AT))
     assert _weights(resumed) == _weights(straight)
@@ -88,9 +84,7 @@ def test_a_resumed_run_is_the_straight_one_to_the_bit(
     assert resumed.ref.digest == straight.ref.digest
 
 
-def test_a_run_resumed_with_other_micro_batches_is_the_straight_one_but_for_rounding(
-    stage: str, straight: Outcome, policy: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumed_with_other_micro_batches_is_the_straight_one_but_for_rounding(stage, straight, policy, tmp_path):
     shop, inputs = _shop(stage, policy, tmp_path)
     other = LocalRuntime(OTHER_RUNTIME)
     resumed = _outcome(shop, killed_and_resumed(shop, stage, CONFIGS[stage], inputs, at=KILLED_AT, resume_on=other))

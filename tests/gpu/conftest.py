@@ -1,7 +1,5 @@
 """What needs a CUDA device is skipped with a reason where there is none. Models are small enough for any GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def policy(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     train_tokenizer(TEXTS, vocab_size=320, folder=folder)
     initialise_llama(SMALL, folder, seed=7)

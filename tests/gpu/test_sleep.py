@@ -1,9 +1,5 @@
 """An engine that shares a GPU with a trainer gives its memory back while the trainer works, and samples the same after it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -19,7 +15,7 @@ REQUESTS = [SamplingRequest(tuple(range(10, 13 + index % 5)), seed=index) for in
 SAMPLES = [TokenSample(tuple(range(10, 40)), (0,) * 4 + (1,) * 26)]
 
 
-def test_the_memory_of_an_engine_is_free_while_a_model_trains(policy: Path) -> None:
+def test_the_memory_of_an_engine_is_free_while_a_model_trains(policy):
     sampler = VllmSamplerConfig(max_model_len=96, gpu_memory_fraction=0.3, sleep=True)
     config = RuntimeConfig(
         gpus_per_train_worker=0.5, gpus_per_engine=0.5, trainer=TrainerConfig(engine="torch"), sampler=sampler
@@ -48,7 +44,7 @@ def test_the_memory_of_an_engine_is_free_while_a_model_trains(policy: Path) -> N
 
 
 @pytest.mark.parametrize(("engine", "zero"), [("torch", 0), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 3)])
-def test_the_memory_of_a_trainer_is_free_while_an_engine_samples(engine: str, zero: int, tmp_path: Path) -> None:
+def test_the_memory_of_a_trainer_is_free_while_an_engine_samples(engine, zero, tmp_path):
     shape = SMALL.model_copy(update={"hidden_size": 1024, "intermediate_size": 4096, "layers": 4})
     train_tokenizer(TEXTS, vocab_size=320, folder=tmp_path)
     initialise_llama(shape, tmp_path, seed=7)
@@ -77,7 +73,7 @@ def test_the_memory_of_a_trainer_is_free_while_an_engine_samples(engine: str, ze
     assert histories[1] == pytest.approx(histories[0], rel=1e-5)  # some kernels add in any order
 
 
-def test_a_model_that_is_released_leaves_no_memory_behind(policy: Path) -> None:
+def test_a_model_that_is_released_leaves_no_memory_behind(policy):
     config = RuntimeConfig(gpus_per_train_worker=1, trainer=TrainerConfig(engine="torch"))
     runtime = RayRuntime(config)
     try:

@@ -1,7 +1,5 @@
 """One optimizer step on the GPU is the CPU's, and the loss falls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -30,14 +28,14 @@ def losses(gpus: float, policy: Path, trainer: TrainerConfig) -> list[float]:
 
 
 @pytest.mark.parametrize("engine", ["torch", "deepspeed"])
-def test_training_on_a_gpu_follows_the_cpu(engine: str, policy: Path) -> None:
-    config = TrainerConfig(engine=engine)  # type: ignore[arg-type]
+def test_training_on_a_gpu_follows_the_cpu(engine, policy):
+    config = TrainerConfig(engine=engine)
     on_gpu, on_cpu = losses(1, policy, config), losses(0, policy, TrainerConfig(engine="torch"))
     assert on_gpu == pytest.approx(on_cpu, rel=5e-3)  # fp32 on both; TF32 stays off
     assert on_gpu[4] < on_gpu[0] - 0.1
 
 
-def test_bfloat16_training_stays_near_float32(policy: Path) -> None:
+def test_bfloat16_training_stays_near_float32(policy):
     bf16 = losses(1, policy, TrainerConfig(engine="deepspeed", dtype="bfloat16"))
     fp32 = losses(1, policy, TrainerConfig(engine="torch"))
     assert bf16 == pytest.approx(fp32, rel=3e-2)  # 8 bits of mantissa

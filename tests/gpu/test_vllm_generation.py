@@ -1,7 +1,5 @@
 """vLLM on a GPU: its log-probabilities against transformers, and seeds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,7 @@ def generate(policy: Path, sampling: SamplingConfig, *, times: int) -> list[list
         runtime.close()
 
 
-def test_logprobs_agree_with_transformers(policy: Path) -> None:
+def test_logprobs_agree_with_transformers(policy):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(policy)
@@ -37,7 +35,7 @@ def test_logprobs_agree_with_transformers(policy: Path) -> None:
         assert completion.logprobs == pytest.approx(expected, abs=1e-2)  # fp32 with GPU kernels
 
 
-def test_the_same_seeds_give_the_same_tokens(policy: Path) -> None:
+def test_the_same_seeds_give_the_same_tokens(policy):
     first, again = generate(policy, SamplingConfig(max_tokens=16), times=2)
     assert [c.token_ids for c in first] == [c.token_ids for c in again]
     assert len({c.token_ids for c in first}) == 16

@@ -1,7 +1,5 @@
 """Trained weights reach the engine GPU to GPU: by CUDA IPC on one GPU, by NCCL between two."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -52,7 +50,7 @@ def check_sync(policy: Path, *, gpus: float, engines: int, transfer: str) -> Non
         runtime.close()
 
 
-def test_a_tensor_larger_than_vllms_own_buffer_goes_by_cuda_ipc(tmp_path: Path) -> None:
+def test_a_tensor_larger_than_vllms_own_buffer_goes_by_cuda_ipc(tmp_path):
     if torch.cuda.get_device_properties(0).total_memory < 40 << 30:
         pytest.skip("needs a GPU of 40 GiB")
     shape = SMALL.model_copy(update={"vocab_size": 300_000, "hidden_size": 1024})  # an embedding of 1.2 GB in float32
@@ -61,15 +59,15 @@ def test_a_tensor_larger_than_vllms_own_buffer_goes_by_cuda_ipc(tmp_path: Path) 
     check_sync(tmp_path, gpus=0.5, engines=1, transfer="ipc")
 
 
-def test_cuda_ipc_between_a_trainer_and_an_engine_on_one_gpu(policy: Path) -> None:
+def test_cuda_ipc_between_a_trainer_and_an_engine_on_one_gpu(policy):
     check_sync(policy, gpus=0.5, engines=1, transfer="ipc")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_nccl_between_two_gpus(policy: Path) -> None:
+def test_nccl_between_two_gpus(policy):
     check_sync(policy, gpus=1, engines=1, transfer="nccl")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
-def test_nccl_to_two_engines(policy: Path) -> None:
+def test_nccl_to_two_engines(policy):
     check_sync(policy, gpus=1, engines=2, transfer="nccl")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +26,7 @@ def servers_forgotten(folder: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_servers_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def no_servers_of_the_user(tmp_path_factory) -> Iterator[None]:
     """Let no test talk to a Prefect or MLflow that whoever runs the tests has set, least of all in a profile of Prefect."""
     with servers_forgotten(tmp_path_factory.mktemp("profiles")):
         yield
@@ -42,7 +40,7 @@ def services(home: Home) -> Iterator[Services]:
 
 
 @pytest.fixture(scope="session")
-def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+def prefect_home(tmp_path_factory) -> Iterator[Home]:
     """One Prefect server for all tests; the client of this process talks to it."""
     home = Home(tmp_path_factory.mktemp("home"))
     with private_server(home) as server:
@@ -69,5 +67,5 @@ def client(prefect_home: Home) -> Iterator[Any]:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
+def home(tmp_path) -> Home:
     return Home(tmp_path / "home").make()

@@ -4,14 +4,12 @@ The routes come from the routers, so a route that a new version of Prefect, MLfl
 engine, no database and no handler runs: what a request would reach is replaced by a recorder behind the door.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ def reward_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def agent_endpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("rlhf_core.agents.endpoint.secrets.token_urlsafe", lambda size: SECRET)
-    return Endpoint(None, request_timeout_s=1.0).app()  # type: ignore[arg-type]
+    return Endpoint(None, request_timeout_s=1.0).app()
 
 
 def policy_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -163,13 +161,7 @@ HEALTH = {("GET", "/health"), ("HEAD", "/health")}
     ],
     ids=["reward server", "agent endpoint", "policy server", "Prefect", "MLflow"],
 )
-def test_no_route_of_any_server_answers_a_stranger(
-    build: Callable[[Path, pytest.MonkeyPatch], Any],
-    right: str,
-    least: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_route_of_any_server_answers_a_stranger(build, right, least, tmp_path, monkeypatch):
     app = build(tmp_path, monkeypatch)
     calls = {*walked(app), ("GET", "/no such route"), ("DELETE", "/")}
     entrance = door_of(app)
@@ -201,9 +193,7 @@ def test_no_route_of_any_server_answers_a_stranger(
         assert open_to_all <= HEALTH
 
 
-def test_prefects_websockets_ask_for_the_auth_string_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefects_websockets_ask_for_the_auth_string_themselves(tmp_path, monkeypatch):
     app = prefect_server(tmp_path, monkeypatch)
     monkeypatch.setattr("pipelines.services.prefect_server.FIRST_MESSAGE_S", 0.1)
     sockets = [path for method, path in walked(app) if method == "websocket"]
@@ -224,7 +214,7 @@ def test_prefects_websockets_ask_for_the_auth_string_themselves(
                     socket.receive_json()
 
 
-def test_a_link_signs_the_browser_in_and_tells_the_server_nothing(prefect_home: Home) -> None:
+def test_a_link_signs_the_browser_in_and_tells_the_server_nothing(prefect_home):
     url = os.environ["PREFECT_API_URL"].removesuffix("/api")
     link = sign_in_link(url, "rlhf:word")
     page = httpx.get(link)
@@ -234,7 +224,7 @@ def test_a_link_signs_the_browser_in_and_tells_the_server_nothing(prefect_home: 
     assert page.headers["content-security-policy"] == "frame-ancestors 'self'"
 
 
-def test_the_api_answers_nobody_without_its_auth_string(prefect_home: Home) -> None:
+def test_the_api_answers_nobody_without_its_auth_string(prefect_home):
     """What another user of the machine can send: everything but the file that only its owner can read."""
     url = os.environ["PREFECT_API_URL"]
     assert stat.S_IMODE(prefect_home.prefect_auth.stat().st_mode) == 0o600
@@ -255,7 +245,7 @@ def test_the_api_answers_nobody_without_its_auth_string(prefect_home: Home) -> N
 
 
 @pytest.mark.skipif(not CONNECTIONS[0].exists(), reason="needs Linux")
-def test_mlflow_answers_this_user_alone(tmp_path: Path) -> None:
+def test_mlflow_answers_this_user_alone(tmp_path):
     home = Home(tmp_path).make()
     listener = bound_port(MLFLOW_PORT)
     address = f"http://127.0.0.1:{port_of(listener)}"

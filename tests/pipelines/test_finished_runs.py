@@ -1,20 +1,15 @@
 """A gate is approved and the run finishes: Prefect, MLflow, `runs`, `resume` and `reconcile` agree on it."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import logging
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from pipelines.cli import run_command
 from pipelines.cli.main import main
-from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
 from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.tracking.mlflow_client import open_client
@@ -24,14 +19,7 @@ GATE = '[[gates]]\nafter = "second"\notherwise = "approve"\nname = "quality"\n'
 
 
 @pytest.mark.slow
-def test_all_agree_that_a_run_which_waited_has_finished(
-    tmp_path: Path,
-    prefect_home: Home,
-    client: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_all_agree_that_a_run_which_waited_has_finished(tmp_path, prefect_home, client, monkeypatch, capsys, caplog):
     monkeypatch.setenv("RLHF_HOME", str(prefect_home.root))
     monkeypatch.setattr(run_command, "lifecycle", two_toys)
     monkeypatch.setattr("pipelines.cli.command_flow.lifecycle", two_toys)

@@ -1,7 +1,5 @@
 """A page of somebody else in a real browser, beside our Prefect server: it tries everything and gets nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -19,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pipelines.services.home import Home, sign_in_link
+from pipelines.services.home import sign_in_link
 
 pytestmark = pytest.mark.slow
 BROWSER = next((found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), "")
@@ -84,9 +82,7 @@ def shown(url: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost", REBOUND])
 @pytest.mark.parametrize("aimed_at", ["127.0.0.1", REBOUND])
-def test_a_foreign_page_tries_everything_and_gets_nothing(
-    tmp_path: Path, client: Any, name: str, aimed_at: str
-) -> None:
+def test_a_foreign_page_tries_everything_and_gets_nothing(tmp_path, client, name, aimed_at):
     from prefect import flow
 
     flow_id = client.create_flow(flow(name="wanted by a foreign page")(lambda: None))
@@ -104,14 +100,12 @@ def test_a_foreign_page_tries_everything_and_gets_nothing(
     assert [one.name for one in client.read_flow_runs() if one.name == run["name"]] == []
 
 
-def test_a_name_that_was_bound_to_this_machine_shows_a_refusal(tmp_path: Path, client: Any) -> None:
+def test_a_name_that_was_bound_to_this_machine_shows_a_refusal(tmp_path, client):
     page = shown(f"http://{REBOUND}:{urlsplit(str(client.api_url)).port}/dashboard", tmp_path / "browser")
     assert "this server answers only requests to 127.0.0.1 and localhost" in page
 
 
-def test_the_pages_ask_for_the_auth_string_and_a_link_brings_it(
-    tmp_path: Path, prefect_home: Home, client: Any
-) -> None:
+def test_the_pages_ask_for_the_auth_string_and_a_link_brings_it(tmp_path, prefect_home, client):
     url = f"http://127.0.0.1:{urlsplit(str(client.api_url)).port}"
     stranger = shown(f"{url}/dashboard", tmp_path / "stranger")
     assert "Login" in stranger and not re.search(DASHBOARD, stranger)

@@ -1,16 +1,13 @@
 """A person answers a gate by the form in Prefect's page, in a real browser: one run goes on to its end, one is blocked."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from typing import Any
 
 import mlflow
 import pytest
 
 from pipelines.flows.profile import load_profile
-from pipelines.services.home import Home, sign_in_link
+from pipelines.services.home import sign_in_link
 from pipelines.services.running import Services
 from rlhf_core.store.artifacts import ArtifactStore
 from tests.support.browser import CHROMIUM, DRIVER, Browser, browser, keep_picture
@@ -61,7 +58,7 @@ def gates_of_runs(services: Services) -> list[str]:
     return [str(one["gate.long enough"]) for one in tags if "gate.long enough" in one]
 
 
-def test_a_gate_is_approved_and_rejected_in_the_page(tmp_path: Path, home: Home, services: Services) -> None:
+def test_a_gate_is_approved_and_rejected_in_the_page(tmp_path, home, services):
     prefect = PrefectAPI(home, services)
     config = load_profile(write_mini(tmp_path, GATE), ["ppo=none", "evaluate.evaluate.parents=none"])
     parameters: dict[str, Any] = {"config": config.model_dump(mode="json")}

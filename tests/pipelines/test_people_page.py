@@ -1,14 +1,9 @@
 """People judge in MLflow's Review page, in a real browser: the waiting run goes on by itself, and the pairs are there."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
-from pipelines.services.home import Home
-from pipelines.services.running import Services
 from rlhf_core.annotation.proposing import Comparison, read_judgments, write_comparisons
 from rlhf_core.data.tables import read_preferences
 from rlhf_core.store.artifacts import ArtifactStore
@@ -71,9 +66,7 @@ def headings(page: Browser) -> list[str]:
     return [text for text in page.run(script) if text in ("A", "B")]
 
 
-def test_a_waiting_run_goes_on_when_a_person_has_judged_in_the_page(
-    tmp_path: Path, home: Home, services: Services
-) -> None:
+def test_a_waiting_run_goes_on_when_a_person_has_judged_in_the_page(tmp_path, home, services):
     write_comparisons(tmp_path / "asked", ROWS)
     prefect = PrefectAPI(home, services)
     annotator = {"type": "mlflow", "annotators": ["ada"], "instruction": "Which reply is better for the customer?"}
@@ -95,7 +88,6 @@ def test_a_waiting_run_goes_on_when_a_person_has_judged_in_the_page(
         state = prefect.completed(flow_run)  # the page is left open until its last answer has arrived
     assert state["name"] == "Completed", state
     record = ArtifactStore(home.store).latest("collect_preferences")
-    assert record is not None
     folder = ArtifactStore(home.store).path(record.handle)
     pairs = read_preferences(folder / "train.parquet")
     assert len(pairs) == 3 and all(pair.chosen[0].content.startswith("Hello Maria") for pair in pairs)

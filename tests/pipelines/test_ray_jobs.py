@@ -1,7 +1,5 @@
 """Jobs on a real Ray: a flow is killed, the next one attaches, and one that is stopped stops its job."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -134,16 +132,14 @@ def start_flow(home: Home, ray_address: str) -> Iterator[Callable[[], Flow]]:
 
 
 @pytest.fixture
-def jobs(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+def jobs(ray_address: str, monkeypatch) -> Jobs:
     monkeypatch.setenv("RAY_ADDRESS", ray_address)
     return open_jobs()
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_killed_flow_leaves_its_job_at_work_and_the_next_run_attaches_to_it(
-    home: Home, start_flow: Callable[[], Flow], jobs: Jobs
-) -> None:
+def test_a_killed_flow_leaves_its_job_at_work_and_the_next_run_attaches_to_it(home, start_flow, jobs):
     key = stage_key(toy_spec(ToyConfig(), label="toy"))
     first = start_flow()
     first.until("progress")
@@ -164,7 +160,7 @@ def test_a_killed_flow_leaves_its_job_at_work_and_the_next_run_attaches_to_it(
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_flow_that_gets_sigterm_stops_its_job(home: Home, start_flow: Callable[[], Flow], jobs: Jobs) -> None:
+def test_a_flow_that_gets_sigterm_stops_its_job(home, start_flow, jobs):
     key = stage_key(toy_spec(ToyConfig(), label="toy"))
     flow = start_flow()
     flow.until("progress")

@@ -1,7 +1,5 @@
 """A run with a secret in every kind of place, servers that repeat what they are sent, and all that the run wrote."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import http.server
@@ -216,9 +214,7 @@ def written(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_no_secret_is_in_anything_that_a_run_wrote_and_the_references_are(
-    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_secret_is_in_anything_that_a_run_wrote_and_the_references_are(tmp_path, home, monkeypatch):
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -269,9 +265,7 @@ def test_no_secret_is_in_anything_that_a_run_wrote_and_the_references_are(
 
 
 @pytest.mark.slow
-def test_prefect_keeps_the_references_of_a_flow_runs_parameters(
-    tmp_path: Path, prefect_home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefect_keeps_the_references_of_a_flow_runs_parameters(tmp_path, prefect_home, monkeypatch):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     given: list[tuple[str, PipelineConfig]] = []
@@ -289,9 +283,7 @@ def test_prefect_keeps_the_references_of_a_flow_runs_parameters(
     assert not [name for name, secret in SECRETS.items() if secret.encode() in in_database]
 
 
-def test_a_missing_variable_ends_the_run_before_its_first_stage(
-    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_variable_ends_the_run_before_its_first_stage(tmp_path, home, monkeypatch):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("FUNCTION_SECRET")
@@ -302,7 +294,7 @@ def test_a_missing_variable_ends_the_run_before_its_first_stage(
     assert store_of(load_profile(profile), home).records() == []
 
 
-def test_a_secret_in_clear_is_refused_by_its_dotted_key_before_anything_is_written(tmp_path: Path, home: Home) -> None:
+def test_a_secret_in_clear_is_refused_by_its_dotted_key_before_anything_is_written(tmp_path, home):
     profile = write_profile(tmp_path / "mine", "127.0.0.1:1")
     terms = "rejection_sampling.score.rewards.terms"
     for override, message in {

@@ -1,7 +1,5 @@
 """Runs that are killed (SIGKILL) while they wait for people, and while a question or an answer is being written."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -25,7 +23,6 @@ from pipelines.services.waits import may_go_on
 from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.stage.stopping import RunBlocked, StageWaiting
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ComparisonsRef, Message, PolicyRef, PreferencesRef
@@ -113,9 +110,7 @@ class Waiting:
             first = stages.run_stage(spec, PolicyRef)
 
 
-def test_a_run_that_is_killed_while_it_waits_loses_nothing(
-    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_killed_while_it_waits_loses_nothing(tmp_path, home, monkeypatch):
     waiting = Waiting(tmp_path, home, monkeypatch)
     waiting.killed_while_it_waits()  # for annotators
     with pytest.raises(StageWaiting, match="0 of 1 comparisons are judged"):
@@ -130,9 +125,7 @@ def test_a_run_that_is_killed_while_it_waits_loses_nothing(
     assert waiting.run(wait=False)[-1] == ("third", "RUN")
 
 
-def test_a_run_that_stays_goes_on_when_it_is_answered(
-    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_stays_goes_on_when_it_is_answered(tmp_path, home, monkeypatch):
     waiting = Waiting(tmp_path, home, monkeypatch)
     process = forked(waiting.waits)
     process.start()
@@ -149,7 +142,7 @@ def test_a_run_that_stays_goes_on_when_it_is_answered(
 
 
 @pytest.mark.parametrize("after", range(20))
-def test_an_answer_stands_wherever_a_later_question_or_answer_is_killed(store: ArtifactStore, after: int) -> None:
+def test_an_answer_stands_wherever_a_later_question_or_answer_is_killed(store, after):
     decisions = GateDecisions(store.layout)
     question = Question(gate="quality", condition={"after": "sft"}, digest="d1", found="loss 2 >= 1", run="night")
 

@@ -1,7 +1,5 @@
 """The wheel, in an environment without the clone, from an empty folder."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -25,7 +23,7 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(tmp_path_factory) -> Path:
     """Return an environment with the wheel, which finds the other packages in this one."""
     pytest.importorskip("hatchling", reason="builds the wheel; it is in requirements/dev.txt")
     folder = tmp_path_factory.mktemp("wheel")
@@ -57,13 +55,13 @@ def rlhf(environment: Path, folder: Path, *words: str) -> str:
 
 
 @pytest.mark.parametrize("profile", ["tiny/full", "one_gpu/full"])
-def test_shipped_profiles_plan_without_the_clone(environment: Path, tmp_path: Path, profile: str) -> None:
+def test_shipped_profiles_plan_without_the_clone(environment, tmp_path, profile):
     assert "publish " in rlhf(environment, tmp_path, "plan", profile)
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_shipped_profile_runs_without_the_clone(environment: Path, tmp_path: Path) -> None:
+def test_a_shipped_profile_runs_without_the_clone(environment, tmp_path):
     overrides = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
     said = rlhf(environment, tmp_path, "run", "tiny/full", "--until", "sft", *overrides)
     assert "sft: done" in said

@@ -1,7 +1,5 @@
 """Two policies of one shape with other weights; heads are 64 wide because vLLM's CPU kernels need that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ TINY = InitModel(
 
 
 @pytest.fixture(scope="session")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def policies(tmp_path_factory) -> tuple[Path, Path]:
     from rlhf_core.models.initialise import initialise_llama, train_tokenizer  # imports transformers
 
     folders = []

@@ -1,7 +1,5 @@
 """Errors are the standard exceptions that they replace, and read key = value: rule; remedy."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf_core import errors
@@ -19,17 +17,17 @@ from rlhf_core.errors import nearest
         (errors.RewardError, RuntimeError),
     ],
 )
-def test_an_error_can_be_caught_as_ours_or_as_the_standard_one(kind: type[Exception], standard: type) -> None:
+def test_an_error_can_be_caught_as_ours_or_as_the_standard_one(kind, standard):
     assert issubclass(kind, errors.RlhfError)
     assert issubclass(kind, standard)
 
 
-def test_a_message_names_key_value_rule_and_remedy() -> None:
+def test_a_message_names_key_value_rule_and_remedy():
     message = errors.explain("ppo.kl_coef", -1, "must be >= 0", "use 0 to switch the penalty off")
     assert message == "ppo.kl_coef = -1: must be >= 0; use 0 to switch the penalty off"
 
 
-def test_the_nearest_name_is_the_remedy_and_without_one_all_of_them() -> None:
+def test_the_nearest_name_is_the_remedy_and_without_one_all_of_them():
     assert nearest("finl_number", ["finished", "final_number"]) == "did you mean final_number?"
     assert nearest("zzz", ["b", "a"]) == "choose from a, b"
     assert nearest("zzz", []) == "check the spelling"

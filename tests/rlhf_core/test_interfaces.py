@@ -1,7 +1,5 @@
 """Implementations fit the seams: every method of a protocol is there, under the same parameter names."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
@@ -36,7 +34,7 @@ from rlhf_core.training.trainer import LocalTrainer
         (MlflowStageTracker, interfaces.StageTracker),
     ],
 )
-def test_an_implementation_has_the_methods_of_its_protocol(implementation: type, protocol: type) -> None:
+def test_an_implementation_has_the_methods_of_its_protocol(implementation, protocol):
     methods = inspect.getmembers(protocol, inspect.isfunction)  # those that it inherits too
     wanted = {name: method for name, method in methods if name[0] != "_"}
     assert wanted

@@ -1,7 +1,5 @@
 """Values refuse what does not fit, and seeds depend on their parts alone."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -19,7 +17,7 @@ from rlhf_core.types import (
 )
 
 
-def test_a_completion_needs_one_logprob_per_token() -> None:
+def test_a_completion_needs_one_logprob_per_token():
     with pytest.raises(ValueError, match="2 tokens but 1 logprobs"):
         Completion((1, 2), (-0.5,), "text", "stop", policy_version=0, seed=0)
 
@@ -32,21 +30,21 @@ def test_a_completion_needs_one_logprob_per_token() -> None:
         (ValueSample, ((1, 2), (0, 1), (0.0,), (0.0, 1.0))),
     ],
 )
-def test_per_token_fields_have_equal_lengths(kind: type, fields: tuple[tuple[float, ...], ...]) -> None:
+def test_per_token_fields_have_equal_lengths(kind, fields):
     with pytest.raises(ValueError, match=f"{kind.__name__}: .*align them first"):
         kind(*fields)
 
 
-def test_a_handle_is_frozen_refuses_unknown_fields_and_survives_json() -> None:
+def test_a_handle_is_frozen_refuses_unknown_fields_and_survives_json():
     ref = PreparedDataRef(uri="store://ab", digest="ab", base=PolicyRef(uri="store://ab/base", digest="cd"))
     assert PreparedDataRef.model_validate_json(ref.model_dump_json()) == ref
     with pytest.raises(ValidationError, match="frozen"):
-        ref.digest = "ef"  # type: ignore[misc]
+        ref.digest = "ef"
     with pytest.raises(ValidationError, match="Extra inputs"):
         PolicyRef.model_validate({"uri": "u", "digest": "d", "path": "p"})
 
 
-def test_a_seed_is_the_same_for_the_same_parts_and_another_for_any_other() -> None:
+def test_a_seed_is_the_same_for_the_same_parts_and_another_for_any_other():
     # golden: a change here changes every sample of every run
     assert derive_seed(17, "ppo", 3, "prompt-1", 0) == 1593641948
     seeds = {
@@ -57,7 +55,7 @@ def test_a_seed_is_the_same_for_the_same_parts_and_another_for_any_other() -> No
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-def test_halves_of_surrogate_pairs_become_question_marks_and_the_rest_stays() -> None:
+def test_halves_of_surrogate_pairs_become_question_marks_and_the_rest_stays():
     assert encodable(json.loads('"a\\ud83d\\u00e9"')) == "a?\u00e9"
     assert encodable("\U0001f600 whole") == "\U0001f600 whole"
     assert encodable("") == ""

@@ -1,7 +1,5 @@
 """The stage of docs/add_a_stage.md, as it stands there: its declaration makes a flow, and it runs."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys
@@ -28,7 +26,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add_a_stage.md").read_te
 
 
 @pytest.fixture
-def declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def declared(tmp_path, monkeypatch) -> Iterator[Any]:
     """The declaration of the page, with its two modules where Python finds them."""
     blocks = re.findall(r"```python\n# (\S+\.py)[^\n]*\n(.*?)```", PAGE, flags=re.DOTALL)
     (config_path, config), (stage_path, stage), (_, declaration) = blocks[:3]
@@ -51,7 +49,7 @@ def declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-def test_the_stage_of_the_page_runs(declared: Any, tmp_path: Path) -> None:
+def test_the_stage_of_the_page_runs(declared, tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     given = demonstrations(shop.store, tmp_path)
     rows = read_demonstrations(shop.store.path(given) / "train.parquet")
@@ -62,7 +60,7 @@ def test_the_stage_of_the_page_runs(declared: Any, tmp_path: Path) -> None:
     assert shop.metrics(decision)["train"] == len(kept)
 
 
-def test_its_declaration_makes_its_form_and_a_pipeline_can_call_it(declared: Any) -> None:
+def test_its_declaration_makes_its_form_and_a_pipeline_can_call_it(declared):
     form = stage_flow(declared).parameters.model_dump_for_openapi()
     assert list(form["properties"]) == ["config", "settings", "demonstrations"]
     assert form["definitions"]["ShortenConfig"]["properties"]["max_characters"]["default"] == 200

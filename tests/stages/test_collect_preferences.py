@@ -1,7 +1,5 @@
 """From judgments to pairs: majorities, ties, inattentive annotators, and the wait for people."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,12 +42,12 @@ def asked(tmp_path: Path, store: ArtifactStore, rows: list[Comparison]) -> Compa
     return store.external(ComparisonsRef, tmp_path / "asked")
 
 
-def verdicts(rows: list[Comparison], *said: tuple[str, str, Choice], several: str = "most"):  # type: ignore[no-untyped-def]
-    config = CollectPreferencesConfig(annotator=BY_LENGTH, several=several)  # type: ignore[arg-type]
+def verdicts(rows: list[Comparison], *said: tuple[str, str, Choice], several: str = "most"):
+    config = CollectPreferencesConfig(annotator=BY_LENGTH, several=several)
     return settled(config, rows, [Judgment(name, who, choice) for name, who, choice in said])
 
 
-def test_the_stage_writes_pairs_judgments_and_the_report(tmp_path: Path, store: ArtifactStore) -> None:
+def test_the_stage_writes_pairs_judgments_and_the_report(tmp_path, store):
     rows = [comparison(n) for n in range(10)]
     rows += [comparison(0, repeats="c0", name="c0-again"), comparison(1, expected="first", name="check")]
     shop = Workshop(store)
@@ -71,7 +69,7 @@ def test_the_stage_writes_pairs_judgments_and_the_report(tmp_path: Path, store: 
     assert (metrics["ties"], metrics["attention"], metrics["judgments/all"]) == (0, 1.0, 12)
 
 
-def test_a_prompt_is_held_out_in_every_round_or_in_none() -> None:
+def test_a_prompt_is_held_out_in_every_round_or_in_none():
     prompts = [f"question {number}" for number in range(400)]
     everywhere = always_held_out(prompts, fraction=0.1, seed=17)
     assert 20 < len(everywhere) < 60  # binomial, n = 400, p = 1/10: 3.3 standard deviations are 20
@@ -81,7 +79,7 @@ def test_a_prompt_is_held_out_in_every_round_or_in_none() -> None:
     assert always_held_out(prompts, fraction=0.0, seed=17) == set()
 
 
-def test_the_side_that_more_chose_wins_and_its_lead_is_the_margin() -> None:
+def test_the_side_that_more_chose_wins_and_its_lead_is_the_margin():
     rows = [comparison(n) for n in range(4)]
     found = verdicts(
         rows,
@@ -94,33 +92,33 @@ def test_the_side_that_more_chose_wins_and_its_lead_is_the_margin() -> None:
     assert found.dropped == {"ties": 1, "disagreed": 1, "unjudged": 1}
 
 
-def test_a_tie_of_one_annotator_weakens_a_pair_and_ends_unanimity() -> None:
+def test_a_tie_of_one_annotator_weakens_a_pair_and_ends_unanimity():
     said: list[tuple[str, str, Choice]] = [("c0", "a", "second"), ("c0", "b", "tie")]
     [(_, pair)] = verdicts([comparison(0)], *said).pairs
     assert pair.chosen[0].content == "short" and pair.margin == 0.5
     assert verdicts([comparison(0)], *said, several="unanimous").dropped["disagreed"] == 1
 
 
-def test_checks_and_repetitions_never_train() -> None:
+def test_checks_and_repetitions_never_train():
     rows = [comparison(0, repeats="x", name="again"), comparison(1, expected="first", name="check")]
     assert verdicts(rows, ("again", "a", "first"), ("check", "a", "first")).pairs == []
 
 
-def test_the_judgments_of_an_inattentive_annotator_do_not_count() -> None:
+def test_the_judgments_of_an_inattentive_annotator_do_not_count():
     judgments = [Judgment("c0", "ada", "first"), Judgment("c0", "bob", "second"), Judgment("c0", "eve", "second")]
     config = CollectPreferencesConfig(annotator=BY_LENGTH, min_attention=0.8)
     report = {"annotators": {"ada": {"attention": 1.0}, "bob": {"attention": 0.5}, "eve": {"attention": None}}}
     assert [one.annotator for one in attentive(config, judgments, report)] == ["ada", "eve"]
 
 
-def test_judgments_without_a_preference_are_an_error_that_says_so(tmp_path: Path, store: ArtifactStore) -> None:
+def test_judgments_without_a_preference_are_an_error_that_says_so(tmp_path, store):
     config = CollectPreferencesConfig(annotator=BY_LENGTH.model_copy(update={"tie_below": 1e6}))
     inputs = {"comparisons": asked(tmp_path, store, [comparison(0)])}
     with pytest.raises(DataError, match="the 1 judgments that count prefer no answer; propose more pairs"):
         Workshop(store).run("collect_preferences", config, inputs, callables=(HERE,))
 
 
-def test_it_waits_for_people_and_the_same_command_goes_on(tmp_path: Path, store: ArtifactStore) -> None:
+def test_it_waits_for_people_and_the_same_command_goes_on(tmp_path, store):
     folder = tmp_path / "exchange"
     config = CollectPreferencesConfig(annotator=FileAnnotator(folder=str(folder)), eval_fraction=0.0)
     inputs = {"comparisons": asked(tmp_path, store, [comparison(0), comparison(1)])}
@@ -148,9 +146,7 @@ def judge() -> Iterator[ChatServer]:
     server.close()
 
 
-def test_a_language_model_judges_in_both_orders_and_is_compared_with_the_known_reward(
-    tmp_path: Path, store: ArtifactStore, judge: ChatServer
-) -> None:
+def test_a_language_model_judges_in_both_orders_and_is_compared_with_the_known_reward(tmp_path, store, judge):
     (tmp_path / "rubric.txt").write_text("Say much.")
     annotator = JudgeAnnotator(url=judge.url, model="m", rubric_file=str(tmp_path / "rubric.txt"))
     config = CollectPreferencesConfig(annotator=annotator, eval_fraction=0.0, gold=HERE)
@@ -170,9 +166,7 @@ def test_a_language_model_judges_in_both_orders_and_is_compared_with_the_known_r
     assert (metrics["gold"], metrics["judge/changed"], metrics["judge/malformed"]) == (1.0, 0.0, 0.0)
 
 
-def test_a_rubric_that_changed_after_the_plan_is_refused(
-    tmp_path: Path, store: ArtifactStore, judge: ChatServer
-) -> None:
+def test_a_rubric_that_changed_after_the_plan_is_refused(tmp_path, store, judge):
     rubric = tmp_path / "rubric.txt"
     rubric.write_text("Say much.")
     config = CollectPreferencesConfig(annotator=JudgeAnnotator(url=judge.url, model="m", rubric_file=str(rubric)))
@@ -187,9 +181,7 @@ def test_a_rubric_that_changed_after_the_plan_is_refused(
         content_digests(config)
 
 
-def test_judgments_without_a_verdict_count_only_for_the_settings_of_the_judge(
-    tmp_path: Path, store: ArtifactStore, judge: ChatServer
-) -> None:
+def test_judgments_without_a_verdict_count_only_for_the_settings_of_the_judge(tmp_path, store, judge):
     honest = judge.says
     judge.says = lambda asked: "I refuse." if "question 0" in asked or "verdict" in asked[:40] else honest(asked)
     annotator = JudgeAnnotator(url=judge.url, model="m", on_failure="invalid", corrections=0)

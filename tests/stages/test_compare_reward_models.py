@@ -1,7 +1,5 @@
 """Reward models on the same pairs: the one that learned them is right, the one that learned the opposite is wrong."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +32,7 @@ def turned(store: ArtifactStore, source: PreferencesRef, folder: Path) -> Prefer
     return store.external(PreferencesRef, folder)
 
 
-def test_each_reward_model_is_measured_on_the_same_pairs(tmp_path: Path, store: ArtifactStore, policy: Path) -> None:
+def test_each_reward_model_is_measured_on_the_same_pairs(tmp_path, store, policy):
     shop = Workshop(store)
     start, pairs = store.external(PolicyRef, policy), preferences(store, tmp_path, held_out=6)
     models = {
@@ -54,7 +52,7 @@ def test_each_reward_model_is_measured_on_the_same_pairs(tmp_path: Path, store: 
     assert shop.metrics(everything)["pairs"] > 6
 
 
-def test_without_held_out_pairs_it_says_what_to_do(tmp_path: Path, store: ArtifactStore) -> None:
+def test_without_held_out_pairs_it_says_what_to_do(tmp_path, store):
     inputs = {"reward_models": {}, "preferences": preferences(store, tmp_path, held_out=0)}
     with pytest.raises(DataError, match='holds no pair; set split = "all", or hold pairs out'):
         Workshop(store).run("compare_reward_models", CompareRewardModelsConfig(), inputs)

@@ -1,7 +1,5 @@
 """Conditional SFT's data: levels by quantile, worked by hand, and prompts that ask for the best one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -47,11 +45,11 @@ def shop_and_rollouts(root: Path, rollouts: list[Rollout]) -> tuple[Workshop, Ro
         ([], 4, []),
     ],
 )
-def test_levels_by_hand(rewards: list[float], levels: int, expected: list[int]) -> None:
+def test_levels_by_hand(rewards, levels, expected):
     assert reward_levels(rewards, levels=levels) == expected
 
 
-def test_every_answer_stands_behind_its_prompt_with_its_level(tmp_path: Path) -> None:
+def test_every_answer_stands_behind_its_prompt_with_its_level(tmp_path):
     shop, ref = shop_and_rollouts(tmp_path, ROLLOUTS)
     made, decision = shop.run("condition", CONFIG, {"rollouts": ref})
     rows = read_demonstrations(shop.store.path(made) / "train.parquet")
@@ -66,7 +64,7 @@ def test_every_answer_stands_behind_its_prompt_with_its_level(tmp_path: Path) ->
     assert read_demonstrations(shop.store.path(made) / "eval.parquet") == []
 
 
-def test_rollouts_without_a_reward_have_no_level_and_are_counted(tmp_path: Path) -> None:
+def test_rollouts_without_a_reward_have_no_level_and_are_counted(tmp_path):
     lost = replace(rollout("p", "lost", math.nan), invalid="crashed")
     shop, ref = shop_and_rollouts(tmp_path, [lost, *ROLLOUTS, lost])
     made, decision = shop.run("condition", CONFIG, {"rollouts": ref})
@@ -76,21 +74,21 @@ def test_rollouts_without_a_reward_have_no_level_and_are_counted(tmp_path: Path)
     assert (shop.metrics(decision)["invalid"], shop.metrics(decision)["truncated"]) == (2, 1)
 
 
-def test_an_episode_is_not_imitated() -> None:
+def test_an_episode_is_not_imitated():
     one = rollout("p", "won", 1.0, tokens=3)
     played = replace(one, completion=replace(one.completion, spans=(ActionSpan(0, 2, 0),)))
     with pytest.raises(DataError, match="1 of its 3 tokens come from an environment"):
         demonstrations([played], [1], template="{prompt} {level}")
 
 
-def test_no_prompt_is_in_both_splits(tmp_path: Path) -> None:
+def test_no_prompt_is_in_both_splits(tmp_path):
     shop, ref = shop_and_rollouts(tmp_path, ROLLOUTS)
     made, _ = shop.run("condition", ConditionConfig(levels=2, eval_fraction=0.5), {"rollouts": ref})
     splits = [read_demonstrations(shop.store.path(made) / f"{name}.parquet") for name in ("train", "eval")]
     assert sorted({row.id[0] for row in split} for split in splits) in ([{"p"}, {"q"}], [{"q"}, {"p"}])
 
 
-def test_prompts_ask_for_the_best_level_that_was_reached_and_keep_id_and_label(tmp_path: Path) -> None:
+def test_prompts_ask_for_the_best_level_that_was_reached_and_keep_id_and_label(tmp_path):
     # 0 0 1 1 1 1 in fifths: quantiles 0, 1, 1, 1; the best level is 2 and not 5
     binary = [rollout("p", str(i), float(i > 1)) for i in range(6)]
     shop, ref = shop_and_rollouts(tmp_path, binary)
@@ -104,18 +102,18 @@ def test_prompts_ask_for_the_best_level_that_was_reached_and_keep_id_and_label(t
     assert shop.metrics(decision) == {"prompts": 1.0, "level": 2.0}
 
 
-def test_a_prompt_of_braces_stays_as_it_is() -> None:
+def test_a_prompt_of_braces_stays_as_it_is():
     messages = (Message("user", "{x} {prompt}"),)
     assert decorated(messages, 3, template="{prompt}/{level}")[0].content == "{x} {prompt}/3"
 
 
-def test_rewards_of_one_level_are_refused(tmp_path: Path) -> None:
+def test_rewards_of_one_level_are_refused(tmp_path):
     shop, ref = shop_and_rollouts(tmp_path, [rollout("p", "a", 1.0), rollout("p", "b", 1.0)])
     with pytest.raises(DataError, match=r"condition\.rollouts = \[1\]: 2 complete answers fall into 1 of the 5 levels"):
         shop.run("condition", ConditionConfig(), {"rollouts": ref})
 
 
 @pytest.mark.parametrize("template", ["{prompt}", "<reward: {level}>", "{prompt} {level} {level}"])
-def test_a_template_has_a_place_for_the_prompt_and_one_for_the_level(template: str) -> None:
+def test_a_template_has_a_place_for_the_prompt_and_one_for_the_level(template):
     with pytest.raises(ValidationError, match=r"must have \{(prompt|level)\} in it once"):
         ConditionConfig(template=template)

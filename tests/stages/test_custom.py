@@ -1,7 +1,5 @@
 """Losses and estimators of the user's: those of the page, against the built-in ones of the same formula."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ LENGTHS: Any = {"chosen_lengths": torch.tensor([3.0, 2.0]), "rejected_lengths": 
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path) -> Path:
     """The file of the page."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     assert len(blocks) == 1
@@ -57,7 +55,7 @@ def compare(function: Any, rewards: Tensor) -> Tensor:
     return CustomAdvantage(function="mine.py:advantages").compare(groups)
 
 
-def test_the_pair_loss_of_the_page_is_dpo_where_its_margin_is_0(file: Path) -> None:
+def test_the_pair_loss_of_the_page_is_dpo_where_its_margin_is_0(file):
     four = [normal(2, seed=seed).requires_grad_() for seed in range(4)]
     arguments = {"beta": 0.3, "margin": 0.0}
     loss = of_pairs(CustomPreferenceLoss, loaded(file, "margin_loss"))
@@ -68,7 +66,7 @@ def test_the_pair_loss_of_the_page_is_dpo_where_its_margin_is_0(file: Path) -> N
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "constant"])
-def test_the_policy_loss_of_the_page_is_the_clipped_one(file: Path, aggregation: Any) -> None:
+def test_the_policy_loss_of_the_page_is_the_clipped_one(file, aggregation):
     logprobs, old, advantages, weights = (normal(3, 5, seed=seed) for seed in range(4))
     logprobs.requires_grad_()
     mask = torch.tensor([[1.0, 1, 1, 0, 0], [0, 1, 0, 1, 1], [1, 1, 1, 1, 1]])
@@ -101,7 +99,7 @@ def test_the_policy_loss_of_the_page_is_the_clipped_one(file: Path, aggregation:
         (lambda one: one.detach(), "has no gradient"),
     ],
 )
-def test_a_loss_that_is_no_term_for_each_pair_is_refused(returned: Any, message: str) -> None:
+def test_a_loss_that_is_no_term_for_each_pair_is_refused(returned, message):
     four = [normal(2, seed=seed).requires_grad_() for seed in range(4)]
     with pytest.raises(ConfigError, match=message):
         loss = of_pairs(CustomPreferenceLoss, lambda chosen, *others, **named: returned(chosen))
@@ -115,12 +113,12 @@ def test_a_loss_that_is_no_term_for_each_pair_is_refused(returned: Any, message:
         (lambda rewards, lengths: rewards / 0 * 0, "are not finite"),
     ],
 )
-def test_advantages_that_are_none_are_refused(function: Any, message: str) -> None:
+def test_advantages_that_are_none_are_refused(function, message):
     with pytest.raises(ConfigError, match=message):
         compare(function, torch.ones(2, 3))
 
 
-def test_an_estimator_cannot_change_the_rewards_that_others_see() -> None:
+def test_an_estimator_cannot_change_the_rewards_that_others_see():
     rewards = torch.ones(2, 3)
     compare(lambda rewards, lengths: rewards.mul_(2), rewards)
     assert torch.equal(rewards, torch.ones(2, 3))
@@ -135,9 +133,7 @@ def trained(folder: Path, policy: Path, config: DPOConfig, functions: tuple[str,
     return ref.digest, decision.key
 
 
-def test_dpo_with_the_users_function_makes_the_weights_of_dpo_and_an_edit_another_key(
-    tmp_path: Path, policy: Path, file: Path
-) -> None:
+def test_dpo_with_the_users_function_makes_the_weights_of_dpo_and_an_edit_another_key(tmp_path, policy, file):
     spec = f"{file}:margin_loss"
     loss = CustomPreferenceLoss(function=spec, arguments={"beta": 0.5, "margin": 0.0})
     custom = DPO.model_copy(update={"loss": loss})
@@ -154,14 +150,12 @@ def test_dpo_with_the_users_function_makes_the_weights_of_dpo_and_an_edit_anothe
     assert other_key != key and other != made
 
 
-def test_without_a_reference_none_is_asked() -> None:
+def test_without_a_reference_none_is_asked():
     assert uses_reference(CustomPreferenceLoss(function="a.py:loss"))
     assert not uses_reference(CustomPreferenceLoss(function="a.py:loss", reference=False))
 
 
-def test_ppo_with_the_users_loss_and_estimator_learns_as_with_the_built_in_ones(
-    tmp_path: Path, policy: Path, file: Path
-) -> None:
+def test_ppo_with_the_users_loss_and_estimator_learns_as_with_the_built_in_ones(tmp_path, policy, file):
     functions = (f"{file}:clipped", f"{file}:leave_one_out", "tests.stages.test_ppo:short_is_good")
     custom = {
         "loss": {"type": "custom", "function": functions[0], "arguments": {"clip": 0.2}},
@@ -179,7 +173,7 @@ def test_ppo_with_the_users_loss_and_estimator_learns_as_with_the_built_in_ones(
     assert ours["reward/mean"] == pytest.approx(builtin["reward/mean"], abs=1e-6), "the same answers were sampled"
 
 
-def test_a_function_that_changed_since_the_stage_began_is_refused(file: Path) -> None:
+def test_a_function_that_changed_since_the_stage_began_is_refused(file):
     spec = f"{file}:clipped"
     function = UserFunction.of(spec, user_code_digest(spec))
     file.write_text(file.read_text().replace("-torch.minimum", "torch.minimum"))
@@ -187,7 +181,7 @@ def test_a_function_that_changed_since_the_stage_began_is_refused(file: Path) ->
         function.load(key="ppo.loss.function")
 
 
-def test_a_file_is_found_from_any_folder(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_is_found_from_any_folder(file, monkeypatch, tmp_path):
     monkeypatch.chdir(file.parent)
     function = UserFunction.of("my_losses.py:clipped", user_code_digest("my_losses.py:clipped"))
     (tmp_path / "elsewhere").mkdir()
@@ -196,12 +190,12 @@ def test_a_file_is_found_from_any_folder(file: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("function", ["", "loss", "file.py:", ":loss", "file.py:no such name"])
-def test_what_names_no_function_is_refused(function: str) -> None:
+def test_what_names_no_function_is_refused(function):
     with pytest.raises(ValidationError, match="String should match pattern"):
         CustomFunction(function=function)
 
 
-def test_the_profile_of_the_page_loads() -> None:
+def test_the_profile_of_the_page_loads():
     import tomllib
 
     (block,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)

@@ -1,7 +1,5 @@
 """Distillation: the student comes nearer to its teacher, on and off policy, and a killed run ends with the same bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ ON_POLICY = CONFIG.model_copy(
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory, policy: Path) -> Path:
+def teacher(tmp_path_factory, policy: Path) -> Path:
     """The policy after three epochs of imitation."""
     root = tmp_path_factory.mktemp("teacher")
     shop = Workshop(ArtifactStore(root / "store"))
@@ -65,7 +63,7 @@ def shop_and_inputs(root: Path, policy: Path, teacher: Path, config: DistillConf
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
-def test_the_divergence_from_the_teacher_falls(tmp_path: Path, policy: Path, teacher: Path, kind: str) -> None:
+def test_the_divergence_from_the_teacher_falls(tmp_path, policy, teacher, kind):
     config = CONFIG.model_copy(update={"divergence": DivergenceConfig(kind=kind, top_k=16)})
     shop, inputs = shop_and_inputs(tmp_path, policy, teacher, config)
     ref, decision = shop.run("distill", config, inputs)
@@ -77,7 +75,7 @@ def test_the_divergence_from_the_teacher_falls(tmp_path: Path, policy: Path, tea
     assert ref.digest != inputs["policy"].digest
 
 
-def test_a_teacher_that_is_the_student_is_at_distance_zero(tmp_path: Path, policy: Path) -> None:
+def test_a_teacher_that_is_the_student_is_at_distance_zero(tmp_path, policy):
     config = CONFIG.model_copy(update={"kl_weight": 0.75, "loop": CONFIG.loop.model_copy(update={"max_steps": 1})})
     shop, inputs = shop_and_inputs(tmp_path, policy, policy, config)
     _, decision = shop.run("distill", config, inputs)
@@ -88,7 +86,7 @@ def test_a_teacher_that_is_the_student_is_at_distance_zero(tmp_path: Path, polic
 
 
 @pytest.mark.parametrize("top_k", [0, 16])
-def test_the_student_learns_on_its_own_answers(tmp_path: Path, policy: Path, teacher: Path, top_k: int) -> None:
+def test_the_student_learns_on_its_own_answers(tmp_path, policy, teacher, top_k):
     loop, reverse = LoopConfig(batch_size=8, epochs=32, eval_every=20), DivergenceConfig(kind="reverse", top_k=top_k)
     config = ON_POLICY.model_copy(update={"loop": loop, "divergence": reverse})
     shop, inputs = shop_and_inputs(tmp_path, policy, teacher, config)
@@ -100,9 +98,7 @@ def test_the_student_learns_on_its_own_answers(tmp_path: Path, policy: Path, tea
 
 
 @pytest.mark.parametrize("config", [CONFIG, ON_POLICY], ids=["demonstrations", "on_policy"])
-def test_a_killed_or_stopped_run_ends_with_the_same_bytes(
-    tmp_path: Path, policy: Path, teacher: Path, config: DistillConfig
-) -> None:
+def test_a_killed_or_stopped_run_ends_with_the_same_bytes(tmp_path, policy, teacher, config):
     digests = []
     for name in ("whole", "killed", "stopped"):
         shop, inputs = shop_and_inputs(tmp_path / name, policy, teacher, config)
@@ -118,7 +114,7 @@ def test_a_killed_or_stopped_run_ends_with_the_same_bytes(
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other(tmp_path_factory) -> Path:
     """A policy with a tokenizer and a chat template of its own, after three epochs of imitation."""
     root = tmp_path_factory.mktemp("other")
     folder = other_policy(root / "policy")
@@ -147,9 +143,7 @@ ACROSS = CONFIG.model_copy(update={"divergence": DivergenceConfig(kind="uld_text
 
 
 @pytest.mark.parametrize(("kind", "kl_weight"), [("uld_text", 1.0), ("uld", 0.6)])
-def test_a_student_comes_nearer_to_a_teacher_with_another_tokenizer(
-    tmp_path: Path, policy: Path, other: Path, kind: Any, kl_weight: float
-) -> None:
+def test_a_student_comes_nearer_to_a_teacher_with_another_tokenizer(tmp_path, policy, other, kind, kl_weight):
     divergence = DivergenceConfig(kind=kind, top_k=16)
     config = ACROSS.model_copy(update={"divergence": divergence, "kl_weight": kl_weight})
     shop, inputs = shop_and_inputs(tmp_path, policy, other, config)
@@ -162,9 +156,7 @@ def test_a_student_comes_nearer_to_a_teacher_with_another_tokenizer(
     assert metrics["eval/aligned"] == 1.0
 
 
-def test_a_student_learns_on_its_own_answers_from_a_teacher_with_another_tokenizer(
-    tmp_path: Path, policy: Path, other: Path
-) -> None:
+def test_a_student_learns_on_its_own_answers_from_a_teacher_with_another_tokenizer(tmp_path, policy, other):
     loop = LoopConfig(batch_size=8, epochs=32, eval_every=20)
     config = ON_POLICY.model_copy(update={"loop": loop, "divergence": ACROSS.divergence})
     shop, inputs = shop_and_inputs(tmp_path, policy, other, config)
@@ -175,7 +167,7 @@ def test_a_student_learns_on_its_own_answers_from_a_teacher_with_another_tokeniz
     assert metrics["eval/divergence"] < 0.8 * metrics["before/eval/divergence"]
 
 
-def test_a_killed_run_across_tokenizers_ends_with_the_same_bytes(tmp_path: Path, policy: Path, other: Path) -> None:
+def test_a_killed_run_across_tokenizers_ends_with_the_same_bytes(tmp_path, policy, other):
     config = ON_POLICY.model_copy(update={"divergence": ACROSS.divergence})
     shop, inputs = shop_and_inputs(tmp_path / "whole", policy, other, config)
     whole = shop.run("distill", config, inputs)[0].digest
@@ -184,9 +176,7 @@ def test_a_killed_run_across_tokenizers_ends_with_the_same_bytes(tmp_path: Path,
 
 
 @pytest.mark.parametrize("on_policy", [False, True])
-def test_a_student_comes_nearer_to_the_mixture_of_two_teachers(
-    tmp_path: Path, policy: Path, teacher: Path, on_policy: bool
-) -> None:
+def test_a_student_comes_nearer_to_the_mixture_of_two_teachers(tmp_path, policy, teacher, on_policy):
     weights = {"taught": 3.0, "untaught": 1.0}
     base = (
         ON_POLICY.model_copy(update={"loop": LoopConfig(batch_size=8, epochs=16, eval_every=20)})
@@ -208,9 +198,7 @@ def test_a_student_comes_nearer_to_the_mixture_of_two_teachers(
     assert metrics["eval/divergence/untaught"] > 0.01
 
 
-def test_teachers_with_different_tokenizers_teach_one_student(
-    tmp_path: Path, policy: Path, teacher: Path, other: Path
-) -> None:
+def test_teachers_with_different_tokenizers_teach_one_student(tmp_path, policy, teacher, other):
     config = ACROSS.model_copy(update={"teachers": {"other": 1.0, "own": 1.0}})
     shop, inputs = shop_and_inputs(tmp_path, policy, teacher, config)
     _, decision = shop.run("distill", config, several(shop, inputs, {"own": teacher, "other": other}))
@@ -219,7 +207,7 @@ def test_teachers_with_different_tokenizers_teach_one_student(
         assert metrics[f"eval/{name}"] < metrics[f"before/eval/{name}"] / 2
 
 
-def test_each_sample_is_taught_by_the_teacher_of_its_source() -> None:
+def test_each_sample_is_taught_by_the_teacher_of_its_source():
     shown: list[list[tuple[int, ...]]] = []
 
     class Fake:
@@ -243,9 +231,7 @@ def test_each_sample_is_taught_by_the_teacher_of_its_source() -> None:
 
 
 @pytest.mark.parametrize("config", [CONFIG, ON_POLICY], ids=["demonstrations", "on_policy"])
-def test_a_route_to_one_teacher_is_a_distillation_from_it(
-    tmp_path: Path, policy: Path, teacher: Path, config: DistillConfig
-) -> None:
+def test_a_route_to_one_teacher_is_a_distillation_from_it(tmp_path, policy, teacher, config):
     shop, inputs = shop_and_inputs(tmp_path, policy, teacher, config)
     alone = shop.run("distill", config, inputs)[0].digest
     routed = config.model_copy(
@@ -260,7 +246,7 @@ def test_a_route_to_one_teacher_is_a_distillation_from_it(
         shop.run("distill", lost, both)
 
 
-def test_weights_and_teachers_have_the_same_names(tmp_path: Path, policy: Path) -> None:
+def test_weights_and_teachers_have_the_same_names(tmp_path, policy):
     config = CONFIG.model_copy(update={"teachers": {"one": 1.0, "two": 1.0}})
     shop, inputs = shop_and_inputs(tmp_path, policy, policy, config)
     with pytest.raises(
@@ -307,12 +293,12 @@ def test_weights_and_teachers_have_the_same_names(tmp_path: Path, policy: Path) 
         ),
     ],
 )
-def test_senseless_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_senseless_options_are_refused(options, message):
     with pytest.raises(ValidationError, match=message):
         DistillConfig.model_validate(options)
 
 
-def test_a_teacher_with_another_vocabulary_is_refused_with_the_way_across(tmp_path: Path, policy: Path) -> None:
+def test_a_teacher_with_another_vocabulary_is_refused_with_the_way_across(tmp_path, policy):
     folder = tmp_path / "other"
     train_tokenizer(["Words that the student never saw, many of them."] * 5, vocab_size=320, folder=folder)
     initialise_llama(SHAPE, folder, seed=7)
@@ -327,21 +313,21 @@ def test_a_teacher_with_another_vocabulary_is_refused_with_the_way_across(tmp_pa
         shop.run("distill", CONFIG, inputs)
 
 
-def test_more_outcomes_than_the_smaller_vocabulary_has_are_refused(tmp_path: Path, policy: Path) -> None:
+def test_more_outcomes_than_the_smaller_vocabulary_has_are_refused(tmp_path, policy):
     config = ACROSS.model_copy(update={"divergence": DivergenceConfig(kind="uld_text", top_k=320)})
     shop, inputs = shop_and_inputs(tmp_path, policy, other_policy(tmp_path / "other"), config)
     with pytest.raises(ConfigError, match=r"distill\.divergence\.top_k = 320: must be < 320, the size of the vocabul"):
         shop.run("distill", config, inputs)
 
 
-def test_more_likeliest_tokens_than_there_are_is_refused(tmp_path: Path, policy: Path) -> None:
+def test_more_likeliest_tokens_than_there_are_is_refused(tmp_path, policy):
     config = CONFIG.model_copy(update={"divergence": DivergenceConfig(top_k=320)})
     shop, inputs = shop_and_inputs(tmp_path, policy, policy, config)
     with pytest.raises(ConfigError, match=r"distill\.divergence\.top_k = 320: must be < 320, the size of the vocabul"):
         shop.run("distill", config, inputs)
 
 
-def test_prompts_are_needed_on_policy_and_demonstrations_off_it(tmp_path: Path, policy: Path) -> None:
+def test_prompts_are_needed_on_policy_and_demonstrations_off_it(tmp_path, policy):
     for config, missing in ((ON_POLICY, "prompts"), (CONFIG, "demonstrations")):
         shop, inputs = shop_and_inputs(tmp_path / missing, policy, policy, config)
         del inputs[missing]
@@ -349,6 +335,6 @@ def test_prompts_are_needed_on_policy_and_demonstrations_off_it(tmp_path: Path, 
             shop.run("distill", config, inputs)
 
 
-def test_own_answers_are_not_imitated() -> None:
+def test_own_answers_are_not_imitated():
     with pytest.raises(ValidationError, match=r"kl_weight = 0\.5: with on_policy the answers are the student's own"):
         DistillConfig(on_policy=True, kl_weight=0.5)

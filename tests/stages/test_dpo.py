@@ -1,20 +1,16 @@
 """DPO raises what is chosen over what is rejected, keeps the reference's log-probs, and resumes bitwise."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
 from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss
-from rlhf_core.algorithms.preference.base import AnswerMethod
 from rlhf_core.algorithms.preference.dpo import AOTLoss, DiscoPOPLoss, DPOLoss, IPOLoss, ORPOLoss
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.policy import REFERENCE_FREE, LoopConfig, PreferenceLoss
 from rlhf_core.errors import DataError
-from rlhf_core.schema.base import Config, CustomFunction
+from rlhf_core.schema.base import CustomFunction
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, TokenSample
 from stages.dpo import DPOConfig, mismatched, stranger_of
@@ -36,9 +32,7 @@ KINDS = [kind for kind in get_args(get_args(PreferenceLoss)[0]) if not issubclas
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind().type)
-def test_every_loss_of_the_family_raises_the_chosen_above_the_rejected(
-    tmp_path: Path, policy: Path, kind: type[Config]
-) -> None:
+def test_every_loss_of_the_family_raises_the_chosen_above_the_rejected(tmp_path, policy, kind):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     base = shop.store.external(PolicyRef, policy)
     inputs = {"policy": base, "reference": base, "preferences": preferences(shop.store, tmp_path)}
@@ -60,12 +54,12 @@ def margin(metrics: dict[str, float]) -> float:
     return metrics["eval/rewards/desirable"] - metrics["eval/rewards/undesirable"]
 
 
-def test_kto_measures_its_kl_on_answers_to_other_prompts() -> None:
+def test_kto_measures_its_kl_on_answers_to_other_prompts():
     sample, other = TokenSample((1, 2, 3, 4), (0, 0, 1, 1)), TokenSample((7, 8, 9, 5, 6), (0, 1, 1, 1, 0))
     assert mismatched(sample, other) == TokenSample((1, 2, 8, 9, 5), (0, 0, 1, 1, 1))
 
 
-def test_the_stranger_is_the_next_answer_to_another_prompt() -> None:
+def test_the_stranger_is_the_next_answer_to_another_prompt():
     one, same, other = (TokenSample(ids, (0, 1, 1)) for ids in ((1, 5, 6), (1, 7, 8), (2, 5, 6)))
     assert stranger_of(0, [one, same, other], []) is other
     assert stranger_of(2, [one, same, other], []) is one
@@ -75,9 +69,7 @@ def test_the_stranger_is_the_next_answer_to_another_prompt() -> None:
 
 
 @pytest.mark.parametrize("loss", [KTOLoss(), BCOLoss()], ids=lambda loss: loss.type)
-def test_six_thumbs_on_six_prompts_with_one_held_out_are_learned_from(
-    tmp_path: Path, policy: Path, loss: AnswerMethod
-) -> None:
+def test_six_thumbs_on_six_prompts_with_one_held_out_are_learned_from(tmp_path, policy, loss):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     base = shop.store.external(PolicyRef, policy)
     inputs = {"policy": base, "reference": base, "preferences": thumbs(shop.store, tmp_path, up=4, down=2)}
@@ -94,7 +86,7 @@ def test_six_thumbs_on_six_prompts_with_one_held_out_are_learned_from(
     assert metrics["eval/rewards/desirable"] > 0.0 == metrics["eval/rewards/undesirable"]
 
 
-def test_the_two_answers_of_a_pair_and_single_ones_are_trained_on_together(tmp_path: Path, policy: Path) -> None:
+def test_the_two_answers_of_a_pair_and_single_ones_are_trained_on_together(tmp_path, policy):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     base = shop.store.external(PolicyRef, policy)
     inputs = {"policy": base, "reference": base, "preferences": thumbs(shop.store, tmp_path, pairs=4, held_out=0)}
@@ -107,10 +99,8 @@ def test_the_two_answers_of_a_pair_and_single_ones_are_trained_on_together(tmp_p
 
 
 @pytest.mark.parametrize("loss", ["dpo", "simpo"])
-def test_a_loss_on_pairs_refuses_single_answers_before_any_model_is_loaded(
-    tmp_path: Path, policy: Path, loss: str
-) -> None:
-    shop = Workshop(ArtifactStore(tmp_path / "store"), runtime=None)  # type: ignore[arg-type]
+def test_a_loss_on_pairs_refuses_single_answers_before_any_model_is_loaded(tmp_path, policy, loss):
+    shop = Workshop(ArtifactStore(tmp_path / "store"), runtime=None)
     base = shop.store.external(PolicyRef, policy)
     inputs = {"policy": base, "reference": base, "preferences": thumbs(shop.store, tmp_path)}
     rule = rf"dpo\.loss\.type = '{loss}'.* compares two answers, but the data has 6 single labeled answers.*'kto'"
@@ -119,7 +109,7 @@ def test_a_loss_on_pairs_refuses_single_answers_before_any_model_is_loaded(
 
 
 @pytest.mark.parametrize("held_out", [0, 1])
-def test_few_held_out_pairs_do_not_end_the_stage(tmp_path: Path, policy: Path, held_out: int) -> None:
+def test_few_held_out_pairs_do_not_end_the_stage(tmp_path, policy, held_out):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     base = shop.store.external(PolicyRef, policy)
     rows = preferences(shop.store, tmp_path, 4, held_out=held_out)
@@ -129,7 +119,7 @@ def test_few_held_out_pairs_do_not_end_the_stage(tmp_path: Path, policy: Path, h
         assert ("eval/loss" in shop.metrics(decision)) == (held_out > 0), loss.type
 
 
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path) -> None:
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path, policy):
     refs = []
     for name in ("whole", "killed"):
         shop = Workshop(ArtifactStore(tmp_path / name / "store"))
@@ -140,7 +130,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path) -> 
     assert refs[0].digest == refs[1].digest
 
 
-def test_options_that_a_loss_cannot_use_are_refused() -> None:
+def test_options_that_a_loss_cannot_use_are_refused():
     with pytest.raises(ValidationError, match=r"nll_coef = 0\.1: kto trains on single answers, not on pairs"):
         DPOConfig(loss=KTOLoss(), nll_coef=0.1)
     with pytest.raises(ValidationError, match=r"nll_coef = 0\.1: orpo already includes the loss of the chosen answer"):

@@ -1,7 +1,5 @@
 """Evaluation from answers in the store to the report, with and without engines."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
@@ -56,12 +54,12 @@ def answers(
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Workshop:
+def shop(tmp_path) -> Workshop:
     return Workshop(ArtifactStore(tmp_path / "store"))
 
 
 @pytest.fixture
-def gold(tmp_path: Path) -> str:
+def gold(tmp_path) -> str:
     (tmp_path / "gold.py").write_text(GOLD)
     return f"{tmp_path / 'gold.py'}:length"
 
@@ -80,7 +78,7 @@ def report_of(shop: Workshop, ref: Any) -> dict[str, Any]:
     return content
 
 
-def test_policies_are_compared_by_gold_reward_without_any_engine(shop: Workshop, gold: str, tmp_path: Path) -> None:
+def test_policies_are_compared_by_gold_reward_without_any_engine(shop, gold, tmp_path):
     inputs = {"generations": three_policies(shop, tmp_path)}
     ref, decision = shop.run("evaluate", EvaluateConfig(gold=gold), inputs)
     report = report_of(shop, ref)
@@ -98,7 +96,7 @@ def test_policies_are_compared_by_gold_reward_without_any_engine(shop: Workshop,
     assert shop.runtime.engines() == {}
 
 
-def test_every_policy_is_compared_with_the_champion_prompt_by_prompt(shop: Workshop, gold: str, tmp_path: Path) -> None:
+def test_every_policy_is_compared_with_the_champion_prompt_by_prompt(shop, gold, tmp_path):
     inputs = three_policies(shop, tmp_path)
     texts = {"p1": ["xxx"], "p2": ["xxx"]}
     inputs["champion"] = answers(shop.store, tmp_path / "champion", "digest-old", texts)
@@ -112,9 +110,7 @@ def test_every_policy_is_compared_with_the_champion_prompt_by_prompt(shop: Works
     assert (shop.store.path(ref) / "report.html").exists() and shop.metrics(decision)["champion/gold"] == 3.0
 
 
-def test_the_artifact_holds_page_figures_and_the_tracker_has_the_same(
-    shop: Workshop, gold: str, tmp_path: Path
-) -> None:
+def test_the_artifact_holds_page_figures_and_the_tracker_has_the_same(shop, gold, tmp_path):
     ref, _ = shop.run("evaluate", EvaluateConfig(gold=gold), {"generations": three_policies(shop, tmp_path)})
     folder = shop.store.path(ref)
     assert {
@@ -149,7 +145,7 @@ def with_failures(shop: Workshop, folder: Path, ref: GenerationsRef, failed: set
     return shop.store.external(GenerationsRef, folder)
 
 
-def test_episodes_that_failed_are_counted_and_not_measured(shop: Workshop, gold: str, tmp_path: Path) -> None:
+def test_episodes_that_failed_are_counted_and_not_measured(shop, gold, tmp_path):
     whole = answers(shop.store, tmp_path / "whole", "d", {"p1": ["xxxx"], "p2": ["xx"]})
     made = {"sft": whole, "ppo": with_failures(shop, tmp_path / "ppo", whole, {"p1"})}
     ref, decision = shop.run("evaluate", EvaluateConfig(gold=gold), {"generations": made})
@@ -160,14 +156,14 @@ def test_episodes_that_failed_are_counted_and_not_measured(shop: Workshop, gold:
     assert shop.metrics(decision)["ppo/failed"] == 1.0
 
 
-def test_a_policy_whose_episodes_all_failed_is_refused(shop: Workshop, gold: str, tmp_path: Path) -> None:
+def test_a_policy_whose_episodes_all_failed_is_refused(shop, gold, tmp_path):
     whole = answers(shop.store, tmp_path / "whole", "d", {"p1": ["xxxx"], "p2": ["xx"]})
     made = {"sft": whole, "ppo": with_failures(shop, tmp_path / "ppo", whole, {"p1", "p2"})}
     with pytest.raises(DataError, match=r"generations = 'ppo': all 2 episodes failed; the first: the world ended"):
         shop.run("evaluate", EvaluateConfig(gold=gold), {"generations": made})
 
 
-def test_parents_change_who_is_compared_with_whom(shop: Workshop, gold: str, tmp_path: Path) -> None:
+def test_parents_change_who_is_compared_with_whom(shop, gold, tmp_path):
     config = EvaluateConfig(gold=gold, parents={"ppo": "base"})
     ref, _ = shop.run("evaluate", config, {"generations": three_policies(shop, tmp_path)})
     assert report_of(shop, ref)["policies"]["ppo"]["win_rate"]["against"] == "base"
@@ -182,26 +178,24 @@ def test_parents_change_who_is_compared_with_whom(shop: Workshop, gold: str, tmp
         ({"best_of": {"sft": 2}}, "needs a reward model"),
     ],
 )
-def test_a_name_or_a_wish_that_cannot_be_met_is_refused(
-    shop: Workshop, tmp_path: Path, config: dict[str, Any], message: str
-) -> None:
+def test_a_name_or_a_wish_that_cannot_be_met_is_refused(shop, tmp_path, config, message):
     with pytest.raises(ConfigError, match=message):
         shop.run("evaluate", EvaluateConfig(**config), {"generations": three_policies(shop, tmp_path)})
 
 
-def test_a_gold_reward_that_fails_is_never_scored_zero(shop: Workshop, gold: str, tmp_path: Path) -> None:
+def test_a_gold_reward_that_fails_is_never_scored_zero(shop, gold, tmp_path):
     config = EvaluateConfig(gold=gold.replace("length", "broken"))
     with pytest.raises(RewardError, match="must be finite"):
         shop.run("evaluate", config, {"generations": three_policies(shop, tmp_path)})
 
 
-def test_a_gold_reward_that_hangs_is_killed_at_its_deadline(shop: Workshop, gold: str, tmp_path: Path) -> None:
+def test_a_gold_reward_that_hangs_is_killed_at_its_deadline(shop, gold, tmp_path):
     config = EvaluateConfig(gold=gold.replace("length", "slow"), gold_timeout_s=1.0)
     with pytest.raises(RewardError, match=r"rewards\.gold = .* took longer than 1 s"):
         shop.run("evaluate", config, {"generations": three_policies(shop, tmp_path)})
 
 
-def test_the_deadline_of_the_gold_reward_is_not_part_of_the_key() -> None:
+def test_the_deadline_of_the_gold_reward_is_not_part_of_the_key():
     assert keyed(EvaluateConfig(gold_timeout_s=1.0)) == keyed(EvaluateConfig())
 
 
@@ -211,7 +205,7 @@ def prompts_in(shop: Workshop, folder: Path) -> PromptsRef:
     return shop.store.external(PromptsRef, folder)
 
 
-def test_kl_and_scores_are_those_of_the_models(shop: Workshop, gold: str, tmp_path: Path) -> None:
+def test_kl_and_scores_are_those_of_the_models(shop, gold, tmp_path):
     """A policy and a reference of random weights: KL against transformers' own logits, best-of-4 by the scores."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -259,16 +253,14 @@ def test_kl_and_scores_are_those_of_the_models(shop: Workshop, gold: str, tmp_pa
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 5}])
-def test_greedy_and_filtered_answers_have_no_kl(
-    shop: Workshop, gold: str, tmp_path: Path, sampling: dict[str, float]
-) -> None:
+def test_greedy_and_filtered_answers_have_no_kl(shop, gold, tmp_path, sampling):
     reference = shop.store.external(PolicyRef, make_policy(tmp_path / "policy"))
     made = {"sft": answers(shop.store, tmp_path / "sft", reference.digest, {"p1": ["x"]}, **sampling)}
     ref, _ = shop.run("evaluate", EvaluateConfig(gold=gold), {"generations": made, "reference": reference})
     assert "kl" not in report_of(shop, ref)["policies"]["sft"]
 
 
-def test_the_reference_goes_by_the_name_of_the_policy_that_it_is(shop: Workshop, gold: str, tmp_path: Path) -> None:
+def test_the_reference_goes_by_the_name_of_the_policy_that_it_is(shop, gold, tmp_path):
     reference = shop.store.external(PolicyRef, make_policy(tmp_path / "policy"))
     made = {
         "base": answers(shop.store, tmp_path / "base", reference.digest, {"p1": ["x"]}),
@@ -280,7 +272,7 @@ def test_the_reference_goes_by_the_name_of_the_policy_that_it_is(shop: Workshop,
     assert report["policies"]["ppo"]["win_rate"]["against"] == "base"
 
 
-def test_training_curves_of_the_ancestors_are_drawn(tmp_path: Path) -> None:
+def test_training_curves_of_the_ancestors_are_drawn(tmp_path):
     from stages.evaluate import training_figures
 
     path = tmp_path / "metrics.jsonl"
@@ -291,7 +283,7 @@ def test_training_curves_of_the_ancestors_are_drawn(tmp_path: Path) -> None:
     assert figures["training_sft"][0] == "Training of sft"
 
 
-def test_only_training_stages_have_a_training_curve(shop: Workshop, tmp_path: Path) -> None:
+def test_only_training_stages_have_a_training_curve(shop, tmp_path):
     from rlhf_core.config.engines import SamplingConfig
     from rlhf_core.config.policy import LoopConfig
     from rlhf_core.store import attempts
@@ -311,7 +303,7 @@ def test_only_training_stages_have_a_training_curve(shop: Workshop, tmp_path: Pa
     assert [path.name for path in (shop.store.path(ref) / "figures").iterdir()] == ["training_sft.png"]
 
 
-def test_importing_the_configurations_imports_no_engine_and_no_plotting() -> None:
+def test_importing_the_configurations_imports_no_engine_and_no_plotting():
     program = (
         "import sys, stages.config.evaluate, stages.config.publish;"
         "print([m for m in ('torch', 'matplotlib', 'mlflow', 'ray', 'vllm', 'transformers') if m in sys.modules])"
@@ -344,7 +336,7 @@ def make_reward_model(shop: Workshop, policy: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_policy_whose_opponent_is_not_there_is_compared_with_the_reference() -> None:
+def test_a_policy_whose_opponent_is_not_there_is_compared_with_the_reference():
     config = EvaluateConfig(parents={"sft": "base", "ppo": "champion", "dpo": "sft"}, best_of={"sft": 8, "dpo": 2})
     assert config.of(["base", "sft", "ppo"]) == EvaluateConfig(parents={"sft": "base"}, best_of={"sft": 8})
     assert config.of(["base", "sft", "ppo", "champion", "dpo"]) == config

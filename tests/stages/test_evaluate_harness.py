@@ -1,7 +1,5 @@
 """Tasks of EleutherAI's harness: our engines get the numbers that the harness gets of the same folder alone."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Completion, PolicyRef
 from stages.config import evaluate_harness
 from stages.config.evaluate_harness import HarnessSuite, content_digests
@@ -69,7 +66,7 @@ metric_list:
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tasks(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     rows = [
         {"a": a, "b": b, "text": str(a + b), "choices": [f" {a + b}", f" {a + b + 1}", " It is"], "answer": (a + b) % 3}
@@ -100,7 +97,7 @@ def harness_alone(policy: Path, tasks: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_the_suite_gets_the_numbers_of_the_harness_alone(store: ArtifactStore, policy: Path, tasks: Path) -> None:
+def test_the_suite_gets_the_numbers_of_the_harness_alone(store, policy, tasks):
     config = HarnessSuite(name="sums", tasks=("sums", "writes", "perplexity"), include_path=str(tasks))
     shop = Workshop(store)
     inputs = {"policy": store.external(PolicyRef, policy)}
@@ -128,15 +125,13 @@ def test_the_suite_gets_the_numbers_of_the_harness_alone(store: ArtifactStore, p
 
 
 @pytest.mark.slow
-def test_an_unknown_task_is_refused_by_name(store: ArtifactStore, policy: Path, tasks: Path) -> None:
+def test_an_unknown_task_is_refused_by_name(store, policy, tasks):
     config = HarnessSuite(name="sums", tasks=("summs",), include_path=str(tasks))
     with pytest.raises(ConfigError, match=r"evaluate\.suites\.tasks = 'summs': there is no such task"):
         Workshop(store).run("evaluate_harness", config, {"policy": store.external(PolicyRef, policy)})
 
 
-def test_tasks_that_change_get_another_key_and_are_refused_meanwhile(
-    store: ArtifactStore, policy: Path, tmp_path: Path
-) -> None:
+def test_tasks_that_change_get_another_key_and_are_refused_meanwhile(store, policy, tmp_path):
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "one.yaml").write_text("task: one")
     config = HarnessSuite(name="sums", tasks=("one",), include_path=str(tmp_path / "tasks"))
@@ -147,7 +142,7 @@ def test_tasks_that_change_get_another_key_and_are_refused_meanwhile(
         Workshop(store).run("evaluate_harness", config, {"policy": store.external(PolicyRef, policy)}, files=before)
 
 
-def test_without_the_package_the_plan_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_plan_names_the_extra(monkeypatch):
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
@@ -194,7 +189,7 @@ def asks(*arguments: Any) -> list[Any]:
     return [SimpleNamespace(args=one) for one in arguments]
 
 
-def test_questions_are_cut_to_what_the_sampler_takes_and_long_answers_refused_first(policy: Path) -> None:
+def test_questions_are_cut_to_what_the_sampler_takes_and_long_answers_refused_first(policy):
     from rlhf_core.suites.harness import EngineLM
 
     leases: list[str] = []
@@ -207,7 +202,7 @@ def test_questions_are_cut_to_what_the_sampler_takes_and_long_answers_refused_fi
     assert leases == ["sampler", "8+12"]
 
 
-def test_all_documents_are_scored_by_one_trainer(policy: Path) -> None:
+def test_all_documents_are_scored_by_one_trainer(policy):
     from rlhf_core.suites.harness import EngineLM
 
     leases: list[str] = []
@@ -229,9 +224,7 @@ def test_all_documents_are_scored_by_one_trainer(policy: Path) -> None:
         ("writes", "", r"max_gen_toks = 12: leaves no room for a question in the 12 tokens"),
     ],
 )
-def test_tasks_are_checked_before_an_engine_is_leased(
-    policy: Path, tasks: Path, named: str, headline: str, rule: str
-) -> None:
+def test_tasks_are_checked_before_an_engine_is_leased(policy, tasks, named, headline, rule):
     from rlhf_core.suites.harness import run_tasks
 
     leases: list[str] = []
@@ -256,7 +249,7 @@ def harness_results(value: Any) -> dict[str, Any]:
     }
 
 
-def test_numbers_of_numpy_count_and_what_is_no_number_is_named() -> None:
+def test_numbers_of_numpy_count_and_what_is_no_number_is_named():
     from rlhf_core.suites.harness import measured
 
     assert measured(harness_results(np.float32(0.5)), headline="").measures["t/f1"]["mean"] == 0.5

@@ -1,7 +1,5 @@
 """Suites on answers in the store: functions, instructions, refusals, a judge."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +76,7 @@ def shop(store: ArtifactStore) -> Workshop:
 
 
 @pytest.fixture
-def functions(tmp_path: Path) -> str:
+def functions(tmp_path) -> str:
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     return str(tmp_path / "functions.py")
 
@@ -88,9 +86,7 @@ def report_of(shop: Workshop, ref: Any) -> dict[str, Any]:
     return found
 
 
-def test_functions_measure_pass_at_k_gold_and_what_the_user_likes(
-    shop: Workshop, functions: str, tmp_path: Path
-) -> None:
+def test_functions_measure_pass_at_k_gold_and_what_the_user_likes(shop, functions, tmp_path):
     ref = answers(shop.store, tmp_path, [("p1", "4", ["4", "5"]), ("p22", "7", ["1", "2"]), ("p3", "", ["x", "yy"])])
     right = f"{functions}:right"
     suite, decision = shop.run(
@@ -115,9 +111,7 @@ def test_functions_measure_pass_at_k_gold_and_what_the_user_likes(
     assert shop.runtime.engines() == {}
 
 
-def test_a_failed_episode_is_wrong_and_a_prompt_has_all_values_or_none(
-    shop: Workshop, functions: str, tmp_path: Path
-) -> None:
+def test_a_failed_episode_is_wrong_and_a_prompt_has_all_values_or_none(shop, functions, tmp_path):
     right = f"{functions}:right"
     rows = [("p1", "4", ["4", FAILED]), ("p2", "4", [FAILED, FAILED]), ("p3", "", ["x", FAILED])]
     ref = answers(shop.store, tmp_path, rows)
@@ -133,7 +127,7 @@ def test_a_failed_episode_is_wrong_and_a_prompt_has_all_values_or_none(
         shop.run("evaluate_suite", config, {"generations": ref}, callables=(config.function,))
 
 
-def test_a_failure_of_one_side_is_its_loss(shop: Workshop, server: ChatServer, tmp_path: Path) -> None:
+def test_a_failure_of_one_side_is_its_loss(shop, server, tmp_path):
     server.says = prefers_polite
     config = JudgeSuite(name="j", judge=JudgeAnnotator(url=server.url, model="m"), against="base")
     ours = [
@@ -156,20 +150,20 @@ def test_a_failure_of_one_side_is_its_loss(shop: Workshop, server: ChatServer, t
     assert len(server.requests) == 2
 
 
-def test_a_gold_reward_without_a_value_is_refused(shop: Workshop, functions: str, tmp_path: Path) -> None:
+def test_a_gold_reward_without_a_value_is_refused(shop, functions, tmp_path):
     ref = answers(shop.store, tmp_path, [("p1", "", ["4"])])
     config = GoldSuite(name="g", function=f"{functions}:right")
     with pytest.raises(DataError, match="gives no value for the prompt p1; return a number, or use type"):
         shop.run("evaluate_suite", config, {"generations": ref})
 
 
-def test_a_policy_whose_episodes_all_failed_has_no_measure(shop: Workshop, tmp_path: Path) -> None:
+def test_a_policy_whose_episodes_all_failed_has_no_measure(shop, tmp_path):
     ref = answers(shop.store, tmp_path, [("p1", "safe", [FAILED]), ("p2", "safe", [FAILED])])
     with pytest.raises(DataError, match="'r': all 2 episodes failed; the first: tool; fix the environment"):
         shop.run("evaluate_suite", RefusalSuite(name="r"), {"generations": ref})
 
 
-def test_instructions_and_refusals_need_no_function(shop: Workshop, tmp_path: Path) -> None:
+def test_instructions_and_refusals_need_no_function(shop, tmp_path):
     label = json.dumps([{"kind": "no_commas"}])
     ref = answers(shop.store, tmp_path, [("p1", label, ["a, b"]), ("p2", label, ["a b"])])
     _, decision = shop.run("evaluate_suite", InstructionsSuite(name="i"), {"generations": ref})
@@ -180,7 +174,7 @@ def test_instructions_and_refusals_need_no_function(shop: Workshop, tmp_path: Pa
     assert report_of(shop, suite)["lower_is_better"] == ["over_refusal", "unsafe_compliance"]
 
 
-def test_a_reward_model_scores_the_answers(shop: Workshop, policy: Path, tmp_path: Path) -> None:
+def test_a_reward_model_scores_the_answers(shop, policy, tmp_path):
     pairs, start = preferences(shop.store, tmp_path, held_out=4), shop.store.external(PolicyRef, policy)
     training = RewardModelConfig(max_length=48, loop=LoopConfig(batch_size=4), optimizer=OptimizerConfig())
     model, _ = shop.run("reward_model", training, {"policy": start, "preferences": pairs})
@@ -212,9 +206,7 @@ def prefers_polite(asked: str) -> str:
     return "Better: B" if "please" in second.split("\n")[0] and "please" not in first else "Better: A"
 
 
-def test_a_judge_is_asked_in_both_orders_and_a_choice_by_place_is_a_tie(
-    shop: Workshop, server: ChatServer, tmp_path: Path
-) -> None:
+def test_a_judge_is_asked_in_both_orders_and_a_choice_by_place_is_a_tie(shop, server, tmp_path):
     server.says = prefers_polite
     config = JudgeSuite(name="j", judge=JudgeAnnotator(url=server.url, model="m"), against="base")
     ours = answers(shop.store, tmp_path, [("p1", "", ["please do"]), ("p2", "", ["go"]), ("p3", "", ["x"])])
@@ -232,7 +224,7 @@ def test_a_judge_is_asked_in_both_orders_and_a_choice_by_place_is_a_tie(
         shop.run("evaluate_suite", config, {"generations": ours, "opponent": other})
 
 
-def test_name_prompts_and_sampling_are_in_no_key_and_the_rubric_file_is(tmp_path: Path) -> None:
+def test_name_prompts_and_sampling_are_in_no_key_and_the_rubric_file_is(tmp_path):
     plain = InstructionsSuite(name="a")
     other = InstructionsSuite(name="b", prompts=SuitePromptsConfig(path="x.jsonl"), generate=GenerateConfig())
     assert keyed(plain) == keyed(other) == {"type": "instructions"}

@@ -4,8 +4,6 @@ What is not installed beside this project is named by variables: the interpreter
 installed in.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -67,32 +65,32 @@ def assert_learns(root: Path, agent: AgentConfig, *, most: float, steps: int = 2
     assert rewards[0] < 0.1 and rewards[-1] > 0.9 * most
 
 
-def test_an_agent_file_of_openrlhf(tmp_path: Path) -> None:
+def test_an_agent_file_of_openrlhf(tmp_path):
     assert_learns(tmp_path, OpenRLHFAgent(file=str(PROGRAMS / "openrlhf_agent.py"), **LIMITS), most=2.0)
 
 
-def test_an_agent_that_knows_openais_client_alone(tmp_path: Path) -> None:
+def test_an_agent_that_knows_openais_client_alone(tmp_path):
     agent = ProgramAgent(command=("python", str(AGENTS / "openai_agent.py")), **LIMITS)
     assert len(rewards_of_grpo(tmp_path, agent=agent, steps=2, prompts=2, samples=2)) == 2
 
 
-def test_a_program_that_posts_to_the_endpoint(tmp_path: Path) -> None:
+def test_a_program_that_posts_to_the_endpoint(tmp_path):
     agent = ProgramAgent(command=("python", "-I", "-S", str(PROGRAMS / "http_agent.py")), **LIMITS)
     assert_learns(tmp_path, agent, most=1.0, steps=14)
 
 
-def test_an_openenv_server(tmp_path: Path) -> None:
+def test_an_openenv_server(tmp_path):
     with server(interpreter("RLHF_TEST_OPENENV_PYTHON"), "openenv_server.py", "/health") as url:
         # A second turn rarely fits into the 64 tokens.
         assert_learns(tmp_path, OpenEnvAgent(url=url, **LIMITS), most=1.0)
 
 
-def test_a_nemo_gym_resources_server(tmp_path: Path) -> None:
+def test_a_nemo_gym_resources_server(tmp_path):
     with server(interpreter("RLHF_TEST_NEMO_GYM_PYTHON"), "nemo_gym_server.py", "/openapi.json") as url:
         assert_learns(tmp_path, NemoGymAgent(url=url, **LIMITS), most=1.0)
 
 
-def test_an_environment_of_verifiers(tmp_path: Path) -> None:
+def test_an_environment_of_verifiers(tmp_path):
     agent = VerifiersAgent(
         python=interpreter("RLHF_TEST_VERIFIERS_LEGACY_PYTHON"),
         environment="digits-env",

@@ -1,7 +1,5 @@
 """Policy optimisation against reward functions of others, unchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ PROGRAMS = Path(__file__).parent / "programs"
         pytest.param("trl_reward.py:digits_reward_async", id="TRL-async"),
     ],
 )
-def test_grpo_learns_what_they_reward(tmp_path: Path, function: str) -> None:
+def test_grpo_learns_what_they_reward(tmp_path, function):
     """They pay the share of digits in the answer: from 0.05 at random to almost 1."""
     reward = FunctionReward(function=f"{PROGRAMS}/{function}")
     rewards = rewards_of_grpo(tmp_path, reward=reward, steps=20, samples=8)

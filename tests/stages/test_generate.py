@@ -1,7 +1,5 @@
 """Sampling: seeds, shards, resumption and the metrics, with a tiny policy in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +30,7 @@ def workshop(root: Path, policy: Path, prompts: list[Prompt]) -> tuple[Workshop,
     return Workshop(store), inputs
 
 
-def test_every_prompt_gets_its_samples_from_their_own_seeds(tmp_path: Path, policy: Path) -> None:
+def test_every_prompt_gets_its_samples_from_their_own_seeds(tmp_path, policy):
     shop, inputs = workshop(tmp_path, policy, PROMPTS)
     ref, decision = shop.run("generate", CONFIG, inputs)
     made = read_generations(shop.store.path(ref))
@@ -50,7 +48,7 @@ def test_every_prompt_gets_its_samples_from_their_own_seeds(tmp_path: Path, poli
     assert len(shop.tracker.tables["samples/generations"][1]) == 15
 
 
-def test_an_interrupted_run_goes_on_after_its_last_shard_and_draws_the_same(tmp_path: Path, policy: Path) -> None:
+def test_an_interrupted_run_goes_on_after_its_last_shard_and_draws_the_same(tmp_path, policy):
     shop, inputs = workshop(tmp_path / "a", policy, PROMPTS)
     sampled: list[int] = []
 
@@ -69,9 +67,7 @@ def test_an_interrupted_run_goes_on_after_its_last_shard_and_draws_the_same(tmp_
     assert ref.digest == uninterrupted.digest
 
 
-def test_a_resumed_run_asks_in_the_batches_of_an_uninterrupted_one(
-    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_asks_in_the_batches_of_an_uninterrupted_one(tmp_path, policy, monkeypatch):
     """Equal bits need equal batches: who is asked together must not depend on what an earlier attempt has done."""
     asked: list[list[SamplingRequest]] = []
     generate = HFSampler.generate
@@ -97,7 +93,7 @@ def test_a_resumed_run_asks_in_the_batches_of_an_uninterrupted_one(
 
 
 @pytest.mark.parametrize("other", [1, 3, 8])
-def test_a_stage_is_found_and_resumed_with_other_shards(tmp_path: Path, policy: Path, other: int) -> None:
+def test_a_stage_is_found_and_resumed_with_other_shards(tmp_path, policy, other):
     """The shards that are there keep their rows; what they do not answer is cut anew."""
     recut = CONFIG.model_copy(update={"shard_size": other})
 
@@ -123,7 +119,7 @@ def test_a_stage_is_found_and_resumed_with_other_shards(tmp_path: Path, policy: 
     assert made == near(expected, of_model(SHAPE))
 
 
-def test_a_shard_that_somebody_removed_is_made_again(tmp_path: Path, policy: Path) -> None:
+def test_a_shard_that_somebody_removed_is_made_again(tmp_path, policy):
     def interrupt(done: int, total: int, message: str) -> None:
         if done == 3:
             raise KeyboardInterrupt
@@ -138,7 +134,7 @@ def test_a_shard_that_somebody_removed_is_made_again(tmp_path: Path, policy: Pat
     assert made == [f"p{number}" for number in range(5) for _ in range(3)]
 
 
-def test_the_order_of_prompts_does_not_change_what_is_drawn_and_the_round_does(tmp_path: Path, policy: Path) -> None:
+def test_the_order_of_prompts_does_not_change_what_is_drawn_and_the_round_does(tmp_path, policy):
     def drawn(name: str, prompts: list[Prompt], config: GenerateConfig) -> dict[str, list[str]]:
         shop, inputs = workshop(tmp_path / name, policy, prompts)
         ref, _ = shop.run("generate", config, inputs)
@@ -152,18 +148,18 @@ def test_the_order_of_prompts_does_not_change_what_is_drawn_and_the_round_does(t
     assert drawn("later", PROMPTS, CONFIG.model_copy(update={"round": 1})) != forward
 
 
-def test_the_prompts_are_cut_into_shards_and_limited() -> None:
+def test_the_prompts_are_cut_into_shards_and_limited():
     assert [len(piece) for piece in cut(PROMPTS, 2)] == [2, 2, 1]
     assert chosen(PROMPTS, CONFIG) == PROMPTS
     assert chosen(PROMPTS, CONFIG.model_copy(update={"max_prompts": 3})) == PROMPTS[:3]
 
 
-def test_no_prompts_are_an_error() -> None:
+def test_no_prompts_are_an_error():
     with pytest.raises(DataError, match="there are no prompts to answer"):
         chosen([], CONFIG)
 
 
-def test_the_metrics_match_hand_computed_numbers() -> None:
+def test_the_metrics_match_hand_computed_numbers():
     prompt = generation("b", "").prompt
     rows = [
         generation("a", "x", tokens=2),
@@ -179,7 +175,7 @@ def test_the_metrics_match_hand_computed_numbers() -> None:
     }
 
 
-def test_what_a_policy_is_asked_instead_changes_the_answer_and_not_the_prompt(tmp_path: Path, policy: Path) -> None:
+def test_what_a_policy_is_asked_instead_changes_the_answer_and_not_the_prompt(tmp_path, policy):
     shop, inputs = workshop(tmp_path, policy, PROMPTS)
     asked = [Prompt(one.id, (Message("user", "What is 12 + 30?"),), "", "test") for one in PROMPTS[:1]]
     write_prompts(tmp_path / "asked", asked)

@@ -1,20 +1,15 @@
 """A policy from outside is one of ours afterwards."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.errors import ConfigError
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
 from stages.config.import_policy import ImportPolicyConfig, content_digests
 from tests.support.workshop import Workshop
 
 
-def test_a_folder_becomes_a_policy_with_its_weights_and_template(store: ArtifactStore, policy: Path) -> None:
+def test_a_folder_becomes_a_policy_with_its_weights_and_template(store, policy):
     config = ImportPolicyConfig(model=PretrainedModel(path=str(policy)))
     ref, _ = Workshop(store).run("import_policy", config, {}, files=content_digests(config))
     assert isinstance(ref, PolicyRef)
@@ -31,9 +26,7 @@ def test_a_folder_becomes_a_policy_with_its_weights_and_template(store: Artifact
         ({"path": ".", "gguf_file": "q4.gguf"}, r"model\.gguf_file = 'q4\.gguf': is not in \."),
     ],
 )
-def test_a_model_that_there_is_not_is_refused_by_the_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, str], rule: str
-) -> None:
+def test_a_model_that_there_is_not_is_refused_by_the_plan(tmp_path, monkeypatch, model, rule):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rule):
         content_digests(ImportPolicyConfig(model=PretrainedModel(**model)))

@@ -1,7 +1,5 @@
 """A sequence classifier from outside is checked, copied and scored as transformers scores it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -27,7 +25,7 @@ from tests.support.workshop import Workshop, quiet
 
 
 @pytest.fixture(scope="module")
-def made(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(policy: Path, tmp_path_factory) -> Path:
     """What a user has: a classifier that transformers saved, with other weights than the policy's, and its tokenizer."""
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -44,7 +42,7 @@ def made(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def outside(made: Path, tmp_path: Path) -> Path:
+def outside(made: Path, tmp_path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "outside"))
 
 
@@ -56,9 +54,7 @@ def imported(store: ArtifactStore, policy: Path, outside: Path, **changes: Any) 
     return store.path(ref)
 
 
-def test_its_scores_are_those_of_transformers_own_pipeline_on_the_same_text(
-    tmp_path: Path, policy: Path, outside: Path
-) -> None:
+def test_its_scores_are_those_of_transformers_own_pipeline_on_the_same_text(tmp_path, policy, outside):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
     folder = imported(ArtifactStore(tmp_path / "store"), policy, outside)
@@ -80,7 +76,7 @@ def test_its_scores_are_those_of_transformers_own_pipeline_on_the_same_text(
     assert not (folder / "optimizer.pt").exists()
 
 
-def test_it_scores_answers_like_a_reward_model_of_our_own(tmp_path: Path, policy: Path, outside: Path) -> None:
+def test_it_scores_answers_like_a_reward_model_of_our_own(tmp_path, policy, outside):
     from contextlib import ExitStack
 
     from rlhf_core.config.rewards import RewardModelReward
@@ -110,7 +106,7 @@ def test_it_scores_answers_like_a_reward_model_of_our_own(tmp_path: Path, policy
         _open_here(RewardModelReward(), {"reward_model": other}, context, leases)
 
 
-def test_its_key_is_what_is_in_it_and_not_where_it_is(tmp_path: Path, outside: Path) -> None:
+def test_its_key_is_what_is_in_it_and_not_where_it_is(tmp_path, outside):
     elsewhere = shutil.copytree(outside, tmp_path / "elsewhere")
     (elsewhere / "optimizer.pt").write_bytes(b"another")
     digests = [content_digests(ImportRewardModelConfig(path=str(folder))) for folder in (outside, elsewhere)]
@@ -193,7 +189,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_folder_that_is_none_of_ours_is_refused_with_what_to_do(outside: Path, case: str) -> None:
+def test_a_folder_that_is_none_of_ours_is_refused_with_what_to_do(outside, case):
     change, rule = REFUSED[case]
     change(outside)
     with pytest.raises(ConfigError, match=rf"import_reward_model\.path.*{rule}"):
@@ -201,9 +197,7 @@ def test_a_folder_that_is_none_of_ours_is_refused_with_what_to_do(outside: Path,
 
 
 @pytest.mark.parametrize("changed", ["model.safetensors", "config.json", "added.json"])
-def test_files_that_changed_between_the_plan_and_the_copy_are_refused(
-    tmp_path: Path, policy: Path, outside: Path, changed: str
-) -> None:
+def test_files_that_changed_between_the_plan_and_the_copy_are_refused(tmp_path, policy, outside, changed):
     store, shop = ArtifactStore(tmp_path / "store"), Workshop(ArtifactStore(tmp_path / "store"))
     config = ImportRewardModelConfig(path=str(outside))
     inputs = {"policy": store.external(PolicyRef, policy)}
@@ -228,9 +222,7 @@ def test_files_that_changed_between_the_plan_and_the_copy_are_refused(
     execute_it()  # what was planned is there again
 
 
-def test_one_of_openrlhf_says_nothing_of_its_outputs_and_is_read_as_it_is(
-    tmp_path: Path, policy: Path, outside: Path
-) -> None:
+def test_one_of_openrlhf_says_nothing_of_its_outputs_and_is_read_as_it_is(tmp_path, policy, outside):
     store = ArtifactStore(tmp_path / "store")
     plain = json.loads((imported(store, policy, outside) / "contract.json").read_text())
     rewrite(
@@ -246,9 +238,7 @@ def test_one_of_openrlhf_says_nothing_of_its_outputs_and_is_read_as_it_is(
     assert AutoConfig.from_pretrained(theirs).num_labels == 1
 
 
-def test_one_with_another_tokenizer_than_the_policys_is_refused_before_anything_is_trained(
-    tmp_path: Path, policy: Path, outside: Path
-) -> None:
+def test_one_with_another_tokenizer_than_the_policys_is_refused_before_anything_is_trained(tmp_path, policy, outside):
     from rlhf_core.models.initialise import train_tokenizer
 
     train_tokenizer(["quite another text, with other pairs of letters"] * 5, vocab_size=300, folder=outside)
@@ -256,7 +246,7 @@ def test_one_with_another_tokenizer_than_the_policys_is_refused_before_anything_
         imported(ArtifactStore(tmp_path / "store"), policy, outside)
 
 
-def test_a_profile_that_openrlhfs_script_became_imports_its_reward_model(tmp_path: Path, outside: Path) -> None:
+def test_a_profile_that_openrlhfs_script_became_imports_its_reward_model(tmp_path, outside):
     (tmp_path / "d.jsonl").write_text('{"input": "hi"}\n')
     script = (
         f"python -m openrlhf.cli.train_ppo_ray --pretrain {outside} --reward_pretrain {outside} "
@@ -270,9 +260,9 @@ def test_a_profile_that_openrlhfs_script_became_imports_its_reward_model(tmp_pat
     assert config.import_reward_model == ImportRewardModelConfig(path=str(outside))
     planned = plan(config, ArtifactStore(tmp_path / "store"))
     assert [stage.label for stage in planned][:3] == ["prepare_data", "import_reward_model", "ppo"]
-    assert list(planned[2].spec.inputs["reward_models"]) == ["reward_model"]  # type: ignore[union-attr]
+    assert list(planned[2].spec.inputs["reward_models"]) == ["reward_model"]
 
 
-def test_a_run_has_one_reward_model() -> None:
+def test_a_run_has_one_reward_model():
     with pytest.raises(ConfigError, match="takes the place of \\[reward_model\\]"):
         load_profile("tiny/full", ["import_reward_model.path=rm"])

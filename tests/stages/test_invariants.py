@@ -1,7 +1,5 @@
 """Invariants of the whole loop that no single module owns; the others are listed in docs/algorithms.md."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,7 +48,7 @@ def mismatch(trainer: Trainer, sampler: Sampler) -> list[float]:
     ]
 
 
-def test_at_learning_rate_0_nothing_drifts_however_often_the_weights_are_synced(tmp_path: Path, policy: Path) -> None:
+def test_at_learning_rate_0_nothing_drifts_however_often_the_weights_are_synced(tmp_path, policy):
     from rlhf_core.training.objectives.base import SftObjective
 
     with engines(policy, tmp_path) as (trainer, sampler):
@@ -65,7 +63,7 @@ def test_at_learning_rate_0_nothing_drifts_however_often_the_weights_are_synced(
     assert all(values == seen[0] for values in seen)
 
 
-def test_every_tensor_of_the_policy_arrives_in_the_sampler(tmp_path: Path, policy: Path) -> None:
+def test_every_tensor_of_the_policy_arrives_in_the_sampler(tmp_path, policy):
     from rlhf_core.training.objectives.base import SftObjective
 
     with engines(policy, tmp_path) as (trainer, sampler):
@@ -79,7 +77,7 @@ def test_every_tensor_of_the_policy_arrives_in_the_sampler(tmp_path: Path, polic
     assert all(torch.equal(served[name], tensor) for name, tensor in weights.payload.items())
 
 
-def test_twin_runs_have_identical_curves(tmp_path: Path, policy: Path) -> None:
+def test_twin_runs_have_identical_curves(tmp_path, policy):
     settings = PPOConfig.model_validate(
         {
             "steps": 3,
@@ -102,7 +100,7 @@ def test_twin_runs_have_identical_curves(tmp_path: Path, policy: Path) -> None:
     assert curves[0] == curves[1]
 
 
-def test_a_reward_model_scores_alike_in_training_in_transformers_and_as_a_reward(tmp_path: Path, policy: Path) -> None:
+def test_a_reward_model_scores_alike_in_training_in_transformers_and_as_a_reward(tmp_path, policy):
     from transformers import AutoModelForSequenceClassification
 
     from rlhf_core.data.chat import ChatTemplate

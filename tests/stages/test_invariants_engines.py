@@ -3,8 +3,6 @@
 test_invariants.py has them for the plain engine and transformers. One runtime for all tests of this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,7 +52,7 @@ SFT = SftObjective(pack_to=None)
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def policy(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=folder)
     initialise_llama(SHAPE, folder, seed=7)
@@ -105,9 +103,7 @@ def mismatch(trainer: Trainer, sampler: Sampler) -> list[float]:
 
 
 @pytest.mark.smoke
-def test_at_learning_rate_0_nothing_drifts_however_often_the_weights_are_synced(
-    runtime: RayRuntime, policy: Path
-) -> None:
+def test_at_learning_rate_0_nothing_drifts_however_often_the_weights_are_synced(runtime, policy):
     """Weights exactly; what vLLM and the trainer say of them to the rounding of float32, whatever batches vLLM forms."""
     spec = ModelSpec(str(policy), "lm", None, 1)
     with runtime.trainer("policy", spec, FAST) as trainer, runtime.sampler(policy) as sampler:
@@ -127,7 +123,7 @@ def test_at_learning_rate_0_nothing_drifts_however_often_the_weights_are_synced(
         assert values == pytest.approx(seen[0], abs=1e-5)
 
 
-def test_every_tensor_of_the_policy_arrives_in_the_sampler(runtime: RayRuntime, policy: Path) -> None:
+def test_every_tensor_of_the_policy_arrives_in_the_sampler(runtime, policy):
     """vLLM fuses and renames tensors, so what arrives is told by what it computes: each tensor alone changes that."""
     spec = ModelSpec(str(policy), "lm", None, 1)
     with runtime.trainer("policy", spec, FAST) as trainer, runtime.sampler(policy) as sampler:
@@ -165,7 +161,7 @@ def largest_change(
     return max(changes)
 
 
-def test_twin_runs_have_identical_curves(runtime: RayRuntime, tmp_path: Path, policy: Path) -> None:
+def test_twin_runs_have_identical_curves(runtime, tmp_path, policy):
     settings = PPOConfig.model_validate(
         {
             "steps": 2,

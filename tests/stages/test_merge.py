@@ -54,9 +54,7 @@ def merged(root: Path, config: MergeConfig, folders: dict[str, Path]) -> Path:
         ({"type": "ties", "density": 1.0}, -0.25),  # the second one's sign is that of the sum
     ],
 )
-def test_every_tensor_of_a_policy_is_merged(
-    tmp_path: Path, policy: Path, files: int, method: dict[str, Any], expected: float
-) -> None:
+def test_every_tensor_of_a_policy_is_merged(tmp_path, policy, files, method, expected):
     folders = {
         "start": policy,
         "up": moved(policy, tmp_path / "up", 0.5, files=files),
@@ -75,7 +73,7 @@ def test_every_tensor_of_a_policy_is_merged(
     assert AutoModelForCausalLM.from_pretrained(folder) is not None
 
 
-def test_policies_that_do_not_belong_together_are_refused(tmp_path: Path, policy: Path) -> None:
+def test_policies_that_do_not_belong_together_are_refused(tmp_path, policy):
     wide = make_policy(tmp_path / "wide")
     initialise_llama(SHAPE.model_copy(update={"hidden_size": 2 * SHAPE.hidden_size}), wide, seed=7)
     with pytest.raises(
@@ -95,6 +93,6 @@ def test_policies_that_do_not_belong_together_are_refused(tmp_path: Path, policy
         ),
     ],
 )
-def test_weights_that_mean_no_merge_are_refused(table: dict[str, Any], message: str) -> None:
+def test_weights_that_mean_no_merge_are_refused(table, message):
     with pytest.raises(ValidationError, match=message):
         MergeConfig.model_validate(table)

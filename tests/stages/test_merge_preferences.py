@@ -1,7 +1,5 @@
 """The union of pairs: their sources, repeated pairs, and prompts that are held out anywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlhf_core.data.tables import Preference, read_preferences, write_preferences
@@ -24,9 +22,7 @@ def collected(
     return store.external(PreferencesRef, folder)
 
 
-def test_no_prompt_that_is_measured_on_is_trained_on_and_no_pair_counts_twice(
-    tmp_path: Path, store: ArtifactStore
-) -> None:
+def test_no_prompt_that_is_measured_on_is_trained_on_and_no_pair_counts_twice(tmp_path, store):
     inputs = {
         "preferences": {
             "round_2": collected(store, tmp_path / "2", [pair("p1"), pair("p3", "other")], [pair("p5")]),

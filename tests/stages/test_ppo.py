@@ -1,7 +1,5 @@
 """Policy optimisation: the order of prompts, the first ratio, learning, and a killed run's bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -64,9 +62,7 @@ def config(**changes: Any) -> PPOConfig:
 @pytest.mark.parametrize(
     "advantage", ["gae", "reinforce++", "reinforce++-baseline", "rloo", "grpo", "dr_grpo", "opo", "remax"]
 )
-def test_the_first_update_is_on_policy_and_the_reference_is_at_distance_zero(
-    tmp_path: Path, policy: Path, advantage: str
-) -> None:
+def test_the_first_update_is_on_policy_and_the_reference_is_at_distance_zero(tmp_path, policy, advantage):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     held = {"kl": {"coef": 0.01, "in": "loss" if advantage == "grpo" else "reward"}}
     shop.run("ppo", config(advantage={"type": advantage}, steps=2, **held), inputs)
@@ -77,7 +73,7 @@ def test_the_first_update_is_on_policy_and_the_reference_is_at_distance_zero(
 
 
 @pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "sapo", "gmpo", "dppo", "clip_cov"])
-def test_the_reward_rises(tmp_path: Path, policy: Path, loss: str) -> None:
+def test_the_reward_rises(tmp_path, policy, loss):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     fast = OptimizerConfig(learning_rate=2e-2, schedule="constant")
     settings = {
@@ -97,7 +93,7 @@ def test_the_reward_rises(tmp_path: Path, policy: Path, loss: str) -> None:
 FALLING = {"schedule": "linear", "warmup_fraction": 0.0, "min_lr_fraction": 0.0}
 
 
-def test_the_policys_schedule_begins_after_the_warm_up_of_the_value_model(tmp_path: Path, policy: Path) -> None:
+def test_the_policys_schedule_begins_after_the_warm_up_of_the_value_model(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     settings = {
         "value": {"warmup_steps": 2, "optimizer": OptimizerConfig(learning_rate=1e-3, **FALLING)},
@@ -109,7 +105,7 @@ def test_the_policys_schedule_begins_after_the_warm_up_of_the_value_model(tmp_pa
     assert series(shop, "value/learning_rate") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
-def test_without_a_value_model_the_policy_waits_for_nothing(tmp_path: Path, policy: Path) -> None:
+def test_without_a_value_model_the_policy_waits_for_nothing(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     shop.run("ppo", config(advantage={"type": "rloo"}, steps=2, value={"warmup_steps": 9}), inputs)
     assert len(series(shop, "policy/learning_rate")) == 2
@@ -125,7 +121,7 @@ def test_without_a_value_model_the_policy_waits_for_nothing(tmp_path: Path, poli
     ],
     ids=["gae", "grpo", "grpo without a reference", "a moving reference"],
 )
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path, changes: dict[str, Any]) -> None:
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path, policy, changes):
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, _ = whole.run("ppo", config(**changes), inputs)
     killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
@@ -133,7 +129,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path, cha
     assert ref.digest == expected.digest
 
 
-def test_a_reference_that_takes_over_the_policy_at_every_step_is_at_distance_zero(tmp_path: Path, policy: Path) -> None:
+def test_a_reference_that_takes_over_the_policy_at_every_step_is_at_distance_zero(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
 
     def held(every: int) -> PPOConfig:
@@ -163,9 +159,7 @@ class Recording(LocalRuntime):
 
 
 @pytest.mark.parametrize("advantage", ["gae", "rloo"])
-def test_without_a_coefficient_no_reference_is_loaded_and_the_weights_are_the_same(
-    tmp_path: Path, policy: Path, advantage: str
-) -> None:
+def test_without_a_coefficient_no_reference_is_loaded_and_the_weights_are_the_same(tmp_path, policy, advantage):
     made = {}
     # 1e-30 of any log-ratio (at most 20) is absorbed where it is added to a reward or a value of 1e-6 or more in float32.
     for name, coef in (("without", 0.0), ("with", 1e-30)):
@@ -202,7 +196,7 @@ def parts_of(config: PPOConfig, trainer: Any) -> Any:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 8])
-def test_no_mini_batch_is_empty_where_few_rows_are_left(rows: int) -> None:
+def test_no_mini_batch_is_empty_where_few_rows_are_left(rows):
     sizes = []
 
     class Counting(Scripted):
@@ -211,21 +205,19 @@ def test_no_mini_batch_is_empty_where_few_rows_are_left(rows: int) -> None:
             return {"loss": 0.0}
 
     trainer: Any = Counting()
-    update(parts_of(config(advantage={"type": "rloo"}, minibatches=4), trainer), 0, range(rows), [], 0.0)  # type: ignore[arg-type]
+    update(parts_of(config(advantage={"type": "rloo"}, minibatches=4), trainer), 0, range(rows), [], 0.0)
     assert len(sizes) == min(4, rows) and sum(sizes) == rows and 0 not in sizes
 
 
-def test_the_largest_ratio_of_a_step_is_that_of_its_updates(tmp_path: Path) -> None:
+def test_the_largest_ratio_of_a_step_is_that_of_its_updates(tmp_path):
     trainer: Any = Scripted(1.0, 5.0, 1.5, 1.0)
     settings = config(advantage={"type": "rloo"}, epochs=2, minibatches=2)
-    metrics = update(parts_of(settings, trainer), 0, range(8), [], 0.0)  # type: ignore[arg-type]
+    metrics = update(parts_of(settings, trainer), 0, range(8), [], 0.0)
     assert metrics["policy/loss"] == pytest.approx((1.0 + 5.0 + 1.5 + 1.0) / 4)
     assert metrics["policy/ratio_max"] == 5.0
 
 
-def test_a_stage_that_is_asked_to_stop_saves_between_its_checkpoints_and_loses_no_step(
-    tmp_path: Path, policy: Path
-) -> None:
+def test_a_stage_that_is_asked_to_stop_saves_between_its_checkpoints_and_loses_no_step(tmp_path, policy):
     rarely = config(checkpoint_every=4)
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, _ = whole.run("ppo", rarely, inputs)
@@ -235,9 +227,7 @@ def test_a_stage_that_is_asked_to_stop_saves_between_its_checkpoints_and_loses_n
     assert ref.digest == expected.digest
 
 
-def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(
-    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(tmp_path, policy, monkeypatch):
     sampled: list[int] = []
 
     draw = WholeAnswers.sample_round
@@ -260,7 +250,7 @@ def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(
     assert ref.digest == expected.digest
 
 
-def test_a_group_estimator_needs_a_group_and_minibatches_need_rollouts() -> None:
+def test_a_group_estimator_needs_a_group_and_minibatches_need_rollouts():
     with pytest.raises(ValidationError, match="samples_per_prompt = 1: grpo compares"):
         config(advantage={"type": "grpo"}, samples_per_prompt=1)
     with pytest.raises(ValidationError, match="minibatches = 9: must be <= the 8 rollouts"):
@@ -280,14 +270,12 @@ def test_a_group_estimator_needs_a_group_and_minibatches_need_rollouts() -> None
         ({"steps": 4, "value": {"warmup_steps": 4}}, r"value.warmup_steps = 4: must be < steps = 4.*; lower it"),
     ],
 )
-def test_settings_that_would_quietly_spoil_the_gradient_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_settings_that_would_quietly_spoil_the_gradient_are_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
         config(**changes)
 
 
-def test_with_the_samplers_own_probabilities_as_pi_old_nothing_is_computed_anew_or_corrected(
-    tmp_path: Path, policy: Path
-) -> None:
+def test_with_the_samplers_own_probabilities_as_pi_old_nothing_is_computed_anew_or_corrected(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     shop.run("ppo", config(correction={"level": "off", "pi_old": "sampler"}, steps=1), inputs)
     assert series(shop, "mismatch/log_q_max") == [0.0]
@@ -296,7 +284,7 @@ def test_with_the_samplers_own_probabilities_as_pi_old_nothing_is_computed_anew_
         config(correction={"pi_old": "sampler"})
 
 
-def test_demonstrations_are_mixed_into_every_update(tmp_path: Path, policy: Path) -> None:
+def test_demonstrations_are_mixed_into_every_update(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     inputs["demonstrations"] = demonstrations(shop.store, tmp_path)
     fast = OptimizerConfig(learning_rate=1e-2, schedule="constant")
@@ -308,13 +296,13 @@ def test_demonstrations_are_mixed_into_every_update(tmp_path: Path, policy: Path
     assert plain.run("ppo", config(optimizer=fast, steps=6), inputs)[0].digest != ref.digest
 
 
-def test_a_mix_without_demonstrations_is_an_error(tmp_path: Path, policy: Path) -> None:
+def test_a_mix_without_demonstrations_is_an_error(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     with pytest.raises(ConfigError, match=r"ppo\.ptx = 0\.1: there are no demonstrations to mix in"):
         shop.run("ppo", config(ptx={}), inputs)
 
 
-def test_dynamic_sampling_replaces_groups_without_a_gradient_and_resumes_bitwise(tmp_path: Path, policy: Path) -> None:
+def test_dynamic_sampling_replaces_groups_without_a_gradient_and_resumes_bitwise(tmp_path, policy):
     terms = {"fourth": FunctionReward(function="tests.stages.test_ppo:every_fourth")}
     settings = {"rewards": RewardsConfig(terms=terms), "advantage": {"type": "dr_grpo"}}
     plain, inputs = shop_and_inputs(tmp_path / "plain", policy)
@@ -331,7 +319,7 @@ def test_dynamic_sampling_replaces_groups_without_a_gradient_and_resumes_bitwise
         config(samples_per_prompt=1, ahead="dynamic")
 
 
-def test_grpo_may_have_the_penalty_in_the_loss() -> None:
+def test_grpo_may_have_the_penalty_in_the_loss():
     assert config(advantage={"type": "grpo"}, kl={"in": "loss", "coef": 0.1}).kl.coef == 0.1
 
 
@@ -344,9 +332,7 @@ OVERLAPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_with_overlap_a_run_killed_at_every_step_ends_with_the_same_bytes_and_metrics(
-    tmp_path: Path, policy: Path, overlap: str
-) -> None:
+def test_with_overlap_a_run_killed_at_every_step_ends_with_the_same_bytes_and_metrics(tmp_path, policy, overlap):
     settings = config(**OVERLAPS[overlap], advantage={"type": "rloo"}, checkpoint_every=2)
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, _ = whole.run("ppo", settings, inputs)
@@ -366,7 +352,7 @@ def test_with_overlap_a_run_killed_at_every_step_ends_with_the_same_bytes_and_me
 
 
 @pytest.mark.parametrize("overlap", ["two steps off", "partial, one step off"])
-def test_with_overlap_a_stage_that_is_asked_to_stop_loses_nothing(tmp_path: Path, policy: Path, overlap: str) -> None:
+def test_with_overlap_a_stage_that_is_asked_to_stop_loses_nothing(tmp_path, policy, overlap):
     settings = config(**OVERLAPS[overlap], advantage={"type": "rloo"}, checkpoint_every=4)
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, _ = whole.run("ppo", settings, inputs)
@@ -376,7 +362,7 @@ def test_with_overlap_a_stage_that_is_asked_to_stop_loses_nothing(tmp_path: Path
     assert ref.digest == expected.digest
 
 
-def test_old_rollouts_are_corrected_and_their_age_and_what_they_cost_is_said(tmp_path: Path, policy: Path) -> None:
+def test_old_rollouts_are_corrected_and_their_age_and_what_they_cost_is_said(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     shop.run("ppo", config(ahead={"type": "staleness", "steps": 2}, advantage={"type": "rloo"}), inputs)
     assert series(shop, "rollout/staleness") == [0, 1, 2, 2]
@@ -390,7 +376,7 @@ def test_old_rollouts_are_corrected_and_their_age_and_what_they_cost_is_said(tmp
     assert len(series(shop, "time/wait_for_rollouts")) == 4
 
 
-def test_an_answer_that_two_policies_wrote_has_the_log_probs_of_each(tmp_path: Path, policy: Path) -> None:
+def test_an_answer_that_two_policies_wrote_has_the_log_probs_of_each(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     partial = {
         "ahead": {"type": "partial", "tokens": 2, "in_flight_groups": 8},
@@ -410,7 +396,7 @@ def of_two_sources(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]:
     return shop, inputs | {"prompts": shop.store.external(PromptsRef, root / "mixed")}
 
 
-def test_a_mixture_of_sources_with_terms_of_their_own_continues_after_a_kill(tmp_path: Path, policy: Path) -> None:
+def test_a_mixture_of_sources_with_terms_of_their_own_continues_after_a_kill(tmp_path, policy):
     short = FunctionReward(function="tests.stages.test_ppo:short_is_good")
     terms = {
         "desk": short.model_copy(update={"sources": ("desk",)}),
@@ -435,9 +421,7 @@ def test_a_mixture_of_sources_with_terms_of_their_own_continues_after_a_kill(tmp
         ),
     ],
 )
-def test_sources_that_do_not_fit_the_prompts_are_refused_before_a_model_is_loaded(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_sources_that_do_not_fit_the_prompts_are_refused_before_a_model_is_loaded(changes, message):
     prompts = [Prompt("a", (), "", "sums"), Prompt("b", (), "", "desk")]
     with pytest.raises(ConfigError, match=message):
         sources_used(config(**changes), prompts)

@@ -1,7 +1,5 @@
 """The stage as a whole, in a real store with a tiny model."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -26,7 +24,7 @@ SMALL = SupportWorld(
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Workshop:
+def shop(tmp_path) -> Workshop:
     return Workshop(ArtifactStore(tmp_path / "store"))
 
 
@@ -48,7 +46,7 @@ def write_questions(path: Path) -> Path:
     return path
 
 
-def test_the_support_world_becomes_tables_and_a_base_model(shop: Workshop) -> None:
+def test_the_support_world_becomes_tables_and_a_base_model(shop):
     ref, metrics = prepare(shop, PrepareDataConfig(data=SMALL, model=SHAPE))
     parts = (ref.demonstrations, ref.preferences, ref.prompts, ref.eval_prompts, ref.base)
     demonstrations, preferences, prompts, eval_prompts, base = (shop.store.path(part) for part in parts if part)
@@ -65,7 +63,7 @@ def test_the_support_world_becomes_tables_and_a_base_model(shop: Workshop) -> No
     assert 0.6 < metrics["annotator/agreement"] <= 1.0
 
 
-def test_the_same_configuration_is_done_once_and_gives_the_same_digest(shop: Workshop, tmp_path: Path) -> None:
+def test_the_same_configuration_is_done_once_and_gives_the_same_digest(shop, tmp_path):
     config = PrepareDataConfig(data=SMALL, model=SHAPE)
     first, _ = prepare(shop, config)
     again, decision = shop.run("prepare_data", config, {})
@@ -74,15 +72,14 @@ def test_the_same_configuration_is_done_once_and_gives_the_same_digest(shop: Wor
     assert elsewhere.digest == first.digest
 
 
-def test_arithmetic_prompts_carry_their_answers(shop: Workshop) -> None:
+def test_arithmetic_prompts_carry_their_answers(shop):
     world = ArithmeticWorld(demonstrations=20, preferences=5, prompts=10, eval_prompts=5)
     ref, metrics = prepare(shop, PrepareDataConfig(data=world, model=SHAPE))
-    assert ref.prompts is not None
     assert all(prompt.label.isdigit() for prompt in read_prompts(shop.store.path(ref.prompts)))
     assert metrics["rows/prompts"] == 10
 
 
-def test_judged_steps_become_an_artifact_of_their_own(shop: Workshop) -> None:
+def test_judged_steps_become_an_artifact_of_their_own(shop):
     world = ArithmeticWorld(demonstrations=20, preferences=5, prompts=10, eval_prompts=5, steps=12, eval_steps=3)
     ref, metrics = prepare(shop, PrepareDataConfig(data=world, model=SHAPE))
     assert isinstance(ref.steps, StepsRef)
@@ -93,7 +90,7 @@ def test_judged_steps_become_an_artifact_of_their_own(shop: Workshop) -> None:
     assert len(shop.tracker.tables["samples/steps"][1]) == 8
 
 
-def test_files_are_cleaned_limited_and_reported(shop: Workshop, tmp_path: Path) -> None:
+def test_files_are_cleaned_limited_and_reported(shop, tmp_path):
     path = write_questions(tmp_path / "qa.jsonl")
     ref, metrics = prepare(shop, files_config(path, max_prompt_tokens=64))
     report = json.loads((shop.store.path(ref) / "validation.json").read_text())
@@ -107,9 +104,7 @@ def test_files_are_cleaned_limited_and_reported(shop: Workshop, tmp_path: Path) 
     assert "【#### " in preview and "<|end|>】" in preview
 
 
-def test_columns_that_no_table_has_are_named_in_a_warning(
-    shop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_columns_that_no_table_has_are_named_in_a_warning(shop, tmp_path, caplog):
     rows = [
         json.loads(line) | {"hint": "add"} for line in write_questions(tmp_path / "qa.jsonl").read_text().splitlines()
     ]
@@ -118,7 +113,7 @@ def test_columns_that_no_table_has_are_named_in_a_warning(
     assert "prepare_data: columns and keys of source qa that are not read (rows): hint (41)" in caplog.text
 
 
-def test_six_thumbs_on_six_prompts_are_feedback_beside_no_pairs(shop: Workshop, tmp_path: Path) -> None:
+def test_six_thumbs_on_six_prompts_are_feedback_beside_no_pairs(shop, tmp_path):
     rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}.", "label": n < 4} for n in range(6)]
     path = tmp_path / "thumbs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -137,16 +132,15 @@ def test_six_thumbs_on_six_prompts_are_feedback_beside_no_pairs(shop: Workshop, 
     assert shown[bad.prompt[0].content] == ["", bad.answer[0].content]
 
 
-def test_no_row_left_is_an_error_with_the_reasons(shop: Workshop, tmp_path: Path) -> None:
+def test_no_row_left_is_an_error_with_the_reasons(shop, tmp_path):
     with pytest.raises(DataError, match=r"no rows are left.*'prompt too long': 41"):
         prepare(shop, files_config(write_questions(tmp_path / "qa.jsonl"), max_prompt_tokens=4))
 
 
-def test_a_pretrained_model_keeps_its_weights_and_takes_the_template_asked_for(shop: Workshop, tmp_path: Path) -> None:
+def test_a_pretrained_model_keeps_its_weights_and_takes_the_template_asked_for(shop, tmp_path):
     policy = make_policy(tmp_path / "policy")
     config = PrepareDataConfig(data=SMALL, model=PretrainedModel(path=str(policy)), chat_template="chatml")
     ref, _ = prepare(shop, config.model_copy(update={"max_tokens": 512, "max_prompt_tokens": 256}))
-    assert ref.base is not None
     base = shop.store.path(ref.base)
     assert (base / "model.safetensors").read_bytes() == (policy / "model.safetensors").read_bytes()
     template = ChatTemplate.load(base).tokenizer.chat_template
@@ -154,7 +148,7 @@ def test_a_pretrained_model_keeps_its_weights_and_takes_the_template_asked_for(s
     assert template != ChatTemplate.load(policy).tokenizer.chat_template
 
 
-def test_a_model_without_a_template_needs_the_profile_to_name_one(shop: Workshop, tmp_path: Path) -> None:
+def test_a_model_without_a_template_needs_the_profile_to_name_one(shop, tmp_path):
     policy = make_policy(tmp_path / "policy")
     (policy / "chat_template.jinja").unlink()
     model = PretrainedModel(path=str(policy))
@@ -163,16 +157,15 @@ def test_a_model_without_a_template_needs_the_profile_to_name_one(shop: Workshop
     ref, _ = prepare(
         shop, PrepareDataConfig(data=SMALL, model=model, chat_template="chatml", max_tokens=512, max_prompt_tokens=256)
     )
-    assert ref.base is not None
     assert ChatTemplate.load(shop.store.path(ref.base)).eos_id > 0
 
 
-def test_an_initialised_model_has_its_own_template(shop: Workshop) -> None:
+def test_an_initialised_model_has_its_own_template(shop):
     with pytest.raises(ConfigError, match='set it to "model"'):
         prepare(shop, PrepareDataConfig(data=SMALL, model=SHAPE, chat_template="chatml"))
 
 
-def test_the_digests_follow_the_content_of_local_files(tmp_path: Path) -> None:
+def test_the_digests_follow_the_content_of_local_files(tmp_path):
     path, template = write_questions(tmp_path / "qa.jsonl"), tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")
     config = files_config(path, chat_template=str(template))
@@ -187,15 +180,13 @@ def test_the_digests_follow_the_content_of_local_files(tmp_path: Path) -> None:
         content_digests(config)
 
 
-def test_worlds_have_no_files_to_digest_and_a_local_model_has(tmp_path: Path) -> None:
+def test_worlds_have_no_files_to_digest_and_a_local_model_has(tmp_path):
     assert content_digests(PrepareDataConfig()) == {}
     policy = make_policy(tmp_path / "policy")
     assert list(content_digests(PrepareDataConfig(model=PretrainedModel(path=str(policy))))) == [str(policy)]
 
 
-def test_a_model_inside_a_package_is_digested_under_its_own_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_inside_a_package_is_digested_under_its_own_name(tmp_path, monkeypatch):
     package = tmp_path / "a_model_package"
     package.mkdir()
     for name in ("__init__.py", "model.gguf"):
@@ -211,12 +202,12 @@ def test_a_model_inside_a_package_is_digested_under_its_own_name(
     assert content_digests(config) != before
 
 
-def test_a_model_inside_a_package_that_is_not_installed_is_refused() -> None:
+def test_a_model_inside_a_package_that_is_not_installed_is_refused():
     with pytest.raises(ConfigError, match="is not installed; pip install no_such_package_at_all"):
         content_digests(PrepareDataConfig(model=PretrainedModel(path="package:no_such_package_at_all")))
 
 
-def test_digesting_a_model_inside_a_package_loads_no_engine() -> None:
+def test_digesting_a_model_inside_a_package_loads_no_engine():
     code = (
         "import sys; from stages.config.prepare_data import PrepareDataConfig, content_digests;"
         "config = {'model': {'type': 'pretrained', 'path': 'package:rlhf_core/config'}};"
@@ -226,7 +217,7 @@ def test_digesting_a_model_inside_a_package_loads_no_engine() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_importing_the_configuration_loads_no_engine() -> None:
+def test_importing_the_configuration_loads_no_engine():
     code = "import sys, stages.config.prepare_data; print(sorted({'torch', 'transformers', 'datasets', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
@@ -234,9 +225,7 @@ def test_importing_the_configuration_loads_no_engine() -> None:
 @pytest.mark.parametrize(
     ("path", "changed"), [("rows.jsonl", "rows.jsonl"), ("*.jsonl", "more.jsonl"), ("", "a/b.jsonl")]
 )
-def test_files_that_changed_after_their_digest_was_taken_are_not_read(
-    shop: Workshop, tmp_path: Path, path: str, changed: str
-) -> None:
+def test_files_that_changed_after_their_digest_was_taken_are_not_read(shop, tmp_path, path, changed):
     folder = tmp_path / "data"
     (folder / "a").mkdir(parents=True)
     write_questions(folder / "rows.jsonl")
@@ -252,9 +241,7 @@ def test_files_that_changed_after_their_digest_was_taken_are_not_read(
     assert [*content_digests(files_config(tmp_path / "moved" / path)).values()] == [*digests.values()]
 
 
-def test_a_file_that_changes_while_it_is_read_is_an_error_even_if_it_changes_back(
-    shop: Workshop, tmp_path: Path
-) -> None:
+def test_a_file_that_changes_while_it_is_read_is_an_error_even_if_it_changes_back(shop, tmp_path):
     config = files_config(write_questions(tmp_path / "rows.jsonl"))
     content = (tmp_path / "rows.jsonl").read_bytes()
 
@@ -268,9 +255,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_even_if_it_changes_bac
     assert shop.store.records() == []
 
 
-def test_a_file_that_is_cut_short_under_its_reader_is_told_as_that(
-    shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_cut_short_under_its_reader_is_told_as_that(shop, tmp_path, monkeypatch):
     config = files_config(write_questions(tmp_path / "rows.jsonl"))
 
     def cut(*_: object, **__: object) -> None:
@@ -297,9 +282,7 @@ def with_tools(number: int) -> dict[str, object]:
     return {"messages": turns, "tools": '[{"name": "add", "parameters": {}}]'}
 
 
-def test_tool_calls_are_trained_on_and_masks_of_personal_data_are_counted(
-    shop: Workshop, tmp_path: Path, policy: Path
-) -> None:
+def test_tool_calls_are_trained_on_and_masks_of_personal_data_are_counted(shop, tmp_path, policy):
     path, template = tmp_path / "tools.jsonl", tmp_path / "tools.jinja"
     path.write_text("".join(json.dumps(with_tools(number)) + "\n" for number in range(20)))
     template.write_text(TOOLS)
@@ -314,11 +297,9 @@ def test_tool_calls_are_trained_on_and_masks_of_personal_data_are_counted(
     ref, metrics = prepare(shop, config)
     assert metrics["rows/demonstrations"] + metrics["rows/eval_demonstrations"] == 20
     assert (metrics["masked/email"], metrics["dropped/all"]) == (20, 0)
-    assert ref.demonstrations is not None
     row = read_demonstrations(shop.store.path(ref.demonstrations) / "train.parquet")[0]
     chat = ChatTemplate.load(shop.store.path(ref.base))
     sample = chat.conversation(row.messages, max_length=512)
-    assert sample is not None
     trained = [part.partition("】")[0] for part in chat.preview(sample).split("【")[1:]]
     assert len(trained) == 2 and '"name": "add"' in trained[0] and trained[1].startswith("There.")
     with pytest.raises(ConfigError, match="does not render the tools"):

@@ -1,7 +1,5 @@
 """The process reward model judges steps, carries its contract, and gives the same scores wherever it is read."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -44,7 +42,7 @@ ANSWERS = ("It is 4.\nIt is 4.", "It is 4.\nWhat? 4 + 30?", "What? 4 + 30?", "It
 
 
 @pytest.fixture(scope="module")
-def trained(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Workshop, ArtifactRef, dict[str, float]]:
+def trained(policy: Path, tmp_path_factory) -> tuple[Workshop, ArtifactRef, dict[str, float]]:
     root = tmp_path_factory.mktemp("trained")
     shop = Workshop(ArtifactStore(root / "store"))
     inputs = {"policy": shop.store.external(PolicyRef, policy), "steps": steps(shop.store, root)}
@@ -65,7 +63,7 @@ def generations(shop: Workshop, policy: Path, folder: Path) -> tuple[Generations
     return shop.store.external(GenerationsRef, folder), made
 
 
-def test_it_tells_right_steps_from_wrong_ones(trained: tuple[Workshop, ArtifactRef, dict[str, float]]) -> None:
+def test_it_tells_right_steps_from_wrong_ones(trained):
     shop, ref, metrics = trained
     assert isinstance(ref, ProcessRewardModelRef)
     assert (metrics["eval/accuracy"], metrics["held_out/accuracy"]) == (1.0, 1.0)
@@ -77,9 +75,7 @@ def test_it_tells_right_steps_from_wrong_ones(trained: tuple[Workshop, ArtifactR
     assert shop.tracker.tables["samples/steps"][1][1][1] == "[1.0, 0.0]"
 
 
-def test_transformers_returns_the_same_score_for_every_step(
-    trained: tuple[Workshop, ArtifactRef, dict[str, float]],
-) -> None:
+def test_transformers_returns_the_same_score_for_every_step(trained):
     from transformers import AutoModelForSequenceClassification
 
     folder = trained[0].store.path(trained[1])
@@ -94,9 +90,7 @@ def test_transformers_returns_the_same_score_for_every_step(
 
 
 @pytest.mark.parametrize("reduce", ["model", "mean", "last", "product"])
-def test_the_reward_is_read_from_the_tokens_as_sampled(
-    trained: tuple[Workshop, ArtifactRef, dict[str, float]], policy: Path, tmp_path: Path, reduce: str
-) -> None:
+def test_the_reward_is_read_from_the_tokens_as_sampled(trained, policy, tmp_path, reduce):
     from transformers import AutoModelForSequenceClassification
 
     shop, ref, _ = trained
@@ -127,8 +121,8 @@ def test_the_reward_is_read_from_the_tokens_as_sampled(
 
 
 def test_policy_optimisation_is_rewarded_for_its_steps_and_its_value_model_starts_from_the_judge(
-    trained: tuple[Workshop, ArtifactRef, dict[str, float]], policy: Path, tmp_path: Path
-) -> None:
+    trained, policy, tmp_path
+):
     shop, ref, _ = trained
     base = shop.store.external(PolicyRef, policy)
     config = PPOConfig(
@@ -145,9 +139,7 @@ def test_policy_optimisation_is_rewarded_for_its_steps_and_its_value_model_start
     assert 0 < reward < 1  # a probability
 
 
-def test_a_model_whose_step_scores_moved_is_refused(
-    trained: tuple[Workshop, ArtifactRef, dict[str, float]], policy: Path, tmp_path: Path
-) -> None:
+def test_a_model_whose_step_scores_moved_is_refused(trained, policy, tmp_path):
     import shutil
 
     shop, ref, _ = trained
@@ -166,9 +158,7 @@ def test_a_model_whose_step_scores_moved_is_refused(
         shop.run("score", config, inputs)
 
 
-def test_a_killed_run_ends_with_the_same_weights(
-    trained: tuple[Workshop, ArtifactRef, dict[str, float]], policy: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_ends_with_the_same_weights(trained, policy, tmp_path):
     whole = trained[0].store.path(trained[1]) / "model.safetensors"
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     inputs = {"policy": shop.store.external(PolicyRef, policy), "steps": steps(shop.store, tmp_path)}
@@ -180,7 +170,7 @@ def row(*texts: str, labels: tuple[float, ...]) -> SteppedAnswer:
     return SteppedAnswer("s", (Message("user", "1"),), texts, labels, "test")
 
 
-def test_labels_stand_at_the_last_token_of_each_step(policy: Path) -> None:
+def test_labels_stand_at_the_last_token_of_each_step(policy):
     chat = ChatTemplate.load(policy)
     ((_, sample),) = step_samples(chat, StepSplitter(chat, "\n"), [row("12", "3", labels=(1.0, 0.25))], CONFIG)
     # <|user|>1<|end|><|assistant|>12\n3<|end|>: the answer begins at 4, its newline is token 6, its end token 8
@@ -189,7 +179,7 @@ def test_labels_stand_at_the_last_token_of_each_step(policy: Path) -> None:
     assert sample.labels == (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.25)
 
 
-def test_steps_beyond_the_limit_are_cut_and_answers_without_any_are_dropped(policy: Path) -> None:
+def test_steps_beyond_the_limit_are_cut_and_answers_without_any_are_dropped(policy):
     chat = ChatTemplate.load(policy)
     rows = [row("12", "3", labels=(1.0, 0.0)), row("123456789", "3", labels=(1.0, 0.0))]
     config = CONFIG.model_copy(update={"max_length": 8})
@@ -197,9 +187,7 @@ def test_steps_beyond_the_limit_are_cut_and_answers_without_any_are_dropped(poli
     assert (len(sample.token_ids), judgements(sample)) == (7, (1.0,))
 
 
-def test_a_step_that_holds_the_separator_drops_its_answer_and_too_many_end_the_stage(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_a_step_that_holds_the_separator_drops_its_answer_and_too_many_end_the_stage(policy, tmp_path):
     chat = ChatTemplate.load(policy)
     assert step_samples(chat, StepSplitter(chat, "\n"), [row("1\n2", "3", labels=(1.0, 0.0))], CONFIG) == []
     shop = Workshop(ArtifactStore(tmp_path / "store"))

@@ -1,7 +1,5 @@
 """The stage that proposes comparisons: what it writes, counts and refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -29,7 +27,7 @@ def answers(policy: str, prompts: int = 20) -> list[Rollout]:
     ]
 
 
-def test_answers_of_two_policies_are_compared_within_the_budget(tmp_path: Path, store: ArtifactStore) -> None:
+def test_answers_of_two_policies_are_compared_within_the_budget(tmp_path, store):
     inputs = {"rollouts": {name: rollouts(store, tmp_path / name, answers(name)) for name in ("sft", "ppo")}}
     shop = Workshop(store)
     config = ProposeComparisonsConfig(budget=30, pairs_per_prompt=2, repeat_fraction=0.1, attention_fraction=0.1)
@@ -42,7 +40,7 @@ def test_answers_of_two_policies_are_compared_within_the_budget(tmp_path: Path, 
     assert (metrics["prompts"], metrics["candidates"], metrics["pairs"], metrics["comparisons"]) == (20, 120, 30, 36)
 
 
-def test_truncated_answers_are_not_shown_unless_wanted(tmp_path: Path, store: ArtifactStore) -> None:
+def test_truncated_answers_are_not_shown_unless_wanted(tmp_path, store):
     rows = [rollout("p", "whole", 1.0), rollout("p", "cut", 0.0, finish_reason="length")]
     inputs = {"rollouts": {"sft": rollouts(store, tmp_path / "sft", rows)}}
     with pytest.raises(DataError, match="the answers to 1 prompts hold no two different valid ones; sample more"):

@@ -1,7 +1,5 @@
 """The gate, the card and the registry."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import stat
@@ -27,12 +25,12 @@ def interval(mean: float, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Workshop:
+def shop(tmp_path) -> Workshop:
     return Workshop(ArtifactStore(tmp_path / "store"))
 
 
 @pytest.fixture
-def inputs(shop: Workshop, tmp_path: Path) -> dict[str, Any]:
+def inputs(shop: Workshop, tmp_path) -> dict[str, Any]:
     """A policy whose report says: gold 2.0 (sft 1.0), win rate 0.7, KL 9, length 30 (sft 20)."""
     for name in ("policy", "report"):
         (tmp_path / name).mkdir()
@@ -73,7 +71,7 @@ def publish(shop: Workshop, inputs: dict[str, Any], **config: Any) -> tuple[dict
     return json.loads((folder / "gate.json").read_text()), (folder / "README.md").read_text(), decision
 
 
-def test_a_passed_gate_makes_the_policy_champion(shop: Workshop, inputs: dict[str, Any]) -> None:
+def test_a_passed_gate_makes_the_policy_champion(shop, inputs):
     gate, card, decision = publish(shop, inputs, gate=GOOD)
     assert gate["passed"] is True
     assert [(check["value"], check["threshold"], check["pass"]) for check in gate["checks"]] == [
@@ -91,9 +89,7 @@ def test_a_passed_gate_makes_the_policy_champion(shop: Workshop, inputs: dict[st
 
 
 @pytest.mark.parametrize(("licence", "header"), [("Apache-2.0", "apache-2.0"), ("Ask us first.", "other")])
-def test_by_option_there_is_a_folder_for_the_hub_with_weights_and_card(
-    shop: Workshop, inputs: dict[str, Any], tmp_path: Path, licence: str, header: str
-) -> None:
+def test_by_option_there_is_a_folder_for_the_hub_with_weights_and_card(shop, inputs, tmp_path, licence, header):
     (tmp_path / "policy" / "model-00001-of-00002.safetensors").write_bytes(b"weights")
     policy = shop.store.external(PolicyRef, tmp_path / "policy")
     report = json.loads(
@@ -140,9 +136,7 @@ def with_champion(
         (6, {"low": 0.5, "mean": 0.6, "high": 0.7, "prompts": 6}),
     ],
 )
-def test_a_challenger_does_not_win_on_few_prompts(
-    shop: Workshop, inputs: dict[str, Any], tmp_path: Path, prompts: int, change: dict[str, Any], least: int
-) -> None:
+def test_a_challenger_does_not_win_on_few_prompts(shop, inputs, tmp_path, prompts, change, least):
     compared = with_champion(shop, inputs, tmp_path, 0.5, change)
     gate, card, _ = publish(shop, compared, least_prompts=least, challenge={"metric": "gold"})
     assert gate["passed"] is ("low" in change and prompts >= least)
@@ -151,7 +145,7 @@ def test_a_challenger_does_not_win_on_few_prompts(
     assert ("| prompts | >= 6 |" in card) is (prompts < least)
 
 
-def test_each_number_of_a_gate_is_of_enough_prompts(shop: Workshop, inputs: dict[str, Any]) -> None:
+def test_each_number_of_a_gate_is_of_enough_prompts(shop, inputs):
     file = shop.store.path(inputs["report"]) / "report.json"
     report = json.loads(file.read_text())
     report["policies"]["sft"]["prompts"] = 3  # whom the policy is compared with
@@ -162,9 +156,7 @@ def test_each_number_of_a_gate_is_of_enough_prompts(shop: Workshop, inputs: dict
 
 
 @pytest.mark.parametrize(("low", "margin", "wins"), [(0.05, 0.0, True), (0.0, 0.0, False), (0.05, 0.1, False)])
-def test_the_alias_moves_only_if_the_champion_is_beaten_by_the_margin(
-    shop: Workshop, inputs: dict[str, Any], tmp_path: Path, low: float, margin: float, wins: bool
-) -> None:
+def test_the_alias_moves_only_if_the_champion_is_beaten_by_the_margin(shop, inputs, tmp_path, low, margin, wins):
     compared = with_champion(shop, inputs, tmp_path, low)
     gate, card, _ = publish(shop, compared, gate=GOOD, challenge={"metric": "gold", "margin": margin})
     assert gate["passed"] is wins and gate["checks"][-1]["metric"] == "gold_over_champion/low"
@@ -178,9 +170,7 @@ def test_the_alias_moves_only_if_the_champion_is_beaten_by_the_margin(
 
 
 @pytest.mark.parametrize("now", [RegistryState("ab" * 32), RegistryState(), None])
-def test_the_alias_does_not_move_if_the_champion_is_another_than_the_one_compared_with(
-    shop: Workshop, inputs: dict[str, Any], tmp_path: Path, now: RegistryState | None
-) -> None:
+def test_the_alias_does_not_move_if_the_champion_is_another_than_the_one_compared_with(shop, inputs, tmp_path, now):
     compared = with_champion(shop, inputs, tmp_path, 0.1)
     shop.tracker.known_champions = now
     said = "the registry does not answer," if now is None else f"the champion is {now.champion[:12] or 'none'} now, and"
@@ -192,9 +182,7 @@ def test_the_alias_does_not_move_if_the_champion_is_another_than_the_one_compare
 
 
 @pytest.mark.parametrize("challenge", [None, {}])
-def test_a_policy_that_was_rolled_back_stays_a_candidate(
-    shop: Workshop, inputs: dict[str, Any], tmp_path: Path, challenge: dict[str, Any] | None
-) -> None:
+def test_a_policy_that_was_rolled_back_stays_a_candidate(shop, inputs, tmp_path, challenge):
     compared = with_champion(shop, inputs, tmp_path, 0.1)
     shop.tracker.known_champions = RegistryState(compared["champion"].digest, frozenset({inputs["policy"].digest}))
     gate, card, _ = publish(shop, compared, challenge=challenge)
@@ -203,16 +191,14 @@ def test_a_policy_that_was_rolled_back_stays_a_candidate(
     assert not any(key.startswith("champion.") for key in shop.tracker.registered[0][3])
 
 
-def test_a_first_policy_and_the_champion_itself_have_no_opponent(shop: Workshop, inputs: dict[str, Any]) -> None:
+def test_a_first_policy_and_the_champion_itself_have_no_opponent(shop, inputs):
     for given in (inputs, inputs | {"champion": inputs["policy"]}):
         shop.tracker.known_champions = RegistryState(given["champion"].digest if "champion" in given else "")
         gate, _, _ = publish(shop, given, gate=GOOD, challenge={})
         assert gate["passed"] is True and len(gate["checks"]) == len(GOOD)
 
 
-def test_a_report_without_that_champion_or_metric_is_refused(
-    shop: Workshop, inputs: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_report_without_that_champion_or_metric_is_refused(shop, inputs, tmp_path):
     compared = with_champion(shop, inputs, tmp_path, 0.1)
     with pytest.raises(
         ConfigError, match=r"publish.challenge.metric = 'gold': the report does not evaluate the champion"
@@ -225,7 +211,7 @@ def test_a_report_without_that_champion_or_metric_is_refused(
     assert shop.tracker.registered == []
 
 
-def test_the_card_says_who_decided_what_at_gates(shop: Workshop, inputs: dict[str, Any]) -> None:
+def test_the_card_says_who_decided_what_at_gates(shop, inputs):
     note = {
         "name": "quality",
         "found": "accuracy_low 0.61 < 0.65",
@@ -238,7 +224,7 @@ def test_the_card_says_who_decided_what_at_gates(shop: Workshop, inputs: dict[st
     assert "The run had no gates." in card
 
 
-def test_what_is_registered_stays_in_the_store(shop: Workshop, inputs: dict[str, Any]) -> None:
+def test_what_is_registered_stays_in_the_store(shop, inputs):
     made, _ = execute(shop.store, toy_spec(), runtime=NoEngines(), tracker=shop.tracker, progress=quiet)
     report = shop.store.path(inputs["report"]) / "report.json"
     report.write_text(report.read_text().replace(inputs["policy"].digest, made.digest))
@@ -246,7 +232,7 @@ def test_what_is_registered_stays_in_the_store(shop: Workshop, inputs: dict[str,
     assert shop.store.pins() == {made.digest: "rlhf-policy champion"}
 
 
-def test_the_folder_for_the_hub_can_be_written_to_and_has_nothing_of_the_store(shop: Workshop, tmp_path: Path) -> None:
+def test_the_folder_for_the_hub_can_be_written_to_and_has_nothing_of_the_store(shop, tmp_path):
     made, _ = execute(shop.store, toy_spec(), runtime=NoEngines(), tracker=shop.tracker, progress=quiet)
     source, folder = shop.store.path(made), tmp_path / "hub"
     assert not source.stat().st_mode & stat.S_IWUSR and (source / "manifest.json").exists()
@@ -255,9 +241,7 @@ def test_the_folder_for_the_hub_can_be_written_to_and_has_nothing_of_the_store(s
     assert all(path.stat().st_mode & stat.S_IWUSR for path in (folder, *folder.iterdir()))
 
 
-def test_nothing_is_registered_if_the_folder_for_the_hub_fails(
-    shop: Workshop, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_registered_if_the_folder_for_the_hub_fails(shop, inputs, monkeypatch):
     def full(*_: object) -> None:
         raise OSError("no space left")
 
@@ -267,9 +251,7 @@ def test_nothing_is_registered_if_the_folder_for_the_hub_fails(
     assert shop.tracker.registered == [] and shop.store.pins() == {}
 
 
-def test_a_failed_gate_is_written_down_and_leaves_the_champion_alone(
-    shop: Workshop, inputs: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_gate_is_written_down_and_leaves_the_champion_alone(shop, inputs, caplog):
     gate, card, decision = publish(shop, inputs, gate=(*GOOD, Threshold(metric="win_rate/low", op=">=", value=0.65)))
     assert gate["passed"] is False
     assert [check["pass"] for check in gate["checks"]] == [True, True, True, False]
@@ -281,7 +263,7 @@ def test_a_failed_gate_is_written_down_and_leaves_the_champion_alone(
     assert caplog.messages[-1].endswith("is a candidate only, not met: win_rate/low 0.6 >= 0.65")
 
 
-def test_the_card_says_what_the_policy_was_made_from_and_how_good_it_is(shop: Workshop, inputs: dict[str, Any]) -> None:
+def test_the_card_says_what_the_policy_was_made_from_and_how_good_it_is(shop, inputs):
     _, card, _ = publish(shop, inputs, intended_use="Replies of a support desk.", licence="Apache-2.0")
     for line in (
         "- **sft** `d1`, from prepare_data",
@@ -296,7 +278,7 @@ def test_the_card_says_what_the_policy_was_made_from_and_how_good_it_is(shop: Wo
         assert line in card
 
 
-def test_gate_and_card_reach_the_tracker(shop: Workshop, inputs: dict[str, Any]) -> None:
+def test_gate_and_card_reach_the_tracker(shop, inputs):
     publish(shop, inputs, gate=GOOD[:1])
     assert shop.tracker.tables["gate"][1] == [("gold/mean", ">", 1.0, 2.0, True)]
     assert shop.tracker.files == [("", "gate.json"), ("", "README.md")]
@@ -316,15 +298,13 @@ def test_gate_and_card_reach_the_tracker(shop: Workshop, inputs: dict[str, Any])
         ({"policy": "sft"}, "the report evaluates other weights under this name"),
     ],
 )
-def test_a_gate_that_cannot_be_judged_is_an_error_and_not_a_failure(
-    shop: Workshop, inputs: dict[str, Any], config: dict[str, Any], message: str
-) -> None:
+def test_a_gate_that_cannot_be_judged_is_an_error_and_not_a_failure(shop, inputs, config, message):
     with pytest.raises(ConfigError, match=message):
         shop.run("publish", PublishConfig(**config), inputs)
     assert shop.tracker.registered == []
 
 
-def test_a_policy_that_was_not_judged_is_not_published(shop: Workshop, inputs: dict[str, Any], tmp_path: Path) -> None:
+def test_a_policy_that_was_not_judged_is_not_published(shop, inputs, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"other": 1}')
     inputs["policy"] = shop.store.external(PolicyRef, tmp_path / "other")
@@ -332,13 +312,13 @@ def test_a_policy_that_was_not_judged_is_not_published(shop: Workshop, inputs: d
         shop.run("publish", PublishConfig(), inputs)
 
 
-def test_a_threshold_is_a_number() -> None:
+def test_a_threshold_is_a_number():
     for value in (float("nan"), float("inf")):
         with pytest.raises(ValidationError, match="finite"):
             Threshold(metric="gold/mean", op=">=", value=value)
 
 
 @pytest.mark.parametrize("bound", [{}, {"value": 1.0, "than": "sft"}])
-def test_a_threshold_has_exactly_one_bound(bound: dict[str, Any]) -> None:
+def test_a_threshold_has_exactly_one_bound(bound):
     with pytest.raises(ValidationError, match="either value or than"):
         Threshold.model_validate({"metric": "gold/mean", "op": ">=", **bound})

@@ -1,7 +1,5 @@
 """The report over all suites: differences to the reference, slices, regressions, and one page."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -27,7 +25,7 @@ def result(
     return store.external(ReportRef, folder)
 
 
-def test_policies_by_suites_with_differences_slices_and_regressions(store: ArtifactStore, tmp_path: Path) -> None:
+def test_policies_by_suites_with_differences_slices_and_regressions(store, tmp_path):
     results = {
         "math/sft": result(store, tmp_path / "1", [0.0, 1.0, 1.0, 0.0], measure="pass_at_1"),
         "math/ppo": result(store, tmp_path / "2", [1.0, 1.0, 0.0, 1.0], measure="pass_at_1"),
@@ -70,7 +68,7 @@ def win_rates(store: ArtifactStore, folder: Path, values: list[float], opponent:
     return store.external(ReportRef, folder)
 
 
-def test_win_rates_differ_only_against_the_same_opponent(store: ArtifactStore, tmp_path: Path) -> None:
+def test_win_rates_differ_only_against_the_same_opponent(store, tmp_path):
     results = {
         "j/sft": win_rates(store, tmp_path / "1", [1.0, 1.0, 0.5, 0.0], "digest-base"),
         "j/dpo": win_rates(store, tmp_path / "2", [0.0, 1.0, 1.0, 0.0], "digest-base"),
@@ -89,7 +87,7 @@ def test_win_rates_differ_only_against_the_same_opponent(store: ArtifactStore, t
     assert "j: win_rate by slice" in page and ">against<" in page.replace("\n", "") and "<span>base</span>" in page
 
 
-def test_without_the_reference_there_are_no_differences(store: ArtifactStore, tmp_path: Path) -> None:
+def test_without_the_reference_there_are_no_differences(store, tmp_path):
     results = {"math/ppo": result(store, tmp_path / "1", [1.0, 0.0], measure="gold")}
     ref, _ = Workshop(store).run("report_suites", ReportSuitesConfig(), {"results": results})
     report = json.loads((store.path(ref) / "report.json").read_text())

@@ -1,9 +1,6 @@
 """The reward model tells good from bad, carries its contract, and loads with plain transformers."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +32,7 @@ CONFIG = RewardModelConfig(
 )
 
 
-def test_it_separates_the_pairs_and_transformers_returns_the_same_scores(tmp_path: Path, policy: Path) -> None:
+def test_it_separates_the_pairs_and_transformers_returns_the_same_scores(tmp_path, policy):
     from transformers import AutoModelForSequenceClassification
 
     shop = Workshop(ArtifactStore(tmp_path / "store"))
@@ -53,7 +50,7 @@ def test_it_separates_the_pairs_and_transformers_returns_the_same_scores(tmp_pat
             assert model(torch.tensor([ids])).logits.item() == near(score, of_model(SHAPE))
 
 
-def test_probes_and_calibration_are_in_the_report_and_in_the_metrics(tmp_path: Path, policy: Path) -> None:
+def test_probes_and_calibration_are_in_the_report_and_in_the_metrics(tmp_path, policy):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     rows = preferences(shop.store, tmp_path, 20, held_out=20, prompts=20)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": rows}
@@ -69,7 +66,7 @@ def test_probes_and_calibration_are_in_the_report_and_in_the_metrics(tmp_path: P
     assert report["calibration"]["pairs"] == report["calibration"]["fitted_pairs"] == 10
 
 
-def test_the_report_tells_the_sources_apart(tmp_path: Path, policy: Path) -> None:
+def test_the_report_tells_the_sources_apart(tmp_path, policy):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     rows = preferences(shop.store, tmp_path, 8, held_out=5, sources=("forum", "shop"))
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": rows}
@@ -80,7 +77,7 @@ def test_the_report_tells_the_sources_apart(tmp_path: Path, policy: Path) -> Non
 
 
 @pytest.mark.parametrize("held_out", [0, 1])
-def test_few_held_out_pairs_do_not_end_the_stage(tmp_path: Path, policy: Path, held_out: int) -> None:
+def test_few_held_out_pairs_do_not_end_the_stage(tmp_path, policy, held_out):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     rows = preferences(shop.store, tmp_path, 4, held_out=held_out)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": rows}
@@ -88,14 +85,14 @@ def test_few_held_out_pairs_do_not_end_the_stage(tmp_path: Path, policy: Path, h
     assert ("held_out/accuracy" in shop.metrics(decision)) == (held_out > 0)
 
 
-def test_single_answers_are_refused_before_any_model_is_loaded(tmp_path: Path, policy: Path) -> None:
-    shop = Workshop(ArtifactStore(tmp_path / "store"), runtime=None)  # type: ignore[arg-type]
+def test_single_answers_are_refused_before_any_model_is_loaded(tmp_path, policy):
+    shop = Workshop(ArtifactStore(tmp_path / "store"), runtime=None)
     inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": thumbs(shop.store, tmp_path)}
     with pytest.raises(DataError, match=r"reward_model\.preferences = 0.*the data has 6 single labeled answers.*'kto'"):
         shop.run("reward_model", CONFIG, inputs)
 
 
-def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path, policy: Path) -> None:
+def test_a_killed_run_ends_with_the_same_weights(tmp_path, policy):
     weights = []
     for name in ("whole", "killed"):
         shop = Workshop(ArtifactStore(tmp_path / name / "store"))
@@ -109,22 +106,22 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path, policy: Path) -
     assert weights[0] == weights[1]
 
 
-def test_an_average_of_weights_is_refused_since_the_contract_is_of_the_weights() -> None:
+def test_an_average_of_weights_is_refused_since_the_contract_is_of_the_weights():
     with pytest.raises(ValidationError, match=r"optimizer\.ema_decay = 0\.9: the report and the probe scores"):
         RewardModelConfig.model_validate({"optimizer": {"ema_decay": 0.9}})
 
 
-def test_adapters_are_not_offered() -> None:
+def test_adapters_are_not_offered():
     with pytest.raises(ValidationError, match="lora"):
         RewardModelConfig.model_validate({"lora": {"rank": 4}})
 
 
-def test_a_sequence_is_scored_where_its_answer_ends() -> None:
+def test_a_sequence_is_scored_where_its_answer_ends():
     # a template that writes a newline (9) after the end of the turn (2): sampled answers end at 2
     assert scored_ids(TokenSample((5, 6, 7, 2, 9), (0, 0, 1, 1, 0))) == (5, 6, 7, 2)
 
 
-def test_suites_are_scored_by_subset_and_their_content_is_in_the_key(tmp_path: Path, policy: Path) -> None:
+def test_suites_are_scored_by_subset_and_their_content_is_in_the_key(tmp_path, policy):
     path = tmp_path / "suite.jsonl"
     row = {"prompt": "Hi", "chosen": "Hello.", "rejected": "No.", "subset": "chat"}
     path.write_text(json.dumps(row) + "\n")
@@ -144,9 +141,7 @@ def test_suites_are_scored_by_subset_and_their_content_is_in_the_key(tmp_path: P
         suite_digests(CONFIG.model_copy(update={"suites": {"rb": Suite(path=str(tmp_path / "none.jsonl"))}}))
 
 
-def test_a_suite_that_changes_while_it_is_read_is_refused(
-    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suite_that_changes_while_it_is_read_is_refused(tmp_path, policy, monkeypatch):
     path = tmp_path / "suite.jsonl"
     planned_text = json.dumps({"prompt": "Hi", "chosen": "Hello.", "rejected": "No."}) + "\n"
     path.write_text(planned_text)
@@ -170,8 +165,8 @@ def test_a_suite_that_changes_while_it_is_read_is_refused(
         stages.compare_reward_models.run(
             CompareRewardModelsConfig(suites=suites),
             reward_models={},
-            preferences=None,  # type: ignore[arg-type]
-            context=SimpleNamespace(files=planned),  # type: ignore[arg-type]
+            preferences=None,
+            context=SimpleNamespace(files=planned),
         )
 
 
@@ -180,7 +175,7 @@ def pair(number: int) -> Preference:
     return Preference(f"p{number}", *turns, 0.0, "s")
 
 
-def test_members_by_folds_leave_out_each_prompt_once_and_members_by_seeds_none() -> None:
+def test_members_by_folds_leave_out_each_prompt_once_and_members_by_seeds_none():
     rows = [pair(number) for number in range(90)]
     folds = [CONFIG.model_copy(update={"member": Member(number=n, of=3, by="folds")}) for n in (1, 2, 3)]
     left_out = [{row.id for row in rows} - {row.id for row in without_fold(rows, config)} for config in folds]
@@ -191,6 +186,6 @@ def test_members_by_folds_leave_out_each_prompt_once_and_members_by_seeds_none()
     assert len({member_seed(config, 17) for config in (CONFIG, *folds)}) == 4 and member_seed(CONFIG, 17) == 17
 
 
-def test_a_member_is_one_of_them() -> None:
+def test_a_member_is_one_of_them():
     with pytest.raises(ValidationError, match="number = 4: there are 3 members; give one of 1 to 3"):
         Member(number=4, of=3)

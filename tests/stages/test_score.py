@@ -1,7 +1,5 @@
 """Scoring: numbers, resumption by shard, and the tables."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -50,7 +48,7 @@ def config_in(folder: Path, *, normalise: str = "none") -> ScoreConfig:
     return ScoreConfig(rewards=RewardsConfig.model_validate({"terms": terms, "normalise": normalise}))
 
 
-def test_every_generation_gets_its_reward(tmp_path: Path) -> None:
+def test_every_generation_gets_its_reward(tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     (tmp_path / "mended").touch()
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
@@ -69,7 +67,7 @@ def test_every_generation_gets_its_reward(tmp_path: Path) -> None:
     assert shop.runtime.engines() == {}
 
 
-def test_the_record_names_what_the_function_read_and_the_key_does_not_see(tmp_path: Path) -> None:
+def test_the_record_names_what_the_function_read_and_the_key_does_not_see(tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
     file, data = tmp_path / "reward.py", tmp_path / "data.txt"
@@ -86,9 +84,7 @@ def test_the_record_names_what_the_function_read_and_the_key_does_not_see(tmp_pa
 
 
 @pytest.mark.parametrize("normalise", ["none", "running"])
-def test_a_failed_run_goes_on_after_its_last_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, normalise: str
-) -> None:
+def test_a_failed_run_goes_on_after_its_last_shard(tmp_path, monkeypatch, normalise):
     monkeypatch.setattr(stages.score, "SHARD_ROWS", 2)
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     config = config_in(tmp_path, normalise=normalise)
@@ -106,14 +102,14 @@ def test_a_failed_run_goes_on_after_its_last_shard(
     assert ref.digest == uninterrupted.digest
 
 
-def test_a_reward_model_that_was_not_given_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_reward_model_that_was_not_given_is_refused_before_anything_is_read(tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
     with pytest.raises(ConfigError, match=r"rewards\.terms\.reward_model\.model"):
         shop.run("score", ScoreConfig(), inputs)
 
 
-def test_the_metrics_say_what_selection_could_gain() -> None:
+def test_the_metrics_say_what_selection_could_gain():
     metrics = reward_metrics(
         [rollout("a", "x", 1.0), rollout("a", "y", 3.0), rollout("b", "x", 2.0), rollout("b", "y", 2.0)]
     )
@@ -156,7 +152,7 @@ def answers_in(shop: Workshop, folder: Path, policy: Path) -> tuple[GenerationsR
     return shop.store.external(GenerationsRef, folder), made
 
 
-def test_a_reward_model_scores_the_tokens_as_sampled(tmp_path: Path) -> None:
+def test_a_reward_model_scores_the_tokens_as_sampled(tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     reward_model = reward_model_in(shop, tmp_path)
     generations, made = answers_in(shop, tmp_path / "answers", tmp_path / "policy")
@@ -170,7 +166,7 @@ def test_a_reward_model_scores_the_tokens_as_sampled(tmp_path: Path) -> None:
     assert len({round(reward, 4) for reward in rewards}) == 3
 
 
-def test_a_reward_model_that_does_not_keep_its_contract_is_refused(tmp_path: Path) -> None:
+def test_a_reward_model_that_does_not_keep_its_contract_is_refused(tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     reward_model = reward_model_in(shop, tmp_path, moved=0.01)
     generations, _ = answers_in(shop, tmp_path / "answers", tmp_path / "policy")
@@ -179,7 +175,7 @@ def test_a_reward_model_that_does_not_keep_its_contract_is_refused(tmp_path: Pat
         shop.run("score", ScoreConfig(), inputs)
 
 
-def test_an_ensemble_of_reward_models_scores_as_its_members_do(tmp_path: Path) -> None:
+def test_an_ensemble_of_reward_models_scores_as_its_members_do(tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     models = {name: reward_model_in(shop, tmp_path / name, seed=seed) for name, seed in (("one", 3), ("two", 4))}
     generations, _ = answers_in(shop, tmp_path / "answers", tmp_path / "one" / "policy")
@@ -195,7 +191,7 @@ def test_an_ensemble_of_reward_models_scores_as_its_members_do(tmp_path: Path) -
     assert all(row["one"] != row["two"] for row in found)
 
 
-def test_invalid_rollouts_are_counted_and_do_not_enter_any_mean() -> None:
+def test_invalid_rollouts_are_counted_and_do_not_enter_any_mean():
     broken = replace(rollout("a", "z", math.nan), invalid="crashed", reward_components={})
     metrics = reward_metrics([rollout("a", "x", 1.0), broken, rollout("b", "y", 2.0)])
     assert metrics["reward/mean"] == 1.5
@@ -211,7 +207,7 @@ def reward(prompts, completions, labels, **columns):
 """
 
 
-def test_a_reward_that_fails_for_one_answer_costs_only_that_one(tmp_path: Path) -> None:
+def test_a_reward_that_fails_for_one_answer_costs_only_that_one(tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     file = tmp_path / "logging_reward.py"
     file.write_text(LOGGING)
@@ -232,7 +228,7 @@ def test_a_reward_that_fails_for_one_answer_costs_only_that_one(tmp_path: Path) 
     assert metrics["reward_extra/length/seen"] == 1.0
 
 
-def test_a_shard_without_any_reward_does_not_end_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_without_any_reward_does_not_end_the_stage(tmp_path, monkeypatch):
     monkeypatch.setattr(stages.score, "SHARD_ROWS", 1)
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     file = tmp_path / "logging_reward.py"
@@ -243,7 +239,7 @@ def test_a_shard_without_any_reward_does_not_end_the_stage(tmp_path: Path, monke
     assert [bool(one.invalid) for one in read_rollouts(shop.store.path(ref))] == [False, False, True] + [False] * 3
 
 
-def test_a_run_without_any_reward_is_refused_and_its_next_attempt_scores_again(tmp_path: Path) -> None:
+def test_a_run_without_any_reward_is_refused_and_its_next_attempt_scores_again(tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     file = tmp_path / "down.py"
     mended = tmp_path / "mended"
@@ -263,7 +259,7 @@ def test_a_run_without_any_reward_is_refused_and_its_next_attempt_scores_again(t
     assert [one.reward for one in read_rollouts(shop.store.path(ref))] == [1.0] * 6
 
 
-def test_stored_rollouts_are_scored_again_by_another_reward_without_generating(tmp_path: Path) -> None:
+def test_stored_rollouts_are_scored_again_by_another_reward_without_generating(tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     (tmp_path / "mended").touch()
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
@@ -291,8 +287,8 @@ def reward(prompts, completions, labels, **columns):
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_function_that_compares_has_the_same_result_for_any_workers_and_batches(
-    tmp_path: Path, compares: str, expected: list[float], asynchronous: bool
-) -> None:
+    tmp_path, compares, expected, asynchronous
+):
     file = tmp_path / "compared.py"
     file.write_text(BEST_OF_A_CALL.replace("def", "async def") if asynchronous else BEST_OF_A_CALL)
     texts = [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("b", 4), ("c", 5)]
@@ -316,7 +312,7 @@ def reward(prompts, completions, labels, **columns):
 """
 
 
-def test_answers_that_were_late_are_asked_again_with_another_deadline(tmp_path: Path) -> None:
+def test_answers_that_were_late_are_asked_again_with_another_deadline(tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
@@ -359,7 +355,7 @@ def reward(prompts, completions, labels, **columns):
 """
 
 
-def test_a_reward_whose_code_changes_while_it_runs_ends_the_stage_at_the_next_load(tmp_path: Path) -> None:
+def test_a_reward_whose_code_changes_while_it_runs_ends_the_stage_at_the_next_load(tmp_path):
     (tmp_path / "helping.py").write_text("VALUE = 1.0\n")
     file = tmp_path / "edited.py"
     file.write_text(EDITS_ITSELF)

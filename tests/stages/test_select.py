@@ -34,42 +34,42 @@ def texts(rollouts: list[Rollout]) -> list[str]:
     return [one.completion.text for one in rollouts]
 
 
-def test_best_of_n_keeps_one_answer() -> None:
+def test_best_of_n_keeps_one_answer():
     assert texts(best(GROUP, BestOfN())) == ["b"]
 
 
-def test_of_equally_good_answers_the_first_is_kept() -> None:
+def test_of_equally_good_answers_the_first_is_kept():
     assert texts(best([rollout("p", "x", 1.0), rollout("p", "y", 1.0)], BestOfN())) == ["x"]
 
 
-def test_top_k_keeps_different_answers_only() -> None:
+def test_top_k_keeps_different_answers_only():
     assert texts(best(GROUP, TopK(k=2))) == ["b", "c"]
 
 
-def test_a_threshold_keeps_what_reaches_it() -> None:
+def test_a_threshold_keeps_what_reaches_it():
     assert texts(best(GROUP, Threshold(minimum=2.0))) == ["b", "c"]
     assert best(GROUP, Threshold(minimum=3.1)) == []
 
 
-def test_truncated_answers_are_left_out_if_asked() -> None:
+def test_truncated_answers_are_left_out_if_asked():
     rollouts = [rollout("p", "cut", 9.0, finish_reason="length"), rollout("p", "whole", 1.0)]
     assert [texts(group) for group in by_prompt(rollouts, drop_truncated=True)] == [["whole"]]
     assert [texts(group) for group in by_prompt(rollouts, drop_truncated=False)] == [["cut", "whole"]]
 
 
-def test_a_demonstration_is_the_prompt_with_the_answer() -> None:
+def test_a_demonstration_is_the_prompt_with_the_answer():
     first, second = demonstrations(GROUP[:2])
     assert first.messages == (Message("user", "question p"), Message("assistant", "a"))
     assert (first.id, second.id, first.source) == ("p/0", "p/1", "test")
 
 
-def test_max_min_pairs_the_best_with_the_worst() -> None:
+def test_max_min_pairs_the_best_with_the_worst():
     (pair,), dropped = make_pairs([GROUP], Pairs(), seed=0)
     assert (pair.chosen.completion.text, pair.rejected.completion.text, pair.margin) == ("b", "a", 2.0)
     assert dropped == {"too_few": 0, "ties": 0, "below_margin": 0}
 
 
-def test_ties_close_pairs_and_single_answers_are_counted() -> None:
+def test_ties_close_pairs_and_single_answers_are_counted():
     groups = [
         [rollout("tie", "x", 1.0), rollout("tie", "y", 1.0)],
         [rollout("near", "x", 1.0), rollout("near", "y", 1.4)],
@@ -82,7 +82,7 @@ def test_ties_close_pairs_and_single_answers_are_counted() -> None:
     assert dropped == {"too_few": 2, "ties": 1, "below_margin": 1}
 
 
-def test_a_length_penalty_can_turn_a_pair_around() -> None:
+def test_a_length_penalty_can_turn_a_pair_around():
     group = [rollout("p", "long", 2.0, tokens=20), rollout("p", "short", 1.5, tokens=5)]
     (pair,), _ = make_pairs([group], Pairs(length_penalty=0.1), seed=0)  # 2 - 2 = 0 against 1.5 - 0.5 = 1
     assert pair.chosen.completion.text == "short"
@@ -95,14 +95,14 @@ def episode(text: str, reward: float, *, tokens: int) -> Rollout:
     return replace(one, completion=replace(one.completion, spans=(ActionSpan(0, 2, 0),)))
 
 
-def test_the_length_of_an_episode_is_what_the_policy_said() -> None:
+def test_the_length_of_an_episode_is_what_the_policy_said():
     group = [episode("much shown", 2.0, tokens=50), episode("little shown", 1.5, tokens=5)]
     (pair,), _ = make_pairs([group], Pairs(length_penalty=0.1), seed=0)
     assert (pair.chosen.completion.text, pair.margin) == ("much shown", 0.5)
     assert pair_metrics([pair])["length/chosen"] == pair_metrics([pair])["length/rejected"] == 2.0
 
 
-def test_an_episode_becomes_neither_a_demonstration_nor_a_preference() -> None:
+def test_an_episode_becomes_neither_a_demonstration_nor_a_preference():
     group = [episode("won", 1.0, tokens=8), rollout("p", "lost", 0.0)]
     (pair,), _ = make_pairs([group], Pairs(), seed=0)
     for turned in (lambda: demonstrations(group), lambda: preference(pair)):
@@ -111,7 +111,7 @@ def test_an_episode_becomes_neither_a_demonstration_nor_a_preference() -> None:
 
 
 @pytest.mark.parametrize("rule", ["random", "max_random"])
-def test_random_pairs_depend_on_the_seed_and_the_prompt_alone(rule: Any) -> None:
+def test_random_pairs_depend_on_the_seed_and_the_prompt_alone(rule):
     groups = [[rollout(f"p{number}", f"answer {i}", float(i)) for i in range(6)] for number in range(20)]
     pairs, _ = make_pairs(groups, Pairs(rule=rule), seed=1)
     assert make_pairs(groups[::-1], Pairs(rule=rule), seed=1)[0] == pairs[::-1]
@@ -120,7 +120,7 @@ def test_random_pairs_depend_on_the_seed_and_the_prompt_alone(rule: Any) -> None
     assert {pair.chosen.reward for pair in pairs} == ({5.0} if rule == "max_random" else {1.0, 2.0, 3.0, 4.0, 5.0})
 
 
-def test_no_prompt_is_in_both_splits() -> None:
+def test_no_prompt_is_in_both_splits():
     rows = [f"p{number}" for number in range(40) for _ in range(3)]
     split = split_by_prompt(rows, str, BestOfN(eval_fraction=0.1), seed=3)
     assert len(set(split["eval"])) == 4
@@ -130,17 +130,17 @@ def test_no_prompt_is_in_both_splits() -> None:
 
 
 @pytest.mark.parametrize(("prompts", "fraction", "held_out"), [(40, 0.0, 0), (5, 0.05, 1), (1, 0.5, 0)])
-def test_the_eval_split_has_at_least_one_prompt_when_it_can(prompts: int, fraction: float, held_out: int) -> None:
+def test_the_eval_split_has_at_least_one_prompt_when_it_can(prompts, fraction, held_out):
     rows = [f"p{number}" for number in range(prompts)]
     assert len(split_by_prompt(rows, str, BestOfN(eval_fraction=fraction), seed=3)["eval"]) == held_out
 
 
-def test_a_selection_that_keeps_nothing_is_an_error_with_a_remedy() -> None:
+def test_a_selection_that_keeps_nothing_is_an_error_with_a_remedy():
     with pytest.raises(DataError, match="lower minimum or margin_threshold"):
         split_by_prompt([], str, Threshold(minimum=99.0), seed=0)
 
 
-def test_the_configuration_is_chosen_by_type() -> None:
+def test_the_configuration_is_chosen_by_type():
     adapter: TypeAdapter[Any] = TypeAdapter(SelectConfig)
     assert adapter.validate_python({"type": "top_k", "k": 3}) == TopK(k=3)
 
@@ -151,7 +151,7 @@ def rollouts_in(store: ArtifactStore, folder: Path) -> RolloutsRef:
     return store.external(RolloutsRef, folder)
 
 
-def test_the_stage_makes_demonstrations_and_is_done_once(tmp_path: Path) -> None:
+def test_the_stage_makes_demonstrations_and_is_done_once(tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     inputs = {"rollouts": rollouts_in(shop.store, tmp_path / "rollouts")}
     ref, decision = shop.run("select", BestOfN(eval_fraction=0.2), inputs)
@@ -167,7 +167,7 @@ def test_the_stage_makes_demonstrations_and_is_done_once(tmp_path: Path) -> None
     assert (decision.action, again) == ("HIT", ref)
 
 
-def test_the_stage_makes_preferences(tmp_path: Path) -> None:
+def test_the_stage_makes_preferences(tmp_path):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     inputs = {"rollouts": rollouts_in(shop.store, tmp_path / "rollouts")}
     ref, decision = shop.run("select", Pairs(eval_fraction=0.1), inputs)
@@ -227,7 +227,7 @@ def selected(
         ({"term": "correct", "low": 0.0, "high": 1.0, "per_source": 4}, ["never", "half", "once", "always"]),
     ],
 )
-def test_prompts_in_the_band_are_kept_in_their_order(tmp_path: Path, options: dict[str, Any], kept: list[str]) -> None:
+def test_prompts_in_the_band_are_kept_in_their_order(tmp_path, options, kept):
     found, report, metrics = selected(tmp_path, PromptsInBand(**options), GRADED)
     assert found == kept and metrics["kept"] == len(kept) and metrics["prompts"] == 5
     assert sum(sum(counts.values()) for counts in report["sources"].values()) == 5
@@ -237,7 +237,7 @@ def test_prompts_in_the_band_are_kept_in_their_order(tmp_path: Path, options: di
     )
 
 
-def test_a_limit_of_a_source_is_the_same_choice_every_time(tmp_path: Path) -> None:
+def test_a_limit_of_a_source_is_the_same_choice_every_time(tmp_path):
     config = PromptsInBand(term="correct", low=0.0, high=1.0, per_source=2)
     first, report, _ = selected(tmp_path / "a", config, GRADED)
     assert len(first) == 2 and report["sources"]["sums"]["above_limit"] == 2
@@ -251,8 +251,6 @@ def test_a_limit_of_a_source_is_the_same_choice_every_time(tmp_path: Path) -> No
         ({"term": "correct", "low": 0.8, "high": 0.9}, r'select\.low = 0\.8: no prompt has a mean .*"too_easy": 1'),
     ],
 )
-def test_a_band_without_prompts_is_an_error_with_the_counts(
-    tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
+def test_a_band_without_prompts_is_an_error_with_the_counts(tmp_path, options, message):
     with pytest.raises(DataError, match=message):
         selected(tmp_path, PromptsInBand(**options), GRADED)

@@ -1,9 +1,5 @@
 """SFT learns, reports its losses, and a killed run ends with the same bytes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from rlhf_core.config.engines import OptimizerConfig
@@ -21,7 +17,7 @@ CONFIG = SFTConfig(
 )
 
 
-def test_the_evaluation_loss_falls_and_the_policy_changes(tmp_path: Path, policy: Path) -> None:
+def test_the_evaluation_loss_falls_and_the_policy_changes(tmp_path, policy):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     base = shop.store.external(PolicyRef, policy)
     inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path)}
@@ -35,7 +31,7 @@ def test_the_evaluation_loss_falls_and_the_policy_changes(tmp_path: Path, policy
     assert "【It is 0.<|end|>】" in shop.tracker.tables["preview"][1][0][0]
 
 
-def test_answers_beyond_the_longest_length_are_counted() -> None:
+def test_answers_beyond_the_longest_length_are_counted():
     ask, reply = Message("user", "q"), Message("assistant", "a")
     rows = [(ask, reply, ask, reply), (ask, reply)]
     whole, cut = TokenSample((1,) * 6, (0, 1, 1, 0, 1, 1)), TokenSample((1,) * 4, (0, 1, 1, 0))
@@ -43,7 +39,7 @@ def test_answers_beyond_the_longest_length_are_counted() -> None:
     assert dropped_answers(rows, [cut, cut]) == 1 and dropped_answers(rows, [cut]) == 2
 
 
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path) -> None:
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path, policy):
     refs = []
     for name in ("whole", "killed"):
         shop = Workshop(ArtifactStore(tmp_path / name / "store"))
@@ -54,7 +50,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, policy: Path) -> 
     assert refs[0].digest == refs[1].digest
 
 
-def test_a_stage_that_is_asked_to_stop_saves_and_loses_no_step(tmp_path: Path, policy: Path) -> None:
+def test_a_stage_that_is_asked_to_stop_saves_and_loses_no_step(tmp_path, policy):
     rarely = CONFIG.model_copy(update={"loop": CONFIG.loop.model_copy(update={"checkpoint_every": 100})})
     digests = []
     for name in ("whole", "stopped"):
@@ -70,7 +66,7 @@ def test_a_stage_that_is_asked_to_stop_saves_and_loses_no_step(tmp_path: Path, p
     assert digests[0] == digests[1]
 
 
-def test_the_best_checkpoint_is_what_is_kept(tmp_path: Path, policy: Path) -> None:
+def test_the_best_checkpoint_is_what_is_kept(tmp_path, policy):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     inputs = {
         "policy": shop.store.external(PolicyRef, policy),
@@ -88,7 +84,7 @@ def test_the_best_checkpoint_is_what_is_kept(tmp_path: Path, policy: Path) -> No
     assert shop.metrics(decision)["eval/loss"] == pytest.approx(min(losses[1:]))
 
 
-def test_dft_learns_and_says_the_plain_loss_too(tmp_path: Path, policy: Path) -> None:
+def test_dft_learns_and_says_the_plain_loss_too(tmp_path, policy):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     base = shop.store.external(PolicyRef, policy)
     inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path)}
@@ -99,7 +95,7 @@ def test_dft_learns_and_says_the_plain_loss_too(tmp_path: Path, policy: Path) ->
     assert metrics["eval/nll"] < metrics["before/eval/nll"] - 1
 
 
-def test_all_tokens_are_trained_on_if_asked_for(tmp_path: Path, policy: Path) -> None:
+def test_all_tokens_are_trained_on_if_asked_for(tmp_path, policy):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     base = shop.store.external(PolicyRef, policy)
     inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path)}

@@ -1,16 +1,12 @@
 """Prompts of a suite from local rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlhf_core.data.tables import read_prompts
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.store.artifacts import ArtifactStore
 from stages.config.suite_prompts import SuitePromptsConfig, content_digests
 from tests.support.workshop import Workshop
 
@@ -20,7 +16,7 @@ def written(folder: Path, *rows: object) -> str:
     return str(folder / "rows.jsonl")
 
 
-def test_rows_become_prompts_with_labels_and_slices(store: ArtifactStore, tmp_path: Path) -> None:
+def test_rows_become_prompts_with_labels_and_slices(store, tmp_path):
     label = {"instructions": [{"kind": "no_commas"}]}
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
     path = written(tmp_path, {"q": "1+1?", "a": 2, "level": "easy"}, {"q": turns, "a": label, "level": "hard"})
@@ -40,9 +36,7 @@ def test_rows_become_prompts_with_labels_and_slices(store: ArtifactStore, tmp_pa
         ([], r"has no rows"),
     ],
 )
-def test_a_suite_is_read_whole_or_not_at_all(
-    store: ArtifactStore, tmp_path: Path, rows: list[object], rule: str
-) -> None:
+def test_a_suite_is_read_whole_or_not_at_all(store, tmp_path, rows, rule):
     with pytest.raises(DataError, match=rule):
         Workshop(store).run("suite_prompts", SuitePromptsConfig(path=written(tmp_path, *rows)), {})
 
@@ -56,21 +50,19 @@ def test_a_suite_is_read_whole_or_not_at_all(
         ("be kind", ("instructions",), "describes no instructions"),
     ],
 )
-def test_labels_that_a_suite_cannot_read_are_refused(
-    store: ArtifactStore, tmp_path: Path, label: object, kinds: tuple[Any, ...], rule: str
-) -> None:
+def test_labels_that_a_suite_cannot_read_are_refused(store, tmp_path, label, kinds, rule):
     config = SuitePromptsConfig(path=written(tmp_path, {"prompt": "a", "label": label}), label_kinds=kinds)
     with pytest.raises(DataError, match=rule):
         Workshop(store).run("suite_prompts", config, {})
 
 
-def test_a_label_column_that_is_named_exists(store: ArtifactStore, tmp_path: Path) -> None:
+def test_a_label_column_that_is_named_exists(store, tmp_path):
     config = SuitePromptsConfig(path=written(tmp_path, {"prompt": "a", "answer": "b"}), label="anwser")
     with pytest.raises(DataError, match="has no column 'anwser'"):
         Workshop(store).run("suite_prompts", config, {})
 
 
-def test_a_file_that_changed_since_the_plan_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
+def test_a_file_that_changed_since_the_plan_is_refused(store, tmp_path):
     config = SuitePromptsConfig(path=written(tmp_path, {"prompt": "a"}))
     planned = content_digests(config)
     written(tmp_path, {"prompt": "b"})

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -58,16 +56,16 @@ Refactoring must not change these keys.
 
 
 @pytest.fixture(params=STAGES.values(), ids=STAGES)
-def stage(request: pytest.FixtureRequest) -> Stage:
+def stage(request) -> Stage:
     declared: Stage = request.param
     return declared
 
 
-def test_every_stage_is_declared_and_every_declaration_has_a_stage() -> None:
+def test_every_stage_is_declared_and_every_declaration_has_a_stage():
     assert {path.stem for path in (ROOT / "stages").glob("[a-z]*.py")} == {*STAGES, "table"}
 
 
-def test_the_keys_of_a_pipeline_are_what_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keys_of_a_pipeline_are_what_they_were(tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     for variable in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
         monkeypatch.delenv(variable, raising=False)
@@ -79,7 +77,7 @@ def test_the_keys_of_a_pipeline_are_what_they_were(tmp_path: Path, monkeypatch: 
     assert found == KEYS
 
 
-def test_planning_imports_no_stage_and_nothing_that_computes(tmp_path: Path) -> None:
+def test_planning_imports_no_stage_and_nothing_that_computes(tmp_path):
     program = (
         "import json, sys\nfrom pathlib import Path\n"
         "from pipelines.execution.plan import plan\nfrom pipelines.flows.profile import load_profile\n"
@@ -95,7 +93,7 @@ def test_planning_imports_no_stage_and_nothing_that_computes(tmp_path: Path) -> 
     assert {"torch", "transformers", "numpy", "pyarrow", "ray", "vllm", "prefect", "mlflow"} & imported == set()
 
 
-def test_a_declaration_has_the_inputs_and_the_output_of_the_function_that_runs(stage: Stage) -> None:
+def test_a_declaration_has_the_inputs_and_the_output_of_the_function_that_runs(stage):
     run = importlib.import_module(stage.module).run
     types_of = get_type_hints(run)
     defaults = {name: one.default for name, one in inspect.signature(run).parameters.items()}
@@ -116,7 +114,7 @@ def parts_of(kind: Any) -> list[Any]:
     return list(get_args(kind)) if get_origin(kind) in (Union, types.UnionType) else [kind]
 
 
-def test_a_declaration_has_the_engines_that_the_code_of_the_stage_leases(stage: Stage) -> None:
+def test_a_declaration_has_the_engines_that_the_code_of_the_stage_leases(stage):
     leased = {engine for module in module_digests(stage.module) for engine in engines_in(module)}
     assert set(stage.engines) == leased
 
@@ -135,16 +133,16 @@ def engines_in(module: str) -> Iterator[str]:
                 yield "registry"
 
 
-def test_a_stage_does_not_import_the_table_whose_changes_would_change_its_key(stage: Stage) -> None:
+def test_a_stage_does_not_import_the_table_whose_changes_would_change_its_key(stage):
     assert "stages.table" not in module_digests(stage.module)
 
 
-def test_a_declaration_has_a_page_in_the_documents_that_names_the_stage(stage: Stage) -> None:
+def test_a_declaration_has_a_page_in_the_documents_that_names_the_stage(stage):
     text = (ROOT / "docs" / stage.page).read_text().lower()
     assert stage.name in text or stage.name.replace("_", " ") in text
 
 
-def test_a_stage_has_a_flow_whose_form_asks_for_its_configuration_and_its_inputs(stage: Stage) -> None:
+def test_a_stage_has_a_flow_whose_form_asks_for_its_configuration_and_its_inputs(stage):
     flow = STAGE_FLOWS[stage.name]
     form = flow.parameters.model_dump_for_openapi()
     assert list(form["properties"]) == ["config", "settings", *stage.inputs]
@@ -154,7 +152,7 @@ def test_a_stage_has_a_flow_whose_form_asks_for_its_configuration_and_its_inputs
     assert flow.description == stage.about
 
 
-def test_what_a_form_names_as_an_input_is_made_by_a_stage_of_that_output(stage: Stage) -> None:
+def test_what_a_form_names_as_an_input_is_made_by_a_stage_of_that_output(stage):
     for row in stage.inputs.values():
         for name in [row.start] if isinstance(row.start, str) else row.start.values():
             made_by = STAGES.get(name.rpartition("/")[2])

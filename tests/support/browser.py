@@ -1,7 +1,5 @@
 """A headless Chromium that tests drive over WebDriver (https://www.w3.org/TR/webdriver2), without Selenium."""
 
-from __future__ import annotations
-
 import base64
 import os
 import shutil

@@ -1,7 +1,5 @@
 """An OpenAI-compatible chat server in this process, for tests of judges."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

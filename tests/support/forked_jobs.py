@@ -1,7 +1,5 @@
 """A job server for tests: a job is a forked process that does what the command would have done."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """Forked processes whose exit status is what they did, whatever the tests before them have left behind."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

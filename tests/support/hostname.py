@@ -1,7 +1,5 @@
 """A process on a machine whose name leads to an address that others reach, as names mostly do."""
 
-from __future__ import annotations
-
 import ctypes
 import socket
 

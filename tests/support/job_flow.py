@@ -1,7 +1,5 @@
 """A flow as a program, to be killed: one toy stage as a Ray job, tracked by MLflow. `job_flow PROFILE FILE`: it waits for FILE."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Mapping

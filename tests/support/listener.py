@@ -1,7 +1,5 @@
 """A listener that writes down what it is told."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rlhf_core.stage.decision import Decision

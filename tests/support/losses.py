@@ -3,8 +3,6 @@
 Keywords are the options of the method, and the counts of the step; without counts the call is the whole step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """What a monitor finds in a history that is made by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlhf_core.monitoring.bands import History, MonitorConfig

@@ -1,7 +1,5 @@
 """What tests that share a process leave to each other: nothing, except what a process cannot take back."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

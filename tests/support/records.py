@@ -1,7 +1,5 @@
 """Records and artifacts that tests make without running a stage."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """People who answer MLflow's review queues, through its client, as the Review page does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

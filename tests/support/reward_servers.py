@@ -1,7 +1,5 @@
 """Servers for tests: the real one, and one that answers what a test says."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

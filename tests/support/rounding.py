@@ -10,8 +10,6 @@ Every test that compares with a tolerance gets the property `closest`: the large
 comparison of it took. One that is near 1 here is above it on another machine.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import zlib

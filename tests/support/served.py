@@ -1,7 +1,5 @@
 """What `rlhf up` starts, for a test, and Prefect's API as its pages use it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

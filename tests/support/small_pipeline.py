@@ -1,7 +1,5 @@
 """A profile small enough for the engines of this process, and a pipeline of toy stages for what needs no engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pipelines.flows.graph import Stages

@@ -1,7 +1,5 @@
 """What a benchmark starts from, as handles of artifacts that do not exist."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from benchmarks.method_rows import Start

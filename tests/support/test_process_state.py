@@ -1,17 +1,11 @@
 """What a test leaves to the next one in its process."""
 
-from __future__ import annotations
-
 import os
-
-import pytest
 
 from tests.support.process_state import process_taken_back
 
 
-def test_variables_are_as_before_except_those_that_the_process_has_read_for_good(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_variables_are_as_before_except_those_that_the_process_has_read_for_good(monkeypatch):
     monkeypatch.setenv("CHANGED", "before")
     monkeypatch.setenv("REMOVED", "before")
     monkeypatch.delenv("MADE", raising=False)

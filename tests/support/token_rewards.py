@@ -1,7 +1,5 @@
 """Rewards of token ids, in a module that imports nothing slow: every run starts a process for each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rlhf_core.types import Generation

@@ -17,8 +17,6 @@ What is left is far below an error of the code: a wrong denominator, a token too
 change a mean over n tokens by 1/n of it, 1e-2 in batches of a hundred tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The toy stage in a forked child, as the campaign runs its pipeline: with a log of events, short leases and a drawn instant."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from campaigns.durability import instants, takeovers

@@ -1,7 +1,5 @@
 """A stage without engines for the tests of the store: counts steps, checkpoints them, writes what it counted."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the tests of training stages share: data, a policy, and a run that is killed and resumed."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -182,13 +180,7 @@ def stopped_and_resumed(
 
 
 def killed_and_resumed(
-    shop: Workshop,
-    name: str,
-    config: Config,
-    inputs: dict[str, Any],
-    *,
-    at: int,
-    resume_on: LocalRuntime | None = None,
+    shop: Workshop, name: str, config: Config, inputs: dict[str, Any], *, at: int, resume_on: LocalRuntime | None = None
 ) -> ArtifactRef:
     """Interrupt the stage when it reports `at` steps, run it again, and return what the second attempt made.
 

@@ -1,7 +1,5 @@
 """What run-level tests of generate, score and select share: a store to run in, a tiny policy, and rollouts to start from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,7 +66,6 @@ class Workshop:
     def metrics(self, decision: Decision) -> dict[str, float]:
         """Return the final metrics of a stage that ran."""
         record = self.store.record(decision.key)
-        assert record is not None
         return dict(record.metrics)
 
 

@@ -1,10 +1,7 @@
 """Answers to what a gate has asked: which question is meant, and the commands that give them."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -33,7 +30,7 @@ from tests.support.toy_stage import ToyConfig, toy_spec
 
 
 @pytest.fixture
-def trial(tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch) -> Trial:
+def trial(tmp_path, home: Home, monkeypatch) -> Trial:
     """A run that waits at the gate `quality`."""
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     trial = Trial(tmp_path, home)
@@ -49,9 +46,7 @@ def requests(home: Home) -> list[GateRequest]:
 
 
 @pytest.mark.parametrize("named", ["mini", "f1", "profile"])
-def test_a_run_is_named_by_its_profile_its_name_or_its_flow_run(
-    trial: Trial, home: Home, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_named_by_its_profile_its_name_or_its_flow_run(trial, home, named, capsys):
     run = str(trial.folder / "mini.toml") if named == "profile" else named
     assert main(["approve", run, "quality", "--reason", "good enough"]) == 0
     said = capsys.readouterr().out
@@ -64,13 +59,13 @@ def test_a_run_is_named_by_its_profile_its_name_or_its_flow_run(
     assert not wait.exists()
 
 
-def test_a_rejection_ends_the_next_run_as_blocked(trial: Trial) -> None:
+def test_a_rejection_ends_the_next_run_as_blocked(trial):
     assert main(["reject", "mini", "quality", "--reason", "too short"]) == 0
     with pytest.raises(RunBlocked, match=r"rejected by .*: too short"):
         trial.run(APPROVE)
 
 
-def test_of_several_questions_the_right_one_must_be_named(trial: Trial, home: Home) -> None:
+def test_of_several_questions_the_right_one_must_be_named(trial, home):
     with pytest.raises(StageWaiting):
         trial.run(APPROVE, "seed=18")
     digests = {request.question.digest: request for request in requests(home)}
@@ -90,7 +85,7 @@ def test_of_several_questions_the_right_one_must_be_named(trial: Trial, home: Ho
         answer_gate(Meant("mini", "quality", question="zz"), "approve", reason="yes")
 
 
-def test_profiles_with_the_same_gate_and_artifact_have_questions_of_their_own(trial: Trial, home: Home) -> None:
+def test_profiles_with_the_same_gate_and_artifact_have_questions_of_their_own(trial, home):
     """Both gates are called quality, after the same artifact in the same store, under the same condition."""
     with pytest.raises(StageWaiting):
         trial.run(APPROVE, "name=day")
@@ -104,9 +99,7 @@ def test_profiles_with_the_same_gate_and_artifact_have_questions_of_their_own(tr
     assert len(trial.run(APPROVE)) == 4
 
 
-def test_profiles_of_one_name_with_other_thresholds_are_told_apart(
-    trial: Trial, home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_profiles_of_one_name_with_other_thresholds_are_told_apart(trial, home, tmp_path, capsys):
     """The same run name, gate, stage and artifact: only the condition and the file of the profile differ."""
     stricter = APPROVE.replace("2.0", "3.0")
     lenient = write_mini(tmp_path, APPROVE).rename(tmp_path / "lenient.toml")
@@ -124,7 +117,7 @@ def test_profiles_of_one_name_with_other_thresholds_are_told_apart(
     assert len(trial.run(stricter)) == 4
 
 
-def test_an_answer_that_might_be_about_a_settled_question_is_refused() -> None:
+def test_an_answer_that_might_be_about_a_settled_question_is_refused():
     said = GateAnswer(answer="approve", by="ada", at="now", reason="yes")
 
     def asked(digest: str, at: str, *answers: GateAnswer) -> GateRequest:
@@ -141,7 +134,7 @@ def test_an_answer_that_might_be_about_a_settled_question_is_refused() -> None:
     assert chosen([older, settled], Meant("mini", "quality", artifact="d2"), run="mini") == settled
 
 
-def test_the_profile_that_asked_about_a_settled_question_does_not_hide_an_open_one() -> None:
+def test_the_profile_that_asked_about_a_settled_question_does_not_hide_an_open_one():
     said = GateAnswer(answer="reject", by="ada", at="now", reason="no")
 
     def asked(digest: str, profile: str, *answers: GateAnswer) -> GateRequest:
@@ -156,9 +149,7 @@ def test_the_profile_that_asked_about_a_settled_question_does_not_hide_an_open_o
     assert chosen([settled, settled_too], meant, run="mini", profile="p1") == settled  # nothing is open
 
 
-def test_a_rejection_is_not_approved_while_another_configuration_waits(
-    trial: Trial, home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rejection_is_not_approved_while_another_configuration_waits(trial, home, capsys):
     profile = str(trial.folder / "mini.toml")
     assert main(["reject", profile, "quality", "--reason", "no"]) == 0
     with pytest.raises(StageWaiting):
@@ -169,7 +160,7 @@ def test_a_rejection_is_not_approved_while_another_configuration_waits(
 
 
 @pytest.mark.parametrize(("state", "resumed"), [("Waiting", True), ("Cancelled", False), ("Blocked", False)])
-def test_the_form_starts_only_a_run_that_waits(monkeypatch: pytest.MonkeyPatch, state: str, resumed: bool) -> None:
+def test_the_form_starts_only_a_run_that_waits(monkeypatch, state, resumed):
     client = MagicMock()
     client.__enter__.return_value.read_flow_run.return_value.state.name = state
     monkeypatch.setattr(waiting, "get_client", lambda **_: client)
@@ -190,9 +181,7 @@ def test_the_form_starts_only_a_run_that_waits(monkeypatch: pytest.MonkeyPatch, 
         (["mini", "quality", "--reason", "x", "--artifact", "zz"], "artifact = 'zz': no question of the gate is about it"),
     ],
 )  # fmt: skip
-def test_an_answer_to_nothing_is_refused(
-    trial: Trial, home: Home, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
+def test_an_answer_to_nothing_is_refused(trial, home, capsys, arguments, said):
     assert main(["approve", *arguments]) == 2
     assert said in capsys.readouterr().err
     assert requests(home)[0].answers == ()
@@ -210,9 +199,7 @@ def test_an_answer_to_nothing_is_refused(
         (RunOverBudget("budget.hours = 1"), EXIT_OVER_BUDGET, "budget.hours = 1\n"),
     ],
 )
-def test_each_end_of_a_run_has_an_exit_status_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, status: int, said: str
-) -> None:
+def test_each_end_of_a_run_has_an_exit_status_of_its_own(monkeypatch, capsys, error, status, said):
     def ends(options: object) -> None:
         raise error
 
@@ -221,9 +208,7 @@ def test_each_end_of_a_run_has_an_exit_status_of_its_own(
     assert capsys.readouterr().err == said
 
 
-def test_a_stage_that_pauses_asks_with_the_same_commands_and_goes_on_from_its_checkpoint(
-    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_that_pauses_asks_with_the_same_commands_and_goes_on_from_its_checkpoint(home, tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     config, notes = load_profile(write_mini(tmp_path)), Notes()
 

@@ -1,7 +1,5 @@
 """Budgets of runs of toy stages, with a clock that the test moves."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +22,6 @@ from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunOverBudget
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef
 from tests.support.listener import Notes
@@ -48,7 +45,7 @@ def spend(budget: Budget, clock: Clock, seconds: float, gpus: float = 0.0, *, co
         spent.counts = counts
 
 
-def test_hours_are_counted_over_attempts_until_the_run_finishes(tmp_path: Path) -> None:
+def test_hours_are_counted_over_attempts_until_the_run_finishes(tmp_path):
     clock, config = Clock(), BudgetConfig(hours=2)
     spend(Budget(config, "night", tmp_path, clock), clock, 1.5 * HOUR)
     again = Budget(config, "night", tmp_path, clock)  # another process goes on with the run
@@ -63,7 +60,7 @@ def test_hours_are_counted_over_attempts_until_the_run_finishes(tmp_path: Path) 
     Budget(config, "night", tmp_path, clock).check()
 
 
-def test_gpu_hours_count_gpus_and_work_of_others_costs_nothing(tmp_path: Path) -> None:
+def test_gpu_hours_count_gpus_and_work_of_others_costs_nothing(tmp_path):
     clock = Clock()
     budget = Budget(BudgetConfig(gpu_hours=8), "night", tmp_path, clock)
     spend(budget, clock, 50 * HOUR, gpus=0)
@@ -75,7 +72,7 @@ def test_gpu_hours_count_gpus_and_work_of_others_costs_nothing(tmp_path: Path) -
         budget.check()
 
 
-def test_the_cost_adds_up_machines_and_gpus_at_the_present_prices(tmp_path: Path) -> None:
+def test_the_cost_adds_up_machines_and_gpus_at_the_present_prices(tmp_path):
     clock, prices = Clock(), PricesConfig(gpu=2.0, machine=0.5)
     budget = Budget(BudgetConfig(cost=20, prices=prices), "night", tmp_path, clock)
     spend(budget, clock, 2 * HOUR, gpus=4)  # 2 h x (0.5 + 4 x 2.0) = 17
@@ -90,7 +87,7 @@ def test_the_cost_adds_up_machines_and_gpus_at_the_present_prices(tmp_path: Path
         Budget(dearer, "night", tmp_path, clock).check()
 
 
-def test_a_stage_is_stopped_when_its_gpus_have_cost_what_is_left(tmp_path: Path) -> None:
+def test_a_stage_is_stopped_when_its_gpus_have_cost_what_is_left(tmp_path):
     budget = Budget(BudgetConfig(cost=0.001, prices=PricesConfig(gpu=3.6)), "night", tmp_path)
     began = time.monotonic()
     with pytest.raises(RunOverBudget, match=r"^budget.cost = 0.001: 0.0\d+ is"), budget.spending(4):
@@ -99,13 +96,13 @@ def test_a_stage_is_stopped_when_its_gpus_have_cost_what_is_left(tmp_path: Path)
         raise stopping.StageStopped(stopping.reason())
 
 
-def test_a_cost_without_prices_is_refused() -> None:
+def test_a_cost_without_prices_is_refused():
     with pytest.raises(ConfigError, match=r"budget.*cost = 5: nothing has a price; add prices, such as \{gpu = 2.5"):
         load_profile("tiny/full", ["budget.cost=5"])
     assert load_profile("tiny/full", ["budget.cost=5", "budget.prices.gpu=2"]).budget.prices.gpu == 2
 
 
-def test_what_a_failed_stage_has_spent_counts(tmp_path: Path) -> None:
+def test_what_a_failed_stage_has_spent_counts(tmp_path):
     clock = Clock()
     budget = Budget(BudgetConfig(hours=1), "night", tmp_path, clock)
     with pytest.raises(ZeroDivisionError), budget.spending(0):
@@ -115,13 +112,13 @@ def test_what_a_failed_stage_has_spent_counts(tmp_path: Path) -> None:
         budget.check()
 
 
-def test_without_a_budget_nothing_is_written(tmp_path: Path) -> None:
+def test_without_a_budget_nothing_is_written(tmp_path):
     clock = Clock()
     spend(Budget(BudgetConfig(), "night", tmp_path, clock), clock, HOUR)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_of_the_same_name_without_a_budget_leaves_what_was_spent(tmp_path: Path) -> None:
+def test_a_run_of_the_same_name_without_a_budget_leaves_what_was_spent(tmp_path):
     clock, config = Clock(), BudgetConfig(hours=1)
     spend(Budget(config, "tiny", tmp_path, clock), clock, 2 * HOUR)
     Budget(BudgetConfig(), "tiny", tmp_path, clock).close()
@@ -154,9 +151,7 @@ def run_once(
     return notes, tracker, ended
 
 
-def test_a_stage_is_asked_to_save_when_the_hours_are_spent_and_a_higher_budget_goes_on(
-    tmp_path: Path, home: Home
-) -> None:
+def test_a_stage_is_asked_to_save_when_the_hours_are_spent_and_a_higher_budget_goes_on(tmp_path, home):
     run_once(tmp_path, home, "first")  # without a budget
     # The second stage waits for a file that nobody writes: only the deadline of the budget ends it.
     notes, tracker, ended = run_once(tmp_path, home, f"wait:{tmp_path}/never", f"budget.hours={1 / HOUR}")
@@ -177,7 +172,7 @@ def test_a_stage_is_asked_to_save_when_the_hours_are_spent_and_a_higher_budget_g
     assert stopping.reason() == ""
 
 
-def test_pairs_beyond_the_budget_are_refused_by_the_plan(store: ArtifactStore) -> None:
+def test_pairs_beyond_the_budget_are_refused_by_the_plan(store):
     def planned(*overrides: str) -> int:
         return len(plan(load_profile("tiny/online", overrides), store))
 
@@ -189,7 +184,7 @@ def test_pairs_beyond_the_budget_are_refused_by_the_plan(store: ArtifactStore) -
     assert planned("budget.comparisons=1035") == planned()
 
 
-def test_a_gpu_that_is_shared_counts_once() -> None:
+def test_a_gpu_that_is_shared_counts_once():
     spec: Any = SimpleNamespace(engines={"trainer": {}, "sampler": {}})
     apart = RuntimeConfig(
         train_workers=4,
@@ -206,7 +201,7 @@ def test_a_gpu_that_is_shared_counts_once() -> None:
     assert gpus_of(only, apart) == 4 and gpus_of(only, RuntimeConfig()) == 0
 
 
-def test_what_another_process_has_computed_costs_nothing_while_we_wait_for_it(tmp_path: Path, home: Home) -> None:
+def test_what_another_process_has_computed_costs_nothing_while_we_wait_for_it(tmp_path, home):
     class Waits:
         """An executor that waits for another process, whose result is a hit then."""
 
@@ -220,7 +215,7 @@ def test_what_another_process_has_computed_costs_nothing_while_we_wait_for_it(tm
     pipeline = toys("first")
     config = load_profile(write_mini(tmp_path), ["budget.hours=1"])
     with open_run(config, pipeline, RunOptions(), home=home, tracker=MemoryTracker(), listener=Notes()) as run:
-        run.executor = Waits()  # type: ignore[assignment]
+        run.executor = Waits()
         run.budget.clock = clock
         outcome = run.stage(toy_spec(ToyConfig(), label="first"), lambda *_: None)
         assert (outcome.ref.digest, clock.now) == ("x", 5 * HOUR)

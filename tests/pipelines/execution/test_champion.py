@@ -1,7 +1,5 @@
 """Whole runs of a tiny pipeline that publish, with a registry on disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -56,8 +54,8 @@ def run_once(folder: Path, home: Home, *overrides: str) -> tuple[dict[str, objec
 
 @pytest.mark.slow
 def test_a_challenger_that_does_not_win_leaves_the_champion_and_rollback_needs_one_before(
-    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, home, monkeypatch, capsys
+):
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     decided, gate, card = run_once(tmp_path, home)
     assert gate["registry"] == {"name": "support", "version": "1", "aliases": ["candidate", "champion"]}
@@ -101,9 +99,7 @@ def test_a_challenger_that_does_not_win_leaves_the_champion_and_rollback_needs_o
     assert found is not None and found.current == "1"
 
 
-def test_a_champion_whose_weights_are_elsewhere_is_refused_before_anything_is_computed(
-    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_champion_whose_weights_are_elsewhere_is_refused_before_anything_is_computed(tmp_path, home, monkeypatch):
     monkeypatch.setattr("rlhf_core.tracking.champions.champion_digests", lambda *_: ("ab" * 32, ""))
     with pytest.raises(
         ConfigError, match=r"publish.challenge = 'support': the champion of support \(abababababab\) is not in"
@@ -121,13 +117,8 @@ def test_a_champion_whose_weights_are_elsewhere_is_refused_before_anything_is_co
     ],
 )
 def test_the_deployment_of_the_stage_alone_looks_the_champion_up_too(
-    home: Home,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    challenge: dict[str, Any] | None,
-    given: str,
-    found: str | None,
-) -> None:
+    home, monkeypatch, policy, challenge, given, found
+):
     config = PublishConfig.model_validate({"name": "support", "challenge": challenge})
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     monkeypatch.setattr("rlhf_core.tracking.champions.champion_digests", lambda *_: ("current", "before"))
@@ -148,14 +139,14 @@ def test_the_deployment_of_the_stage_alone_looks_the_champion_up_too(
     assert (spec.inputs["champion"].digest if "champion" in spec.inputs else None) == found
 
 
-def test_a_champion_made_again_is_compared_as_before() -> None:
+def test_a_champion_made_again_is_compared_as_before():
     old, new = (PolicyRef(uri=name, digest=name) for name in "on")
     assert Opponents(old).of(new) == old  # the run that wins
     assert Opponents(new, old).of(new) == old  # the same run once more: the same inputs, so a hit
     assert Opponents(new).of(new) is None
 
 
-def test_without_models_there_is_no_name_to_guess(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_models_there_is_no_name_to_guess(home, monkeypatch):
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     with pytest.raises(ConfigError, match="no model has a champion yet"):
         serve_verb.model_name(tracking_uri(home), "")

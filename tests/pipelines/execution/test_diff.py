@@ -1,9 +1,6 @@
 """Two artifacts, profiles or runs, compared."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +24,6 @@ from pipelines.execution.diff import (
 )
 from pipelines.execution.plan import PlannedStage
 from pipelines.execution.summary import Measure
-from pipelines.services.home import Home
 from rlhf_core.data.shards import write_generations, write_index
 from rlhf_core.stage.decision import Decision
 from rlhf_core.store.artifacts import ArtifactStore
@@ -93,7 +89,7 @@ def two(store: ArtifactStore) -> tuple[str, str]:
     return digests[0], digests[1]
 
 
-def test_artifacts_differ_by_the_first_stage_that_was_run_otherwise(store: ArtifactStore, two: tuple[str, str]) -> None:
+def test_artifacts_differ_by_the_first_stage_that_was_run_otherwise(store, two):
     ours, theirs = (of_artifact(digest, store) for digest in two)
     found = stage_differences(ours, theirs)
     first = first_difference(found)
@@ -105,21 +101,19 @@ def test_artifacts_differ_by_the_first_stage_that_was_run_otherwise(store: Artif
     assert stage_differences(ours, ours) == [] and first_difference([]) is None
 
 
-def test_only_metrics_that_differ_are_compared_with_their_intervals(store: ArtifactStore, two: tuple[str, str]) -> None:
+def test_only_metrics_that_differ_are_compared_with_their_intervals(store, two):
     ours, theirs = (of_artifact(digest, store) for digest in two)
     (accuracy,) = metric_differences(ours, theirs)
     assert accuracy == ("ppo: accuracy", Measure(0.5, 0.4, 0.6), Measure(0.75, 0.65, 0.85))
 
 
-def test_answers_to_the_same_prompts_stand_side_by_side_where_they_differ(
-    store: ArtifactStore, two: tuple[str, str]
-) -> None:
+def test_answers_to_the_same_prompts_stand_side_by_side_where_they_differ(store, two):
     ours, theirs = (of_artifact(digest, store) for digest in two)
     assert answers(ours, theirs, 3) == [Answer("Question 2?", "No.", "Never.")]
     assert answers(ours, theirs, 0) == answers(ours, ours, 3) == []
 
 
-def test_an_earlier_policy_does_not_answer_for_one_that_is_not_made(store: ArtifactStore) -> None:
+def test_an_earlier_policy_does_not_answer_for_one_that_is_not_made(store):
     made = Made(store)
     sft = made.commit("sft", {}, None)
     made.commit("evaluate/sft/generate", {}, sft, GenerationsRef, rows=said("Yes."))
@@ -135,7 +129,7 @@ def test_an_earlier_policy_does_not_answer_for_one_that_is_not_made(store: Artif
     assert answers(ours, theirs, 3) == [Answer("Question 0?", "Yes.", "No.")]
 
 
-def test_profiles_differ_by_their_keys_before_anything_has_run(tmp_path: Path, home: Home) -> None:
+def test_profiles_differ_by_their_keys_before_anything_has_run(tmp_path, home):
     profile, store = str(write_mini(tmp_path)), ArtifactStore(home.store)
     ours = side_of(profile, [], store, home, home.mlflow_uri)
     theirs = side_of(profile, ["ppo.kl_coef=0.2", "ppo.steps=3"], store, home, home.mlflow_uri)
@@ -147,12 +141,9 @@ def test_profiles_differ_by_their_keys_before_anything_has_run(tmp_path: Path, h
     assert list(not_compared(ours, theirs)) == list(ours.stages)
 
 
-def test_what_is_gone_or_not_made_is_never_called_the_same(
-    store: ArtifactStore, two: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_gone_or_not_made_is_never_called_the_same(store, two, capsys):
     ours = of_artifact(two[0], store)
     sft = ours.stages["sft"].record
-    assert sft is not None
     remove_tree(store.folder(sft.handle.uri))
     left = of_artifact(two[0], ArtifactStore(store.root))
     assert left.gone == ("sft",) and list(left.stages) == ["ppo"]
@@ -162,16 +153,14 @@ def test_what_is_gone_or_not_made_is_never_called_the_same(
     assert "stages: 1 of 1 are the same" in out and "not compared, the store has no record of it: sft" in out
 
 
-def test_labels_that_repeat_are_told_apart(store: ArtifactStore) -> None:
+def test_labels_that_repeat_are_told_apart(store):
     made = Made(store)
     first = made.commit("ppo", {"kl_coef": 0.05}, None)
     second = made.commit("ppo", {"kl_coef": 0.1}, first)
     assert list(of_artifact(second.digest, store).stages) == [f"ppo {one.digest[:12]}" for one in (first, second)]
 
 
-def test_two_folders_are_compared_by_their_content(
-    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_folders_are_compared_by_their_content(store, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder in folders:
@@ -184,7 +173,7 @@ def test_two_folders_are_compared_by_their_content(
     assert "--set = 'seed=1': " in capsys.readouterr().err
 
 
-def test_a_stage_that_was_made_has_the_code_that_made_it(store: ArtifactStore) -> None:
+def test_a_stage_that_was_made_has_the_code_that_made_it(store):
     made = Made(store)
     made.commit("sft", {}, None)
     (record,) = store.records()
@@ -192,13 +181,7 @@ def test_a_stage_that_was_made_has_the_code_that_made_it(store: ArtifactStore) -
     assert of_planned(planned, store).code == CODE
 
 
-def test_the_command_prints_it_all_and_refuses_what_it_does_not_know(
-    store: ArtifactStore,
-    two: tuple[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_prints_it_all_and_refuses_what_it_does_not_know(store, two, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     assert main(["diff", *two, "--store", str(store.root)]) == 0
     out = capsys.readouterr().out

@@ -1,7 +1,5 @@
 """A stage that is forced is forced once, however often its run waits before it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,27 +53,25 @@ class Runs:
         self.notes, self.ended = Notes(), None
         config, pipeline = self.config(rules, *overrides), self.pipeline(trouble, at)
         options = self.options if force else RunOptions()
-        with open_run(config, pipeline, options, home=self.home, tracker=MemoryTracker(), listener=self.notes) as run:  # type: ignore[arg-type]
+        with open_run(config, pipeline, options, home=self.home, tracker=MemoryTracker(), listener=self.notes) as run:
             try:
-                run_stages(run, pipeline, run.directly, tags={})  # type: ignore[arg-type]
+                run_stages(run, pipeline, run.directly, tags={})
             except (StageWaiting, RunOverBudget) as error:
                 self.ended = error
-        return dict(self.notes.of("started"))  # type: ignore[arg-type]
+        return dict(self.notes.of("started"))
 
     ended: BaseException | None = None
     notes: Notes
 
 
-def test_a_forced_stage_is_not_forced_again_after_an_approval(
-    tmp_path: Path, home: Home, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_forced_stage_is_not_forced_again_after_an_approval(tmp_path, home, caplog):
     caplog.set_level("INFO", forcing.__name__)
     runs = Runs(tmp_path, home, "first")
     runs.run()
     assert runs.run(APPROVE) == {"first": "RUN", "second": "HIT"}  # forced, and waits
     assert isinstance(runs.ended, StageWaiting)
     assert not [one for one in caplog.messages if "not forced again" in one]
-    planned = plan_run(runs.config(APPROVE), runs.pipeline(""), runs.options, store=runs.store)  # type: ignore[arg-type]
+    planned = plan_run(runs.config(APPROVE), runs.pipeline(""), runs.options, store=runs.store)
     assert planned[0].decision.action == "HIT"
     assert runs.run(APPROVE) == {"first": "HIT", "second": "HIT"}  # nobody has decided yet
     said = [one for one in caplog.messages if "not forced again" in one]
@@ -86,14 +82,14 @@ def test_a_forced_stage_is_not_forced_again_after_an_approval(
     assert runs.run(APPROVE)["first"] == "RUN"  # the run that waited has ended: this is another one
 
 
-def test_a_run_of_the_same_profile_without_the_option_ends_the_memory_of_it(tmp_path: Path, home: Home) -> None:
+def test_a_run_of_the_same_profile_without_the_option_ends_the_memory_of_it(tmp_path, home):
     runs = Runs(tmp_path, home, "first")
     runs.run(APPROVE)
     runs.run(APPROVE, force=False)
     assert runs.run(APPROVE)["first"] == "RUN"
 
 
-def test_a_failure_after_the_wait_forces_nothing_again(tmp_path: Path, home: Home) -> None:
+def test_a_failure_after_the_wait_forces_nothing_again(tmp_path, home):
     runs = Runs(tmp_path, home, "first")
     runs.run(APPROVE)
     with pytest.raises(ValueError, match="step 2 went wrong"):
@@ -108,15 +104,13 @@ def test_a_failure_after_the_wait_forces_nothing_again(tmp_path: Path, home: Hom
     assert runs.notes.of("started")[0] == ("first", "RUN")
 
 
-def test_another_profile_forces_for_itself(tmp_path: Path, home: Home) -> None:
+def test_another_profile_forces_for_itself(tmp_path, home):
     runs = Runs(tmp_path, home, "first")
     runs.run(APPROVE)
     assert runs.run(APPROVE, "name=other")["first"] == "RUN"
 
 
-def test_a_forced_stage_that_waits_itself_goes_on_from_its_work_and_replaces_the_result(
-    tmp_path: Path, home: Home
-) -> None:
+def test_a_forced_stage_that_waits_itself_goes_on_from_its_work_and_replaces_the_result(tmp_path, home):
     runs, people = Runs(tmp_path, home, "second"), tmp_path / "done"
     runs.run()
     before = runs.store.record(_key(runs))
@@ -128,7 +122,7 @@ def test_a_forced_stage_that_waits_itself_goes_on_from_its_work_and_replaces_the
     assert (after.attempts, after.resumed_from) == (before.attempts + 2, 2)
 
 
-def test_a_forced_stage_goes_on_with_a_higher_budget(tmp_path: Path, home: Home) -> None:
+def test_a_forced_stage_goes_on_with_a_higher_budget(tmp_path, home):
     runs, short = Runs(tmp_path, home, "second"), "budget.hours=0.0003"
     runs.run()
     # It waits, after its first checkpoint, for a file that nobody writes: only the deadline of the budget ends it.
@@ -137,17 +131,17 @@ def test_a_forced_stage_goes_on_with_a_higher_budget(tmp_path: Path, home: Home)
     assert runs.run("", "budget.hours=1") == {"first": "HIT", "second": "RESUME", "third": "HIT"}
 
 
-def test_a_wait_that_was_not_forced_is_started_over_by_force(tmp_path: Path, home: Home) -> None:
+def test_a_wait_that_was_not_forced_is_started_over_by_force(tmp_path, home):
     runs, trouble = Runs(tmp_path, home, "second"), f"people:{tmp_path}/never"
     runs.run(trouble=trouble, force=False)
     assert runs.run()["second"] == "RUN"
 
 
 def _key(runs: Runs) -> str:
-    found = plan_run(runs.config(""), runs.pipeline(""), RunOptions(), store=runs.store)  # type: ignore[arg-type]
+    found = plan_run(runs.config(""), runs.pipeline(""), RunOptions(), store=runs.store)
     return next(stage.decision.key for stage in found if stage.label == "second")
 
 
 @pytest.fixture(autouse=True)
-def _no_state_of_ours(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_state_of_ours(home: Home, monkeypatch) -> None:
     monkeypatch.setenv("RLHF_HOME", str(home.root))

@@ -1,7 +1,5 @@
 """Gates of a run of toy stages: what is held back, what goes on, who is asked."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import Strictness
 from rlhf_core.stage.stopping import RunBlocked, StageWaiting
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import PolicyRef, ReportRef, RewardModelRef
@@ -70,11 +67,11 @@ class Trial:
 
 
 @pytest.fixture
-def trial(tmp_path: Path, home: Home) -> Trial:
+def trial(tmp_path, home: Home) -> Trial:
     return Trial(tmp_path, home)
 
 
-def test_a_gate_that_does_not_hold_ends_the_branch_and_nothing_else(trial: Trial) -> None:
+def test_a_gate_that_does_not_hold_ends_the_branch_and_nothing_else(trial):
     with pytest.raises(RunBlocked, match=r"^BLOCKED by gate first: total 1.5 < 2 \(not run: second, third\)$"):
         trial.run(BLOCK)
     assert trial.ran == ["first", "alone"]
@@ -83,14 +80,14 @@ def test_a_gate_that_does_not_hold_ends_the_branch_and_nothing_else(trial: Trial
     assert (trial.tracker.tags["state"], trial.tracker.status) == ("Blocked", "KILLED")
 
 
-def test_a_gate_that_holds_changes_nothing_but_a_tag(trial: Trial) -> None:
+def test_a_gate_that_holds_changes_nothing_but_a_tag(trial):
     made = trial.run(BLOCK.replace("2.0", "1.5"))
     assert list(made) == ["first", "second", "third", "alone"]
     assert trial.tracker.tags["gate.first"] == "passed: total 1.5 >= 1.5"
     assert trial.tracker.status == "FINISHED"
 
 
-def test_gates_are_in_no_key_and_are_judged_of_hits(trial: Trial) -> None:
+def test_gates_are_in_no_key_and_are_judged_of_hits(trial):
     made = trial.run("")
     with pytest.raises(RunBlocked):
         trial.run(BLOCK)
@@ -99,7 +96,7 @@ def test_gates_are_in_no_key_and_are_judged_of_hits(trial: Trial) -> None:
     assert {action for _, action in trial.notes.of("started")} == {"HIT"}
 
 
-def test_the_plan_shows_what_a_gate_holds_back(trial: Trial) -> None:
+def test_the_plan_shows_what_a_gate_holds_back(trial):
     assert {stage.decision.action for stage in trial.plan(BLOCK).values()} == {"RUN"}
     trial.run("")
     planned = trial.plan(BLOCK)
@@ -109,7 +106,7 @@ def test_the_plan_shows_what_a_gate_holds_back(trial: Trial) -> None:
     assert planned["third"].decision.reason == "BLOCKED by gate first: total 1.5 < 2"
 
 
-def test_a_run_of_hits_with_a_gate_after_its_last_stage_is_not_taken_as_finished(trial: Trial) -> None:
+def test_a_run_of_hits_with_a_gate_after_its_last_stage_is_not_taken_as_finished(trial):
     trial.run("")
     for value, taken in (("2.0", False), ("1.0", True)):
         rules = BLOCK.replace("first", "alone").replace("2.0", value)
@@ -121,18 +118,18 @@ def test_a_run_of_hits_with_a_gate_after_its_last_stage_is_not_taken_as_finished
         assert (found is not None) is taken
 
 
-def test_a_warning_is_a_tag_and_holds_nothing_back(trial: Trial) -> None:
+def test_a_warning_is_a_tag_and_holds_nothing_back(trial):
     assert len(trial.run(BLOCK + 'otherwise = "warn"\n')) == 4
     assert trial.tracker.tags["gate.first"] == "warned: total 1.5 < 2"
 
 
-def test_a_gate_is_judged_though_its_stage_is_the_last_that_is_wanted(trial: Trial) -> None:
+def test_a_gate_is_judged_though_its_stage_is_the_last_that_is_wanted(trial):
     with pytest.raises(RunBlocked, match=r"total 1.5 < 2$"):
         trial.run(BLOCK, options=RunOptions(until="first"))
     assert trial.ran == ["first"]
 
 
-def test_a_run_that_waits_asks_and_goes_on_when_approved(trial: Trial) -> None:
+def test_a_run_that_waits_asks_and_goes_on_when_approved(trial):
     with pytest.raises(
         StageWaiting, match=r"WAITING at gate quality: total 1.5 < 2 \(first\): `rlhf approve mini quality"
     ):
@@ -148,7 +145,7 @@ def test_a_run_that_waits_asks_and_goes_on_when_approved(trial: Trial) -> None:
     assert said.startswith("approved: total 1.5 < 2; approved by ada at ") and said.endswith(": good enough")
 
 
-def test_the_printed_command_can_be_pasted(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_printed_command_can_be_pasted(trial, monkeypatch):
     rules = APPROVE.replace('"quality"', '"good enough?"')
     with pytest.raises(
         StageWaiting, match=r"rlhf approve 'my run' 'good enough\?' --question \w{12} --store \S+/store --r"
@@ -159,7 +156,7 @@ def test_the_printed_command_can_be_pasted(trial: Trial, monkeypatch: pytest.Mon
         trial.run(rules, "name=my run")
 
 
-def test_a_rejection_blocks_and_the_last_answer_counts(trial: Trial) -> None:
+def test_a_rejection_blocks_and_the_last_answer_counts(trial):
     with pytest.raises(StageWaiting):
         trial.run(APPROVE)
     decisions = GateDecisions(store_of(trial.config(APPROVE), trial.home).layout)
@@ -171,7 +168,7 @@ def test_a_rejection_blocks_and_the_last_answer_counts(trial: Trial) -> None:
     assert len(decisions.requests()[0].answers) == 2
 
 
-def test_an_approval_is_of_one_artifact_under_one_condition(trial: Trial) -> None:
+def test_an_approval_is_of_one_artifact_under_one_condition(trial):
     with pytest.raises(StageWaiting):
         trial.run(APPROVE)
     decisions = GateDecisions(store_of(trial.config(APPROVE), trial.home).layout)
@@ -183,12 +180,12 @@ def test_an_approval_is_of_one_artifact_under_one_condition(trial: Trial) -> Non
     assert len(trial.run(APPROVE)) == 4
 
 
-def test_a_gate_without_a_condition_asks_of_every_artifact(trial: Trial) -> None:
+def test_a_gate_without_a_condition_asks_of_every_artifact(trial):
     with pytest.raises(StageWaiting, match="gate first: a person has to approve it"):
         trial.run('[[gates]]\nafter = "first"\notherwise = "approve"\n')
 
 
-def test_an_unknown_label_is_refused_before_anything_is_computed(trial: Trial) -> None:
+def test_an_unknown_label_is_refused_before_anything_is_computed(trial):
     with pytest.raises(
         ConfigError, match=r"gates\[0\].after = 'frist': no such stage; this pipeline has first, .*; did"
     ):
@@ -221,7 +218,7 @@ def test_an_unknown_label_is_refused_before_anything_is_computed(trial: Trial) -
         ("train/loss", {"train/loss": 2.0}, ""),
     ],
 )
-def test_a_number_of_few_prompts_passes_no_gate(metric: str, known: dict[str, float], said: str) -> None:
+def test_a_number_of_few_prompts_passes_no_gate(metric, known, said):
     gate = GateConfig(after="first", metric=metric, op=">=", value=0.5)
     holds, why = judged(gate, 0, known)
     assert holds is not bool(said) and said in why
@@ -230,7 +227,7 @@ def test_a_number_of_few_prompts_passes_no_gate(metric: str, known: dict[str, fl
     assert "least_prompts" not in gate.model_dump(mode="json")  # an approval that was given still holds
 
 
-def test_an_unknown_metric_names_those_that_there_are(trial: Trial) -> None:
+def test_an_unknown_metric_names_those_that_there_are(trial):
     with pytest.raises(
         ConfigError, match=r"gates\[0\].metric = 'totl': first has no such metric; it has total; did you mean total"
     ):
@@ -251,12 +248,12 @@ def test_an_unknown_metric_names_those_that_there_are(trial: Trial) -> None:
         ),
     ],
 )
-def test_a_gate_that_cannot_be_judged_is_refused(trial: Trial, rules: str, said: str) -> None:
+def test_a_gate_that_cannot_be_judged_is_refused(trial, rules, said):
     with pytest.raises(ConfigError, match=said):
         trial.config(rules)
 
 
-def test_a_gate_after_a_report_holds_back_what_the_report_judges(store: ArtifactStore) -> None:
+def test_a_gate_after_a_report_holds_back_what_the_report_judges(store):
     from pipelines.execution.gates import guarded
 
     before, after = (RewardModelRef(uri=f"store://{name}", digest=name) for name in ("a" * 64, "b" * 64))

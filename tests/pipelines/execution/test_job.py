@@ -1,7 +1,5 @@
 """A stage as a job: what the job is told, what it reports, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -46,7 +44,7 @@ from tests.support.toy_stage import ToyConfig, toy_spec
 
 
 @pytest.fixture(autouse=True)
-def _surroundings(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def _surroundings(home: Home, monkeypatch) -> None:
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     monkeypatch.setattr(stopping, "GRACE_S", 0.2)
 
@@ -76,7 +74,7 @@ def ended(job: BaseProcess, folder: Path) -> tuple[int | None, JobOutcome]:
     return job.exitcode, outcome
 
 
-def test_a_job_commits_by_itself_and_says_that_it_is_done(tmp_path: Path) -> None:
+def test_a_job_commits_by_itself_and_says_that_it_is_done(tmp_path):
     key = stage_key(toy_spec())
     status, outcome = ended(job_of(tmp_path, toy_spec(), key=key), tmp_path)
     assert (status, outcome.status) == (0, "done")
@@ -84,20 +82,20 @@ def test_a_job_commits_by_itself_and_says_that_it_is_done(tmp_path: Path) -> Non
     assert record is not None and record.tracking["ray.submission_id"] == "rlhf-toy-a1"
 
 
-def test_a_job_that_cannot_read_its_spec_says_so(tmp_path: Path) -> None:
+def test_a_job_that_cannot_read_its_spec_says_so(tmp_path):
     status, outcome = ended(process(tmp_path), tmp_path)
     assert (status, outcome.status, outcome.error_class) == (1, "failed", "ArtifactError")
     assert "make the store available to the flow and to the cluster under the same path" in outcome.error
 
 
-def test_a_cluster_that_sees_other_code_is_noticed_by_the_key(tmp_path: Path) -> None:
+def test_a_cluster_that_sees_other_code_is_noticed_by_the_key(tmp_path):
     status, outcome = ended(job_of(tmp_path, toy_spec(), key="0" * 64), tmp_path)
     assert (status, outcome.error_class) == (1, "ConfigError")
     assert outcome.error.startswith("toy.key = '000000000000': the cluster computes ")
     assert ArtifactStore(tmp_path / "store").records() == []
 
 
-def test_a_job_that_gets_sigterm_ends_as_stopped(tmp_path: Path) -> None:
+def test_a_job_that_gets_sigterm_ends_as_stopped(tmp_path):
     stage = toy_spec(ToyConfig(trouble=f"wait:{tmp_path / 'never'}"))
     job = job_of(tmp_path, stage, key=stage_key(stage))
     while not (tmp_path / PROGRESS).exists():
@@ -108,7 +106,7 @@ def test_a_job_that_gets_sigterm_ends_as_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", ["tiny/full", "tiny/rlvr"])
-def test_every_stage_of_a_pipeline_keeps_its_key_on_the_way_through_a_file(profile: str, tmp_path: Path) -> None:
+def test_every_stage_of_a_pipeline_keeps_its_key_on_the_way_through_a_file(profile, tmp_path):
     planned = plan(load_profile(profile), ArtifactStore(tmp_path))
     assert len(planned) > 3
     for stage in planned:
@@ -117,7 +115,7 @@ def test_every_stage_of_a_pipeline_keeps_its_key_on_the_way_through_a_file(profi
         assert key_payload(restored) == key_payload(stage.spec)
 
 
-def test_a_job_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_a_job_comes_back_from_its_file(tmp_path):
     job = spec_of(tmp_path, toy_spec(), key="ab" * 32, force=True, strict=Strictness(env=True), tracking="token")
     write_spec(tmp_path / "spec.json", job)
     assert read_spec(tmp_path / "spec.json") == job
@@ -125,7 +123,7 @@ def test_a_job_comes_back_from_its_file(tmp_path: Path) -> None:
     assert stored["strict"] == {"code": False, "env": True}
 
 
-def test_a_file_that_is_not_there_is_refused_with_what_is_probably_wrong(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_refused_with_what_is_probably_wrong(tmp_path):
     with pytest.raises(
         ArtifactError,
         match="cannot be read here; make the store available to the flow and to the cluster under the same",
@@ -133,7 +131,7 @@ def test_a_file_that_is_not_there_is_refused_with_what_is_probably_wrong(tmp_pat
         read_spec(tmp_path / "spec.json")
 
 
-def test_a_class_that_is_no_configuration_is_refused() -> None:
+def test_a_class_that_is_no_configuration_is_refused():
     stored = stored_stage(toy_spec())
     stored["config"]["type"] = "pathlib:Path"
     with pytest.raises(ArtifactError, match=r"stage.config.type = 'pathlib:Path': is not a configuration class"):
@@ -151,7 +149,7 @@ def watched(folder: Path, decision: Decision) -> tuple[Reporter, Watcher, Notes,
     return Reporter(folder), watcher, notes, shown
 
 
-def test_what_the_job_tells_is_passed_on_once(tmp_path: Path) -> None:
+def test_what_the_job_tells_is_passed_on_once(tmp_path):
     reporter, watcher, notes, shown = watched(tmp_path, RUN)
     assert watcher.poll() is None and notes.events == []
     reporter.started("sft", RUN)  # the person knows that one
@@ -165,14 +163,14 @@ def test_what_the_job_tells_is_passed_on_once(tmp_path: Path) -> None:
     assert shown == [(1, 9, "training")] and watcher.decision == resumed
 
 
-def test_who_attached_is_not_told_why_the_job_runs(tmp_path: Path) -> None:
+def test_who_attached_is_not_told_why_the_job_runs(tmp_path):
     reporter, watcher, notes, _ = watched(tmp_path, ATTACH)
     reporter.started("sft", RUN)
     watcher.poll()
     assert notes.events == [] and watcher.decision == ATTACH
 
 
-def test_warnings_of_the_job_reach_the_log_of_the_flow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_of_the_job_reach_the_log_of_the_flow(tmp_path, caplog):
     reporter, watcher, _, _ = watched(tmp_path, RUN)
     reporter.emit(logging.makeLogRecord({"msg": "trainer died; retrying from step %d", "args": (40,)}))
     reporter.finished("sft", RUN, {}, 1.0)
@@ -180,9 +178,7 @@ def test_warnings_of_the_job_reach_the_log_of_the_flow(tmp_path: Path, caplog: p
     assert caplog.messages == ["sft: trainer died; retrying from step 40"]
 
 
-def test_progress_is_written_now_and_then_and_the_last_of_it_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_written_now_and_then_and_the_last_of_it_soon(tmp_path, monkeypatch):
     written: list[Path] = []
 
     def write(path: Path, value: Mapping[str, Any], *, durable: bool) -> None:
@@ -199,15 +195,13 @@ def test_progress_is_written_now_and_then_and_the_last_of_it_soon(
     assert len(written) < 10
 
 
-def test_a_folder_that_cannot_be_written_costs_the_job_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_costs_the_job_nothing(tmp_path, caplog):
     (tmp_path / PROGRESS).mkdir()
     Reporter(tmp_path).started("sft", RUN)
     assert "progress is not shown" in caplog.text
 
 
-def test_an_outcome_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_an_outcome_comes_back_from_its_file(tmp_path):
     assert read_outcome(tmp_path) is None
     outcome = JobOutcome("done", RUN, [{"prompt": "a"}])
     write_outcome(tmp_path, outcome)
@@ -221,8 +215,6 @@ def test_an_outcome_comes_back_from_its_file(tmp_path: Path) -> None:
         (KeyError("loss"), RlhfError, "ppo: KeyError: 'loss'; for the traceback see `ray job logs x`"),
     ],
 )
-def test_an_error_comes_back_with_its_text_and_one_of_ours_with_its_class(
-    raised: Exception, kind: type[RlhfError], said: str
-) -> None:
+def test_an_error_comes_back_with_its_text_and_one_of_ours_with_its_class(raised, kind, said):
     error = error_of(failure(raised), label="ppo", log="`ray job logs x`")
     assert type(error) is kind and str(error) == said

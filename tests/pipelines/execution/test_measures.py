@@ -1,9 +1,6 @@
 """Headline numbers of stages, with their intervals."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 from pipelines.execution.summary import Measure, of_metrics, of_report, read_report
 
@@ -19,7 +16,7 @@ REPORT = {
 }
 
 
-def test_metrics_called_low_and_high_are_the_interval_of_the_one_without() -> None:
+def test_metrics_called_low_and_high_are_the_interval_of_the_one_without():
     found = of_metrics({"accuracy": 0.7, "accuracy_low": 0.6, "accuracy_high": 0.8, "ece": 0.1, "step_low": 1.0})
     assert found == {
         "accuracy": Measure(0.7, 0.6, 0.8),
@@ -28,7 +25,7 @@ def test_metrics_called_low_and_high_are_the_interval_of_the_one_without() -> No
     }
 
 
-def test_a_report_gives_the_measures_of_every_policy(tmp_path: Path) -> None:
+def test_a_report_gives_the_measures_of_every_policy(tmp_path):
     (tmp_path / "report.json").write_text(json.dumps(REPORT))
     assert of_report(read_report(tmp_path)) == {"ppo/gold": Measure(2.0, 1.0, 3.0), "ppo/kl": Measure(0.5, 0.4, 0.6)}
     assert of_report({"accuracy": 0.7}) == of_report(read_report(tmp_path / "none")) == {}

@@ -1,13 +1,10 @@
 """A run tells a receiver on this machine how it ended."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from pipelines.execution.gates import StageHeld
 from pipelines.execution.run import event_of, notify
 from pipelines.flows.profile import load_profile
 from pipelines.flows.run_rules import NotifyConfig
-from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
 from rlhf_core.stage.stopping import RunBlocked, RunOverBudget, StageStopped, StageWaiting
 from tests.pipelines.execution.test_gates import BLOCK, Trial
@@ -55,7 +51,7 @@ def receiver() -> Iterator[Receiver]:
     receiver.close()
 
 
-def test_a_run_that_is_blocked_and_one_that_finishes_are_told(tmp_path: Path, home: Home, receiver: Receiver) -> None:
+def test_a_run_that_is_blocked_and_one_that_finishes_are_told(tmp_path, home, receiver):
     trial, rules = Trial(tmp_path, home), f'[notify]\nwebhook = "{receiver.url}"\n'
     with pytest.raises(RunBlocked):
         trial.run(rules + BLOCK)
@@ -68,9 +64,7 @@ def test_a_run_that_is_blocked_and_one_that_finishes_are_told(tmp_path: Path, ho
     assert not [name for name in trial.tracker.params if name.startswith("notify")]
 
 
-def test_only_the_wanted_events_are_told_and_secrets_are_not(
-    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_wanted_events_are_told_and_secrets_are_not(receiver, monkeypatch):
     monkeypatch.setenv("HOOK", receiver.url)
     config = NotifyConfig(webhook="env:HOOK", events=("failed",))
     notify(config, None, run="night", links={})
@@ -89,16 +83,14 @@ def test_slack_gets_one_text_with_links_in_which_nothing_of_a_run_is_markup(rece
 
 
 @pytest.mark.parametrize("webhook", ["http://127.0.0.1:9/hook", "env:RLHF_NO_SUCH_VARIABLE"])
-def test_a_receiver_that_is_away_is_logged_and_fails_nothing(
-    tmp_path: Path, home: Home, caplog: pytest.LogCaptureFixture, webhook: str
-) -> None:
+def test_a_receiver_that_is_away_is_logged_and_fails_nothing(tmp_path, home, caplog, webhook):
     with caplog.at_level(logging.WARNING, logger="pipelines.execution.run"):
         assert len(Trial(tmp_path, home).run(f'[notify]\nwebhook = "{webhook}"\n')) == 4
     assert "notify.webhook: could not send that the run is finished" in caplog.text
     assert webhook not in caplog.text
 
 
-def test_every_end_of_a_run_but_an_interruption_is_an_event() -> None:
+def test_every_end_of_a_run_but_an_interruption_is_an_event():
     ends = [None, StageWaiting(""), RunBlocked(), RunOverBudget(), ValueError(), StageStopped(), KeyboardInterrupt()]
     assert [event_of(end) for end in ends] == ["finished", "waiting", "blocked", "over_budget", "failed", None, None]
     assert event_of(StageHeld("", "Blocked")) == "blocked"
@@ -108,7 +100,7 @@ def test_every_end_of_a_run_but_an_interruption_is_an_event() -> None:
     ("webhook", "said"),
     [("ftp://host", "must be an http"), ("https://me:hunter2@host/hook", "secret in plain text")],
 )
-def test_an_address_that_cannot_be_used_is_refused(tmp_path: Path, webhook: str, said: str) -> None:
+def test_an_address_that_cannot_be_used_is_refused(tmp_path, webhook, said):
     with pytest.raises(ConfigError, match=said) as error:
         load_profile(write_mini(tmp_path, f'[notify]\nwebhook = "{webhook}"\n'))
     assert "hunter2" not in str(error.value)

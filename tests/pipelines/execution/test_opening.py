@@ -1,7 +1,5 @@
 """What a run is opened with, and a run of cached stages, which opens nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -22,13 +20,13 @@ from tests.support.small_pipeline import two_toys, write_mini
 
 
 @pytest.mark.parametrize(("execution", "kind"), [("inline", LocalExecutor), ("ray-job", RayJobExecutor)])
-def test_the_executor_is_the_one_that_the_runtime_names(tmp_path: Path, home: Home, execution: str, kind: type) -> None:
+def test_the_executor_is_the_one_that_the_runtime_names(tmp_path, home, execution, kind):
     config = load_profile(write_mini(tmp_path), [f"runtime.execution={execution}"])
     context = RunContext(config, RunOptions(), store_of(config, home), MemoryTracker(), Notes())
     assert type(open_executor(context)) is kind
 
 
-def test_the_store_is_the_profiles_or_the_state_folders(tmp_path: Path, home: Home) -> None:
+def test_the_store_is_the_profiles_or_the_state_folders(tmp_path, home):
     config = load_profile(write_mini(tmp_path))
     assert store_of(config, home).root == home.store
     elsewhere = load_profile(write_mini(tmp_path), [f"store={tmp_path}/elsewhere"])
@@ -41,7 +39,7 @@ def planned_toys(tmp_path: Path, home: Home) -> tuple[list[PlannedStage], Artifa
     return plan(config, store, pipeline=two_toys), store
 
 
-def test_what_is_all_there_is_taken_and_told_like_a_run(tmp_path: Path, home: Home) -> None:
+def test_what_is_all_there_is_taken_and_told_like_a_run(tmp_path, home):
     made, _, _ = run_once(tmp_path, home)
     notes = Notes()
     planned, store = planned_toys(tmp_path, home)
@@ -50,21 +48,21 @@ def test_what_is_all_there_is_taken_and_told_like_a_run(tmp_path: Path, home: Ho
     assert notes.of("finished") == [("first", "HIT", {"total": 1.5}), ("second", "HIT", {"total": 1.5})]
 
 
-def test_nothing_is_taken_or_told_if_one_stage_is_to_be_computed(tmp_path: Path, home: Home) -> None:
+def test_nothing_is_taken_or_told_if_one_stage_is_to_be_computed(tmp_path, home):
     notes = Notes()
     planned, store = planned_toys(tmp_path, home)
     assert results_if_all_cached(planned, store, notes, strict=Strictness()) is None
     assert notes.events == []
 
 
-def test_a_result_that_went_away_after_the_plan_is_not_taken(tmp_path: Path, home: Home) -> None:
+def test_a_result_that_went_away_after_the_plan_is_not_taken(tmp_path, home):
     run_once(tmp_path, home)
     planned, store = planned_toys(tmp_path, home)
     store.layout.key(planned[1].decision.key).unlink()
     assert results_if_all_cached(planned, store, Notes(), strict=Strictness()) is None
 
 
-def test_a_run_of_hits_is_recorded_where_somebody_can_look(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_hits_is_recorded_where_somebody_can_look(home, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert not is_watched(home)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example")

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from pipelines.execution.plan import engines_needed, plan
@@ -23,7 +19,7 @@ def make_first(store: ArtifactStore, seed: int) -> None:
     assert isinstance(handle, PolicyRef)
 
 
-def test_an_empty_store_plans_every_stage_of_the_tiny_pipeline_in_order(tmp_path: Path) -> None:
+def test_an_empty_store_plans_every_stage_of_the_tiny_pipeline_in_order(tmp_path):
     stages = plan(load_profile("tiny/full"), ArtifactStore(tmp_path))
     labels = [stage.label for stage in stages]
     assert labels[:4] == ["prepare_data", "sft", "reward_model", "rejection_sampling/generate"]
@@ -34,7 +30,7 @@ def test_an_empty_store_plans_every_stage_of_the_tiny_pipeline_in_order(tmp_path
     assert engines_needed(stages) == {"trainer", "sampler"}
 
 
-def test_the_rlvr_pipeline_has_no_reward_model(tmp_path: Path) -> None:
+def test_the_rlvr_pipeline_has_no_reward_model(tmp_path):
     labels = [stage.label for stage in plan(load_profile("tiny/rlvr"), ArtifactStore(tmp_path))]
     assert labels == [
         "prepare_data",
@@ -47,24 +43,24 @@ def test_the_rlvr_pipeline_has_no_reward_model(tmp_path: Path) -> None:
     ]
 
 
-def test_planning_writes_nothing_into_the_store(tmp_path: Path) -> None:
+def test_planning_writes_nothing_into_the_store(tmp_path):
     plan(load_profile("tiny/full"), ArtifactStore(tmp_path / "store"))
     assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
 
 
-def test_until_ends_the_plan_after_that_stage(tmp_path: Path) -> None:
+def test_until_ends_the_plan_after_that_stage(tmp_path):
     stages = plan(load_profile("tiny/full"), ArtifactStore(tmp_path), until="sft")
     assert [stage.label for stage in stages] == ["prepare_data", "sft"]
 
 
 @pytest.mark.parametrize("option", ["until", "force"])
-def test_a_stage_that_the_pipeline_does_not_have_is_refused(tmp_path: Path, option: str) -> None:
+def test_a_stage_that_the_pipeline_does_not_have_is_refused(tmp_path, option):
     arguments = {"until": "sfft"} if option == "until" else {"force": ["sfft"]}
     with pytest.raises(ConfigError, match=rf"--{option} 'sfft': no such stage; this pipeline has prepare_data, sft"):
         plan(load_profile("tiny/full"), ArtifactStore(tmp_path), **arguments)
 
 
-def test_a_stage_that_is_there_is_a_hit_and_the_next_one_is_decided_on_its_content(tmp_path: Path) -> None:
+def test_a_stage_that_is_there_is_a_hit_and_the_next_one_is_decided_on_its_content(tmp_path):
     config, store = load_profile(write_mini(tmp_path)), ArtifactStore(tmp_path / "store")
     make_first(store, config.seed)
     first, second = plan(config, store, pipeline=two_toys)
@@ -73,7 +69,7 @@ def test_a_stage_that_is_there_is_a_hit_and_the_next_one_is_decided_on_its_conte
     assert engines_needed([first, second]) == set()
 
 
-def test_a_forced_stage_runs_and_leaves_those_after_it_open(tmp_path: Path) -> None:
+def test_a_forced_stage_runs_and_leaves_those_after_it_open(tmp_path):
     config, store = load_profile(write_mini(tmp_path)), ArtifactStore(tmp_path / "store")
     make_first(store, config.seed)
     first, second = plan(config, store, pipeline=two_toys, force=["first"])
@@ -81,7 +77,7 @@ def test_a_forced_stage_runs_and_leaves_those_after_it_open(tmp_path: Path) -> N
     assert (second.decision.reason, second.decision.key) == ("after first", "")
 
 
-def test_the_planner_is_the_only_difference_between_a_plan_and_a_run(tmp_path: Path) -> None:
+def test_the_planner_is_the_only_difference_between_a_plan_and_a_run(tmp_path):
     seen = []
 
     def pipeline(config: object, stages: Stages) -> None:
@@ -92,7 +88,7 @@ def test_the_planner_is_the_only_difference_between_a_plan_and_a_run(tmp_path: P
 
 
 @pytest.mark.parametrize("profile", profile_names())
-def test_every_profile_plans_as_it_is_shipped(profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_profile_plans_as_it_is_shipped(profile, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # which has no files
     config = load_profile(profile)
     overrides = []
@@ -124,9 +120,7 @@ def test_every_profile_plans_as_it_is_shipped(profile: str, tmp_path: Path, monk
     ],
 )
 @pytest.mark.parametrize("until", ["", "prepare_data"])
-def test_a_gate_on_a_number_that_its_stage_does_not_measure_is_refused(
-    tmp_path: Path, profile: str, after: str, wrong: str, near: str, until: str
-) -> None:
+def test_a_gate_on_a_number_that_its_stage_does_not_measure_is_refused(tmp_path, profile, after, wrong, near, until):
     for metric in (near, wrong):
         gates = f'gates=[{{after="{after}", metric="{metric}", op=">=", value=0.5}}]'
         config = load_profile(profile, [gates])

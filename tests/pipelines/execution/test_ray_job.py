@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +38,7 @@ SPEC_OF_A_TOY = toy_spec(ToyConfig(), label="a/toy")
 
 
 @pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch, home: Home) -> None:
+def quickly(monkeypatch, home: Home) -> None:
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     monkeypatch.setattr(ray_job, "POLL_S", 0.05)
     monkeypatch.setattr(ray_job, "TICK_S", 0.01)
@@ -92,9 +90,7 @@ def submitted(run: RunContext, jobs: ForkedJobs, spec: StageSpec) -> Iterator[st
     yield job.job_id
 
 
-def test_a_job_makes_the_same_artifact_as_the_flow_would_and_says_how_far_it_is(
-    tmp_path: Path, home: Home, jobs: ForkedJobs
-) -> None:
+def test_a_job_makes_the_same_artifact_as_the_flow_would_and_says_how_far_it_is(tmp_path, home, jobs):
     run, shown = new_run(tmp_path, home), []
     outcome = run_toy(run, jobs, progress=lambda *progress: shown.append(progress))
     other = store_of(load_profile(write_mini(tmp_path), [f"store={tmp_path / 'other'}"]), home)
@@ -111,7 +107,7 @@ def test_a_job_makes_the_same_artifact_as_the_flow_would_and_says_how_far_it_is(
     assert record is not None and record.tracking["ray.submission_id"] == job_id
 
 
-def test_a_run_attaches_to_the_job_that_a_dead_flow_left_at_work(tmp_path: Path, home: Home, jobs: ForkedJobs) -> None:
+def test_a_run_attaches_to_the_job_that_a_dead_flow_left_at_work(tmp_path, home, jobs):
     spec = replace(SPEC_OF_A_TOY, config=ToyConfig(steps=20, seconds_a_step=0.05))
     with submitted(new_run(tmp_path, home), jobs, spec) as job_id:
         run = new_run(tmp_path, home)
@@ -121,9 +117,7 @@ def test_a_run_attaches_to_the_job_that_a_dead_flow_left_at_work(tmp_path: Path,
     assert [past.status for past in attempts.history(run.store.layout.attempt(stage_key(spec)))] == ["committed"]
 
 
-def test_a_killed_job_is_submitted_again_and_goes_on_from_its_checkpoint(
-    tmp_path: Path, home: Home, jobs: ForkedJobs
-) -> None:
+def test_a_killed_job_is_submitted_again_and_goes_on_from_its_checkpoint(tmp_path, home, jobs):
     spec = replace(SPEC_OF_A_TOY, config=ToyConfig(steps=20, seconds_a_step=0.05))
     run = new_run(tmp_path, home)
     with submitted(run, jobs, spec) as first:
@@ -135,7 +129,7 @@ def test_a_killed_job_is_submitted_again_and_goes_on_from_its_checkpoint(
     assert record is not None and record.attempts == 2 and record.resumed_from == outcome.decision.step
 
 
-def test_jobs_that_die_without_progress_end_as_one_error(tmp_path: Path, home: Home) -> None:
+def test_jobs_that_die_without_progress_end_as_one_error(tmp_path, home):
     jobs = ForkedJobs(lambda arguments: 1)
     with pytest.raises(
         WorkerLostError,
@@ -145,9 +139,7 @@ def test_jobs_that_die_without_progress_end_as_one_error(tmp_path: Path, home: H
     assert len(jobs.processes) == 3
 
 
-def test_a_job_that_the_cluster_forgot_is_submitted_again_under_a_new_name(
-    tmp_path: Path, home: Home, jobs: ForkedJobs
-) -> None:
+def test_a_job_that_the_cluster_forgot_is_submitted_again_under_a_new_name(tmp_path, home, jobs):
     run = new_run(tmp_path, home)
     with submitted(run, jobs, replace(SPEC_OF_A_TOY, config=SLOW)) as first:
         jobs.kill(first)
@@ -157,25 +149,21 @@ def test_a_job_that_the_cluster_forgot_is_submitted_again_under_a_new_name(
     assert list(jobs.processes) == [first.replace("-a1", "-a2")]
 
 
-def test_the_error_of_a_stage_comes_back_as_one_error_and_is_not_tried_again(
-    tmp_path: Path, home: Home, jobs: ForkedJobs
-) -> None:
+def test_the_error_of_a_stage_comes_back_as_one_error_and_is_not_tried_again(tmp_path, home, jobs):
     spec = replace(SPEC_OF_A_TOY, config=ToyConfig(trouble="raise:2"))
     with pytest.raises(RlhfError, match=r"^a/toy: ValueError: step 2 went wrong; .*`ray job logs rlhf-a-toy-\w+-a1`$"):
         run_toy(new_run(tmp_path, home), jobs, spec)
     assert len(jobs.processes) == 1
 
 
-def test_a_job_that_stays_pending_is_stopped_and_named(tmp_path: Path, home: Home, jobs: ForkedJobs) -> None:
+def test_a_job_that_stays_pending_is_stopped_and_named(tmp_path, home, jobs):
     jobs.pending = True
     with pytest.raises(ConfigError, match=r"runtime.job_pending_timeout_s = 0.2: Ray job \S+ was still PENDING"):
         run_toy(new_run(tmp_path, home, "runtime.job_pending_timeout_s=0.2"), jobs)
     assert jobs.stopped == list(jobs.processes)
 
 
-def test_a_silent_job_server_ends_the_watch_but_not_the_job(
-    tmp_path: Path, home: Home, jobs: ForkedJobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_job_server_ends_the_watch_but_not_the_job(tmp_path, home, jobs, monkeypatch):
     monkeypatch.setattr(ray_job, "SERVER_AWAY_S", 0.2)
     jobs.silent = True
     with pytest.raises(TrainingError, match=r"has not answered for .*connection refused.* run again: it attaches"):
@@ -183,14 +171,12 @@ def test_a_silent_job_server_ends_the_watch_but_not_the_job(
     assert jobs.stopped == [] and [job.state for job in jobs.all()] == ["RUNNING"]
 
 
-def test_a_result_that_is_there_counts_though_the_job_server_has_died(
-    tmp_path: Path, home: Home, jobs: ForkedJobs
-) -> None:
+def test_a_result_that_is_there_counts_though_the_job_server_has_died(tmp_path, home, jobs):
     jobs.silent = True
     assert run_toy(new_run(tmp_path, home), jobs).metrics == {"total": 1.5}
 
 
-def test_a_flow_that_is_asked_to_stop_stops_its_job(tmp_path: Path, home: Home, jobs: ForkedJobs) -> None:
+def test_a_flow_that_is_asked_to_stop_stops_its_job(tmp_path, home, jobs):
     def stop(done: int, total: int, message: str) -> None:
         stopping.ask("SIGTERM arrived")
 
@@ -203,7 +189,7 @@ def test_a_flow_that_is_asked_to_stop_stops_its_job(tmp_path: Path, home: Home, 
     jobs.join()
 
 
-def test_a_flow_that_is_interrupted_stops_its_job(tmp_path: Path, home: Home, jobs: ForkedJobs) -> None:
+def test_a_flow_that_is_interrupted_stops_its_job(tmp_path, home, jobs):
     def interrupt(done: int, total: int, message: str) -> None:
         raise KeyboardInterrupt
 
@@ -217,7 +203,7 @@ def test_a_flow_that_is_interrupted_stops_its_job(tmp_path: Path, home: Home, jo
     assert past.status == "interrupted"
 
 
-def test_our_budget_does_not_stop_the_job_of_another_run(tmp_path: Path, home: Home, jobs: ForkedJobs) -> None:
+def test_our_budget_does_not_stop_the_job_of_another_run(tmp_path, home, jobs):
     def spend(done: int, total: int, message: str) -> None:
         stopping.ask(SPENT)
 
@@ -233,7 +219,7 @@ def test_our_budget_does_not_stop_the_job_of_another_run(tmp_path: Path, home: H
     assert jobs.stopped == [] and [job.state for job in jobs.all()] == ["RUNNING"]
 
 
-def test_a_flow_that_fails_leaves_its_job_at_work(tmp_path: Path, home: Home, jobs: ForkedJobs) -> None:
+def test_a_flow_that_fails_leaves_its_job_at_work(tmp_path, home, jobs):
     def fail(done: int, total: int, message: str) -> None:
         raise OSError("the page of the run is away")
 
@@ -242,9 +228,7 @@ def test_a_flow_that_fails_leaves_its_job_at_work(tmp_path: Path, home: Home, jo
     assert jobs.stopped == [] and [job.state for job in jobs.all()] == ["RUNNING"]
 
 
-def test_who_attached_to_a_job_that_its_own_flow_stopped_submits_another(
-    tmp_path: Path, home: Home, jobs: ForkedJobs
-) -> None:
+def test_who_attached_to_a_job_that_its_own_flow_stopped_submits_another(tmp_path, home, jobs):
     stopped: list[str] = []
 
     def stop_the_first(done: int, total: int, message: str) -> None:
@@ -258,9 +242,7 @@ def test_who_attached_to_a_job_that_its_own_flow_stopped_submits_another(
     assert len(jobs.processes) == 2 and outcome.decision.action == "RESUME"
 
 
-def test_who_forces_a_stage_does_not_take_what_an_unforced_job_makes(
-    tmp_path: Path, home: Home, jobs: ForkedJobs
-) -> None:
+def test_who_forces_a_stage_does_not_take_what_an_unforced_job_makes(tmp_path, home, jobs):
     spec = replace(SPEC_OF_A_TOY, config=ToyConfig(steps=10, seconds_a_step=0.05))
     with submitted(new_run(tmp_path, home), jobs, spec):
         outcome = run_toy(new_run(tmp_path, home, force=("a/toy",)), jobs, spec)
@@ -268,13 +250,13 @@ def test_who_forces_a_stage_does_not_take_what_an_unforced_job_makes(
     assert [jobs.metadata[job_id]["forced"] for job_id in jobs.processes] == ["no", "yes"]
 
 
-def test_the_same_key_in_another_store_is_another_job(tmp_path: Path, home: Home, jobs: ForkedJobs) -> None:
+def test_the_same_key_in_another_store_is_another_job(tmp_path, home, jobs):
     with submitted(new_run(tmp_path, home, f"store={tmp_path / 'other'}"), jobs, replace(SPEC_OF_A_TOY, config=SLOW)):
         outcome = run_toy(new_run(tmp_path, home), jobs, replace(SPEC_OF_A_TOY, config=ToyConfig(steps=40)))
     assert outcome.decision.action == "RUN" and len(jobs.processes) == 2
 
 
-def test_a_name_that_another_run_took_a_moment_ago_is_attached_to(tmp_path: Path, home: Home) -> None:
+def test_a_name_that_another_run_took_a_moment_ago_is_attached_to(tmp_path, home):
     class Faster(ForkedJobs):
         def submit(self, *arguments: Any, **named: Any) -> bool:
             super().submit(*arguments, **named)  # another run, a moment before
@@ -287,9 +269,7 @@ def test_a_name_that_another_run_took_a_moment_ago_is_attached_to(tmp_path: Path
     jobs.join()
 
 
-def test_what_a_job_gets_holds_no_token(
-    tmp_path: Path, home: Home, jobs: ForkedJobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_job_gets_holds_no_token(tmp_path, home, jobs, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz")
     run = new_run(tmp_path, home)
     run_toy(run, jobs)
@@ -299,18 +279,16 @@ def test_what_a_job_gets_holds_no_token(
     assert sorted(path.name for path in folder.rglob("*.json")) == [OUTCOME, "progress.json", SPEC]
 
 
-def test_a_password_in_the_address_of_mlflow_is_refused_before_a_job_could_show_it(
-    tmp_path: Path, home: Home, jobs: ForkedJobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_password_in_the_address_of_mlflow_is_refused_before_a_job_could_show_it(tmp_path, home, jobs, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@mlflow.example:5000")
     run = new_run(tmp_path, home)
-    run.tracker.token = "t"  # type: ignore[misc]
+    run.tracker.token = "t"
     with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI = 'http://\*\*\*@mlflow.*MLFLOW_TRACKING_PASSWORD"):
         run_toy(run, jobs)
     assert jobs.processes == {}
 
 
-def test_a_job_that_was_stopped_after_its_commit_is_done(tmp_path: Path, home: Home) -> None:
+def test_a_job_that_was_stopped_after_its_commit_is_done(tmp_path, home):
     def body(arguments: list[str]) -> int:
         from pipelines.execution.job import main
 
@@ -321,9 +299,7 @@ def test_a_job_that_was_stopped_after_its_commit_is_done(tmp_path: Path, home: H
     assert run_toy(new_run(tmp_path, home), ForkedJobs(body)).decision.action == "RUN"
 
 
-def test_without_a_cluster_the_run_is_refused_before_its_first_stage(
-    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_cluster_the_run_is_refused_before_its_first_stage(tmp_path, home, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = load_profile(write_mini(tmp_path), ["runtime.execution=ray-job"])
     notes = Notes()
@@ -335,9 +311,7 @@ def test_without_a_cluster_the_run_is_refused_before_its_first_stage(
     assert notes.of("started") == []
 
 
-def test_a_question_of_a_job_is_asked_once_and_answered_for_the_run(
-    tmp_path: Path, home: Home, jobs: ForkedJobs
-) -> None:
+def test_a_question_of_a_job_is_asked_once_and_answered_for_the_run(tmp_path, home, jobs):
     context = new_run(tmp_path, home)
     run = PipelineRun(context, ray_job.RayJobExecutor(context, lambda: jobs), links={"prefect.flow_run_id": "f1"})
     spec = toy_spec(ToyConfig(trouble="ask"))
@@ -351,7 +325,7 @@ def test_a_question_of_a_job_is_asked_once_and_answered_for_the_run(
     assert run.stage(spec, nothing).decision.action == "RESUME"
 
 
-def test_a_stage_that_waits_for_people_waits_in_a_job_too(tmp_path: Path, home: Home, jobs: ForkedJobs) -> None:
+def test_a_stage_that_waits_for_people_waits_in_a_job_too(tmp_path, home, jobs):
     run = new_run(tmp_path, home)
     prompt = (Message("user", "What is 2 + 2?"),)
     write_comparisons(tmp_path / "asked", [Comparison("c1", prompt, "", "test", "4", "5", "sft", "sft")])

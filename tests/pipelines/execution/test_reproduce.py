@@ -1,7 +1,5 @@
 """Artifacts that are made again by their profile in an empty store, on the engines of this process."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +24,7 @@ Reproduced = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Home]:
+def made(tmp_path_factory) -> tuple[Path, Home]:
     """Return a profile, and the state folder in which it has run as far as its policy optimization."""
     folder = tmp_path_factory.mktemp("reproduce")
     (folder / "reward.py").write_text(REWARD)
@@ -42,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Home]:
 
 
 @pytest.fixture
-def again(made: tuple[Path, Home], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Reproduced:
+def again(made: tuple[Path, Home], monkeypatch, capsys) -> Reproduced:
     profile, home = made
     monkeypatch.setenv("RLHF_HOME", str(home.root))
 
@@ -56,11 +54,10 @@ def again(made: tuple[Path, Home], monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def digest_of(made: tuple[Path, Home], label: str) -> str:
     record = ArtifactStore(made[1].store).latest(label)
-    assert record is not None
     return record.handle.digest
 
 
-def test_a_policy_is_made_again_byte_by_byte(made: tuple[Path, Home], again: Reproduced, tmp_path: Path) -> None:
+def test_a_policy_is_made_again_byte_by_byte(made, again, tmp_path):
     digest = digest_of(made, "ppo")
     status, said = again(digest, "--into", str(tmp_path / "empty"))
     assert status == 0, said
@@ -75,9 +72,7 @@ def test_a_policy_is_made_again_byte_by_byte(made: tuple[Path, Home], again: Rep
     assert status == EXIT_REFUSED and "is not empty; name another folder, or remove this one" in said
 
 
-def test_the_first_stage_with_other_bytes_is_named(
-    made: tuple[Path, Home], again: Reproduced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_stage_with_other_bytes_is_named(made, again, tmp_path, monkeypatch):
     monkeypatch.setattr(diff_verb, "_check_same", lambda *_: None)
     status, said = again("prepare_data", "--into", str(tmp_path / "empty"), "--set", "seed=18")
     assert status == 1 and "prepare_data: seed: 17 -> 18" in said
@@ -96,16 +91,14 @@ def test_the_first_stage_with_other_bytes_is_named(
         (["ppo", "--set", "ppo.steps=2"], "does not make the stages that were recorded: ppo: ppo.steps: 1 -> 2"),
     ],
 )
-def test_what_cannot_be_made_again_is_refused(
-    made: tuple[Path, Home], again: Reproduced, words: list[str], error: str
-) -> None:
+def test_what_cannot_be_made_again_is_refused(made, again, words, error):
     places = {"STORE": made[1].store, "STORE/again": made[1].store / "again", "PROFILES": made[0].parent}
     status, said = again(*(str(places.get(word, word)) for word in words))
     assert status == EXIT_REFUSED and error in said
     assert not (made[1].store / "again").exists() and not (made[1].root / "reproduced").exists()
 
 
-def test_a_function_that_has_changed_is_refused(made: tuple[Path, Home], again: Reproduced) -> None:
+def test_a_function_that_has_changed_is_refused(made, again):
     reward = made[0].parent / "reward.py"
     reward.write_text(REWARD.replace("text", "token_ids"))
     try:

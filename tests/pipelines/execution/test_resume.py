@@ -1,8 +1,5 @@
 """Which run `rlhf resume` means and what comes of it, under a real Prefect server."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +42,7 @@ def foreground(
     return run
 
 
-def test_a_run_of_a_terminal_is_run_again_with_its_own_options_by_name_or_id(client: Any) -> None:
+def test_a_run_of_a_terminal_is_run_again_with_its_own_options_by_name_or_id(client):
     from prefect.states import Crashed, Failed
 
     from pipelines.execution.resume import resume
@@ -59,7 +56,7 @@ def test_a_run_of_a_terminal_is_run_again_with_its_own_options_by_name_or_id(cli
         assert found.message == f"nightly ({newest}) was Crashed (killed)"
 
 
-def test_a_run_that_a_later_one_of_the_same_profile_has_finished_is_closed(client: Any) -> None:
+def test_a_run_that_a_later_one_of_the_same_profile_has_finished_is_closed(client):
     """And is neither resumed again nor left Waiting: not by one of another profile, or one that ended earlier."""
     from prefect.states import Cancelled, Completed, Failed
 
@@ -81,7 +78,7 @@ def test_a_run_that_a_later_one_of_the_same_profile_has_finished_is_closed(clien
     assert client.read_flow_run(other).state.name == "Failed"
 
 
-def test_the_form_that_answers_a_gate_is_not_what_resume_means(client: Any) -> None:
+def test_the_form_that_answers_a_gate_is_not_what_resume_means(client):
     from prefect.states import Failed
 
     from pipelines.execution.resume import resume
@@ -91,7 +88,7 @@ def test_the_form_that_answers_a_gate_is_not_what_resume_means(client: Any) -> N
     assert str(wanted) in resume("", served=False).message
 
 
-def test_there_is_nothing_to_resume_of_what_completed_runs_or_waits(client: Any) -> None:
+def test_there_is_nothing_to_resume_of_what_completed_runs_or_waits(client):
     from prefect.states import Completed, Paused, Running
 
     from pipelines.execution.resume import resume
@@ -107,7 +104,7 @@ def test_there_is_nothing_to_resume_of_what_completed_runs_or_waits(client: Any)
     assert said["Paused"].endswith("is Paused: it is waiting for input on its page in Prefect")
 
 
-def test_a_name_that_no_run_has_is_refused_with_the_one_that_was_meant(client: Any) -> None:
+def test_a_name_that_no_run_has_is_refused_with_the_one_that_was_meant(client):
     from prefect.states import Completed
 
     from pipelines.execution.resume import ResumeError, resume
@@ -117,7 +114,7 @@ def test_a_name_that_no_run_has_is_refused_with_the_one_that_was_meant(client: A
         resume("wekly-sweep", served=True)
 
 
-def test_a_run_of_another_program_is_refused(client: Any) -> None:
+def test_a_run_of_another_program_is_refused(client):
     from prefect.states import Failed
 
     from pipelines.execution.resume import ResumeError, resume
@@ -127,7 +124,7 @@ def test_a_run_of_another_program_is_refused(client: Any) -> None:
         resume(str(run), served=True)
 
 
-def test_a_served_run_is_scheduled_again_and_needs_the_deployments(client: Any) -> None:
+def test_a_served_run_is_scheduled_again_and_needs_the_deployments(client):
     from prefect import flow
     from prefect.states import Crashed
 
@@ -147,7 +144,7 @@ def test_a_served_run_is_scheduled_again_and_needs_the_deployments(client: Any) 
     assert client.read_flow_run(run).state.is_scheduled()
 
 
-def test_a_run_of_another_state_folder_on_the_same_server_is_not_ours_to_resume(client: Any, tmp_path: Path) -> None:
+def test_a_run_of_another_state_folder_on_the_same_server_is_not_ours_to_resume(client, tmp_path):
     from prefect.states import Failed
 
     from pipelines.execution.resume import ResumeError, resume
@@ -160,7 +157,7 @@ def test_a_run_of_another_state_folder_on_the_same_server_is_not_ours_to_resume(
             resume(wanted, served=False)
 
 
-def test_a_run_of_an_earlier_version_is_resumed_on_our_own_server(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_an_earlier_version_is_resumed_on_our_own_server(client, monkeypatch):
     from prefect.states import Failed
 
     from pipelines.execution.resume import ResumeError, resume

@@ -1,10 +1,7 @@
 """Which failures are tried again, how often, and what a person reads."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +11,6 @@ from pipelines.execution.opening import open_run
 from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile
-from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError, TrainerLostError, TrainingError, WorkerLostError
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store import attempts
@@ -47,22 +43,20 @@ def tried(attempt: Callable[[], str], *where: Reached, retries: int = 2) -> str:
     return retry_lost_workers(attempt, label="ppo", retries=retries, where=lambda: next(places), sleep=lambda _: None)
 
 
-def test_a_lost_worker_is_tried_again_with_a_warning_that_says_what_died_and_where_it_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_lost_worker_is_tried_again_with_a_warning_that_says_what_died_and_where_it_goes_on(caplog):
     with caplog.at_level(logging.WARNING):
         assert tried(failing(TrainerLostError("the worker died; run again"), "done"), NOWHERE, (4, 0)) == "done"
     assert caplog.messages == ["ppo: the worker died; retrying from the checkpoint of step 4 (retry 1 of 2)"]
 
 
 @pytest.mark.parametrize("error", [TrainingError("nan"), ConfigError("no such model"), ValueError("a bug")])
-def test_an_error_of_the_user_is_raised_at_once(error: Exception) -> None:
+def test_an_error_of_the_user_is_raised_at_once(error):
     with pytest.raises(type(error)) as raised:
         tried(failing(error, "done"), NOWHERE)
     assert raised.value is error
 
 
-def test_tries_that_get_no_further_end_in_one_error_of_the_same_class_with_fields_to_change() -> None:
+def test_tries_that_get_no_further_end_in_one_error_of_the_same_class_with_fields_to_change():
     lost = [TrainerLostError(f"death {number}") for number in range(5)]
     with pytest.raises(
         TrainerLostError, match=r"ppo = 'lost its workers 3 times.*death 2; .*micro_batch.*kv_cache_gib"
@@ -70,17 +64,17 @@ def test_tries_that_get_no_further_end_in_one_error_of_the_same_class_with_field
         tried(failing(*lost), NOWHERE)
 
 
-def test_a_try_that_got_further_counts_the_retries_anew() -> None:
+def test_a_try_that_got_further_counts_the_retries_anew():
     lost = [TrainerLostError(f"death {number}") for number in range(6)]
     assert tried(failing(*lost, "done"), NOWHERE, *((step, 0) for step in range(6)), retries=1) == "done"
 
 
-def test_no_retries_means_the_first_error() -> None:
+def test_no_retries_means_the_first_error():
     with pytest.raises(WorkerLostError, match=r"^ppo: the worker died$"):
         tried(failing(WorkerLostError("the worker died"), "done"), NOWHERE, retries=0)
 
 
-def test_checkpoints_and_shards_say_how_far_a_stage_got(tmp_path: Path) -> None:
+def test_checkpoints_and_shards_say_how_far_a_stage_got(tmp_path):
     store = ArtifactStore(tmp_path)
     folder = store.layout.attempt("k")
     assert reached(store, "k") == NOWHERE
@@ -97,7 +91,7 @@ def test_checkpoints_and_shards_say_how_far_a_stage_got(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_stage_whose_trainer_is_killed_ends_with_the_same_bytes_in_the_same_run(tmp_path: Path, home: Home) -> None:
+def test_a_stage_whose_trainer_is_killed_ends_with_the_same_bytes_in_the_same_run(tmp_path, home):
     killed: list[int] = []
 
     def kill_the_trainer(done: int, total: int, message: str) -> None:
@@ -111,7 +105,7 @@ def test_a_stage_whose_trainer_is_killed_ends_with_the_same_bytes_in_the_same_ru
         def run_stage(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
             return run.stage(spec, progress if spec.label == "sft" else lambda *_: None).ref
 
-        run_stages(run, lifecycle, run_stage, tags={})  # type: ignore[arg-type]
+        run_stages(run, lifecycle, run_stage, tags={})
         return next(record for record in run.context.store.records() if record.label == "sft")
 
     config = load_profile(write_mini(tmp_path), ["runtime.type=ray", "sft.loop.checkpoint_every=1"])

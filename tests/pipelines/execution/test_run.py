@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import multiprocessing
 import re
@@ -44,7 +42,7 @@ def run_once(
     return results, notes, tracker
 
 
-def test_the_second_run_is_all_hits_with_the_same_artifacts(tmp_path: Path, home: Home) -> None:
+def test_the_second_run_is_all_hits_with_the_same_artifacts(tmp_path, home):
     first, notes, tracker = run_once(tmp_path, home)
     assert notes.of("started") == [("first", "RUN"), ("second", "RUN")]
     assert [stage.status for stage in tracker.stages.values()] == ["FINISHED", "FINISHED"]
@@ -72,7 +70,7 @@ class NoExecutor:
         return None
 
 
-def test_the_executor_gets_the_stages_that_are_not_in_the_store_or_are_forced(tmp_path: Path, home: Home) -> None:
+def test_the_executor_gets_the_stages_that_are_not_in_the_store_or_are_forced(tmp_path, home):
     made, _, _ = run_once(tmp_path, home)
     config, executor = load_profile(write_mini(tmp_path)), NoExecutor()
     context = RunContext(config, RunOptions(), store_of(config, home), MemoryTracker(), Notes())
@@ -94,7 +92,7 @@ def own_data(folder: Path, *uses: str) -> list[str]:
     return [f'prepare_data.data={{type = "files", sources = [{", ".join(sources)}]}}']
 
 
-def test_a_table_that_no_source_fills_is_missed_at_the_plan(tmp_path: Path) -> None:
+def test_a_table_that_no_source_fills_is_missed_at_the_plan(tmp_path):
     own = own_data(tmp_path, "demonstrations = 1.0", "eval_prompts = 1.0")
     config, store = load_profile(write_mini(tmp_path), own), ArtifactStore(tmp_path / "store")
     with pytest.raises(
@@ -104,9 +102,7 @@ def test_a_table_that_no_source_fills_is_missed_at_the_plan(tmp_path: Path) -> N
     assert [stage.label for stage in plan(config, store, until="sft")] == ["prepare_data", "sft"]
 
 
-def test_a_table_that_lost_all_rows_ends_the_run_before_the_next_stage(
-    tmp_path: Path, home: Home, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_table_that_lost_all_rows_ends_the_run_before_the_next_stage(tmp_path, home, caplog):
     own = own_data(tmp_path, "demonstrations = 1.0", "prompts = 0.5, eval_prompts = 0.5")
     config, notes = load_profile(write_mini(tmp_path), own), Notes()
     with (
@@ -130,13 +126,13 @@ def test_a_table_that_lost_all_rows_ends_the_run_before_the_next_stage(
     assert preview.endswith(f"{folder / 'preview.md'}") and report.endswith(f"{folder / 'validation.json'}")
 
 
-def test_the_tracker_is_told_of_the_model_that_a_stage_made(tmp_path: Path, home: Home) -> None:
+def test_the_tracker_is_told_of_the_model_that_a_stage_made(tmp_path, home):
     results, _, tracker = run_once(tmp_path, home)
     made = [stage.models for stage in tracker.stages.values()]
     assert made == [[(label, ref.digest, ref.uri)] for label, ref in results.items()]
 
 
-def test_after_a_hit_the_next_decision_compares_with_what_was_hit(tmp_path: Path, home: Home) -> None:
+def test_after_a_hit_the_next_decision_compares_with_what_was_hit(tmp_path, home):
     def toy(rate: float) -> Pipeline:
         return lambda config, stages: stages.run_stage(toy_spec(ToyConfig(kl_coef=rate), label="toy"), PolicyRef)
 
@@ -148,9 +144,7 @@ def test_after_a_hit_the_next_decision_compares_with_what_was_hit(tmp_path: Path
     assert planned.decision.reason == "toy.kl_coef: 0.1 -> 0.3"
 
 
-def test_an_unreachable_ray_is_noticed_before_the_first_stage(
-    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_ray_is_noticed_before_the_first_stage(tmp_path, home, monkeypatch):
     def pipeline(config: PipelineConfig, stages: Stages) -> None:
         for label, engines in (("first", {}), ("second", {"trainer": {}})):
             stages.run_stage(toy_spec(ToyConfig(), label=label, engines=engines), PolicyRef)
@@ -166,7 +160,7 @@ def test_an_unreachable_ray_is_noticed_before_the_first_stage(
     assert notes.of("started") == [] and store_of(config, home).records() == []
 
 
-def test_a_stage_that_is_forced_gets_a_tracking_run_of_its_own(tmp_path: Path, home: Home) -> None:
+def test_a_stage_that_is_forced_gets_a_tracking_run_of_its_own(tmp_path, home):
     class Opened(MemoryTracker):
         fresh: list[tuple[str, bool]] = []
 
@@ -181,7 +175,7 @@ def test_a_stage_that_is_forced_gets_a_tracking_run_of_its_own(tmp_path: Path, h
     assert Opened.fresh == [("first", False), ("second", False), ("second", True)]
 
 
-def test_who_attaches_opens_no_tracking_run_and_takes_the_result(tmp_path: Path, home: Home) -> None:
+def test_who_attaches_opens_no_tracking_run_and_takes_the_result(tmp_path, home):
     config, notes, tracker = load_profile(write_mini(tmp_path)), Notes(), MemoryTracker()
     store = store_of(config, home)
     spec = toy_spec(ToyConfig(), label="shared")
@@ -208,21 +202,19 @@ def _hold_then_make(root: Path, spec: StageSpec) -> None:
     )
 
 
-def test_the_listener_hears_progress_metrics_and_the_final_numbers(tmp_path: Path, home: Home) -> None:
+def test_the_listener_hears_progress_metrics_and_the_final_numbers(tmp_path, home):
     _, notes, _ = run_once(tmp_path, home)
     assert notes.of("progress")[:3] == [("first", 1, 3), ("first", 2, 3), ("first", 3, 3)]
     assert notes.of("metrics")[:3] == [("first", 1), ("first", 2), ("first", 3)]
     assert notes.of("finished")[0] == ("first", "RUN", {"total": 1.5})
 
 
-def test_until_ends_the_run_after_that_stage_as_a_success(tmp_path: Path, home: Home) -> None:
+def test_until_ends_the_run_after_that_stage_as_a_success(tmp_path, home):
     results, _, tracker = run_once(tmp_path, home, options=RunOptions(until="first"))
     assert list(results) == ["first"] and tracker.status == "FINISHED"
 
 
-def test_a_forced_stage_runs_again_and_the_next_is_a_hit_because_the_content_is_the_same(
-    tmp_path: Path, home: Home
-) -> None:
+def test_a_forced_stage_runs_again_and_the_next_is_a_hit_because_the_content_is_the_same(tmp_path, home):
     run_once(tmp_path, home)
     _, notes, _ = run_once(tmp_path, home, options=RunOptions(force=("first",)))
     assert notes.of("started") == [("first", "RUN"), ("second", "HIT")]
@@ -232,7 +224,7 @@ def failing(config: PipelineConfig, stages: Stages) -> None:
     stages.run_stage(toy_spec(ToyConfig(trouble="raise:2"), label="broken"), PolicyRef)
 
 
-def test_a_failed_stage_is_failed_everywhere_and_the_next_run_resumes_it(tmp_path: Path, home: Home) -> None:
+def test_a_failed_stage_is_failed_everywhere_and_the_next_run_resumes_it(tmp_path, home):
     with pytest.raises(ValueError, match="step 2 went wrong"):
         run_once(tmp_path, home, failing)
 
@@ -244,7 +236,7 @@ def test_a_failed_stage_is_failed_everywhere_and_the_next_run_resumes_it(tmp_pat
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")])
-def test_the_tracker_gets_the_true_status(tmp_path: Path, home: Home, error: type[BaseException], status: str) -> None:
+def test_the_tracker_gets_the_true_status(tmp_path, home, error, status):
     notes, tracker = Notes(), MemoryTracker()
 
     def interrupted(done: int, total: int, message: str) -> None:
@@ -256,15 +248,13 @@ def test_the_tracker_gets_the_true_status(tmp_path: Path, home: Home, error: typ
             load_profile(write_mini(tmp_path)), two_toys, RunOptions(), home=home, tracker=tracker, listener=notes
         ) as run,
     ):
-        run_stages(run, two_toys, lambda spec, kind: run.stage(spec, interrupted).ref, tags={})  # type: ignore[arg-type,return-value]
+        run_stages(run, two_toys, lambda spec, kind: run.stage(spec, interrupted).ref, tags={})
     assert [stage.status for stage in tracker.stages.values()] == [status]
     assert tracker.status == status
     assert notes.of("failed") == [("first", error.__name__)]
 
 
-def test_tracking_goes_to_the_users_server_before_the_local_database(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tracking_goes_to_the_users_server_before_the_local_database(home, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert tracking_uri(home) == f"sqlite:///{home.root}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")

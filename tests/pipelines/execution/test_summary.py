@@ -1,7 +1,5 @@
 """What MLflow is told of a whole run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -30,7 +28,7 @@ def outcomes(store: ArtifactStore, folder: Path) -> dict[str, StageOutcome]:
     }
 
 
-def test_a_run_has_the_numbers_of_its_stages_and_what_it_cost(store: ArtifactStore, tmp_path: Path) -> None:
+def test_a_run_has_the_numbers_of_its_stages_and_what_it_cost(store, tmp_path):
     assert headline_metrics(outcomes(store, tmp_path), store) == {
         "reward_model/held_out/accuracy": 0.7,
         "reward_model/held_out/accuracy_low": 0.6,
@@ -46,9 +44,7 @@ def test_a_run_has_the_numbers_of_its_stages_and_what_it_cost(store: ArtifactSto
     }
 
 
-def test_its_description_links_to_the_runs_that_made_its_stages_and_to_reports(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
+def test_its_description_links_to_the_runs_that_made_its_stages_and_to_reports(store, tmp_path):
     found = outcomes(store, tmp_path)
     model, report = (outcome.ref.digest[:12] for outcome in found.values())
     page = tmp_path / "report" / "report.html"
@@ -72,12 +68,12 @@ def test_its_description_links_to_the_runs_that_made_its_stages_and_to_reports(
         ('names=["a","b"]', ['names=["a","b"]']),
     ],
 )
-def test_what_is_shown_of_overrides_has_no_secrets_and_no_addresses_of_notices(override: str, shown: list[str]) -> None:
+def test_what_is_shown_of_overrides_has_no_secrets_and_no_addresses_of_notices(override, shown):
     assert shown_overrides([override]) == shown
     assert "hunter2" not in run_name("tiny", [override], "3f2a") and named((override,)).count("hunter2") == 0
 
 
-def test_the_name_of_a_run_says_what_was_overridden() -> None:
+def test_the_name_of_a_run_says_what_was_overridden():
     assert run_name("tiny", [], "") == "tiny"
     assert run_name("tiny", ["ppo.kl_coef=0.1", "seed=18"], "3f2a91") == "tiny ppo.kl_coef=0.1 seed=18 (3f2a)"
     long = run_name("tiny", [f"prepare_data.data.sources=[{'x' * 500}]"] * 9, "3f2a91")

@@ -1,10 +1,7 @@
 """The points of a sweep: grids, ranges, what Optuna chooses among them, what is refused; and which point is the best."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -47,7 +44,7 @@ def result(name: str, low: float, mean: float, high: float) -> PointResult:
 FAILED = PointResult(("ppo.kl_coef=9",), (), (), 1.0, error="ValueError: no")
 
 
-def test_the_best_has_the_best_mean_and_its_rivals_overlap_with_it() -> None:
+def test_the_best_has_the_best_mean_and_its_rivals_overlap_with_it():
     results = [result("0.1", 1.0, 2.0, 3.0), FAILED, result("0.2", 2.5, 3.5, 4.5), result("0.3", -1.0, 0.0, 1.0)]
     best = best_of(results, GOLD)
     assert best is results[2] and rivals(results, best, GOLD) == [results[0]]
@@ -57,12 +54,12 @@ def test_the_best_has_the_best_mean_and_its_rivals_overlap_with_it() -> None:
     assert best_of([FAILED], GOLD) is None
 
 
-def test_numbers_that_are_not_finite_decide_nothing_and_equal_ones_are_named() -> None:
+def test_numbers_that_are_not_finite_decide_nothing_and_equal_ones_are_named():
     nan, infinite = float("nan"), float("inf")
     broken = [result("0.1", nan, nan, nan), result("0.2", infinite, infinite, infinite)]
     finite = [result("0.3", 0.5, 1.0, 1.5), result("0.4", 1.0, 1.0, 1.0), result("0.5", 0.1, 0.2, 0.3)]
     for direction in ("max", "min"):
-        goal = Goal("evaluate", "ppo/gold", direction)  # type: ignore[arg-type]
+        goal = Goal("evaluate", "ppo/gold", direction)
         best = best_of(broken + finite, goal)
         assert best is (finite[0] if direction == "max" else finite[2])
     best = finite[0]
@@ -72,7 +69,7 @@ def test_numbers_that_are_not_finite_decide_nothing_and_equal_ones_are_named() -
         check_metric([*broken, FAILED], GOLD)
 
 
-def test_listed_points_run_in_their_order_whatever_decides(store: ArtifactStore) -> None:
+def test_listed_points_run_in_their_order_whatever_decides(store):
     listed, ran = Listed([("seed=2",), ("seed=1",)]), []
 
     def run_point(point: tuple[str, ...], tally: Tally) -> dict[str, ArtifactRef]:
@@ -85,7 +82,7 @@ def test_listed_points_run_in_their_order_whatever_decides(store: ArtifactStore)
     assert listed.count == 2 and listed.known
 
 
-def test_a_point_that_cannot_be_measured_fails_alone(store: ArtifactStore) -> None:
+def test_a_point_that_cannot_be_measured_fails_alone(store):
     def run_point(point: tuple[str, ...], tally: Tally) -> dict[str, ArtifactRef]:
         if point == ("seed=1",):
             tally.metrics_of["evaluate"] = {}
@@ -96,7 +93,7 @@ def test_a_point_that_cannot_be_measured_fails_alone(store: ArtifactStore) -> No
     assert results[0].error.startswith("ArtifactError: ") and results[0].digests == {} and results[1].error == ""
 
 
-def test_the_number_that_decides_is_named_or_the_gold_reward_of_the_last_policy(tmp_path: Path) -> None:
+def test_the_number_that_decides_is_named_or_the_gold_reward_of_the_last_policy(tmp_path):
     planned = plan(load_profile("tiny/full"), ArtifactStore(tmp_path))
     runs, policies = [{stage.label: stage.spec for stage in planned}], ["base", "sft", "ppo"]
     assert goal_of("", "max", runs=runs, policies=policies) is None
@@ -123,13 +120,13 @@ def test_the_number_that_decides_is_named_or_the_gold_reward_of_the_last_policy(
     assert default_goal([FAILED], policies, "max") is None
 
 
-def test_a_number_that_no_point_has_is_refused_with_what_there_is() -> None:
+def test_a_number_that_no_point_has_is_refused_with_what_there_is():
     with pytest.raises(ConfigError, match=r"evaluate has no such metric; it has ppo/gold; did you mean ppo/gold\?"):
         check_metric([result("0.1", 1, 2, 3)], Goal("evaluate", "ppo/golf", "max"))
     check_metric([FAILED], GOLD)  # nothing to choose among: the errors of the points say why
 
 
-def test_a_grid_is_the_product_of_its_values_and_lists_stay_whole() -> None:
+def test_a_grid_is_the_product_of_its_values_and_lists_stay_whole():
     points = grid_points(["a.b=1,2", 'c=[1, 2],{x = "u,v"}'])
     assert points == [
         ("a.b=1", "c=[1, 2]"),
@@ -155,13 +152,13 @@ def test_a_grid_is_the_product_of_its_values_and_lists_stay_whole() -> None:
         (["a=1", "a=2"], "--grid = 'a': is swept twice; name each key once"),
     ],
 )
-def test_a_grid_that_cannot_be_read_is_refused(grids: list[str], error: str) -> None:
+def test_a_grid_that_cannot_be_read_is_refused(grids, error):
     with pytest.raises(ConfigError) as caught:
         grid_points(grids)
     assert error in str(caught.value)
 
 
-def test_random_points_are_drawn_alike_for_the_same_seed_and_stay_in_their_range() -> None:
+def test_random_points_are_drawn_alike_for_the_same_seed_and_stay_in_their_range():
     ranges = ["lr=log:1e-5..1e-3", "steps=2..4", "kl=-0.5..0.5"]
     points = random_points(50, ranges, ["loss=dpo,ipo"], seed=3)
     assert (
@@ -177,13 +174,13 @@ def test_random_points_are_drawn_alike_for_the_same_seed_and_stay_in_their_range
 
 
 @pytest.mark.parametrize("text", ["lr", "lr=1", "lr=2..1", "lr=log:0..1", "lr=a..b", "=1..2", "lr=1..inf"])
-def test_a_range_that_cannot_be_read_is_refused(text: str) -> None:
+def test_a_range_that_cannot_be_read_is_refused(text):
     with pytest.raises(ConfigError, match="--range = "):
         random_points(2, [text], [], seed=0)
 
 
 @pytest.mark.parametrize("text", ["x=0.5..0.99999", "x=12345.6..12346.2", "x=log:0.00012345..0.00012355", "x=-1..0.5"])
-def test_values_of_narrow_ranges_stay_apart_and_inside(text: str) -> None:
+def test_values_of_narrow_ranges_stay_apart_and_inside(text):
     span = span_of(text)
     drawn = {point[0].partition("=")[2] for point in random_points(50, [text], [], seed=0)}
     assert len(drawn) > 40 and all(span.low <= float(value) <= span.high for value in drawn)
@@ -205,7 +202,7 @@ def gold_of(point: Point) -> float:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
+def asked(monkeypatch) -> list[Point]:
     """Run points without a pipeline; the list has the points that were run."""
     ran: list[Point] = []
 
@@ -222,10 +219,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
 
 def searched(count: int, *, seed: int = 0, **space: Any) -> list[PointResult]:
     search = Search(count, **(SPACE | space), seed=seed)
-    return search.run(lambda point, tally: {}, None, lambda results: GOLD)  # type: ignore[arg-type]
+    return search.run(lambda point, tally: {}, None, lambda results: GOLD)
 
 
-def test_later_points_are_better_and_failed_ones_end_nothing(asked: list[Point]) -> None:
+def test_later_points_are_better_and_failed_ones_end_nothing(asked):
     first, last = [], []
     for seed in range(4):
         asked.clear()
@@ -237,13 +234,13 @@ def test_later_points_are_better_and_failed_ones_end_nothing(asked: list[Point])
     assert fmean(last) > fmean(first) + 0.5
 
 
-def test_the_same_seed_and_results_give_the_same_points(asked: list[Point]) -> None:
+def test_the_same_seed_and_results_give_the_same_points(asked):
     points = [[result.point for result in searched(12, seed=seed)] for seed in (3, 3, 4)]
     assert points[0] == points[1] != points[2]
     assert all(0.001 <= float(values_of(point)["ppo.kl_coef"]) <= 1 for point in points[0])
 
 
-def test_a_point_that_is_chosen_twice_runs_once_and_another_one_is_asked_for(asked: list[Point]) -> None:
+def test_a_point_that_is_chosen_twice_runs_once_and_another_one_is_asked_for(asked):
     results = searched(4, ranges=["ppo.epochs=1..2"], grids=["ppo.kl_coef=0.05", "ppo.loss=clip,dapo"])
     assert len(asked) == len(results) == len(set(asked)) == 4
     asked.clear()
@@ -251,12 +248,12 @@ def test_a_point_that_is_chosen_twice_runs_once_and_another_one_is_asked_for(ask
     assert len(asked) == len(results) == len(set(asked)) <= 4
 
 
-def test_the_ends_of_all_ranges_and_all_values_are_checked_first() -> None:
+def test_the_ends_of_all_ranges_and_all_values_are_checked_first():
     search = Search(3, ["a=log:0.01..0.5", "b=1..4"], ["c=x,y,z"])
     assert search.to_check() == [("a=0.01", "b=1", "c=x"), ("a=0.5", "b=4", "c=y"), ("a=0.5", "b=4", "c=z")]
 
 
-def test_a_search_is_another_one_with_other_ranges_a_seed_or_a_metric() -> None:
+def test_a_search_is_another_one_with_other_ranges_a_seed_or_a_metric():
     search = Search(3, ["a=1..2"], ["c=x"], seed=4)
     # the name of a sweep's folder and of its run comes from it: it must not change
     assert search.identity("gold") == [["a=1", "c=x"], ["a=2", "c=x"], "a=1..2", "c=x", 3, "max", 4, "gold"]
@@ -274,6 +271,6 @@ def test_a_search_is_another_one_with_other_ranges_a_seed_or_a_metric() -> None:
         (3, ["a=1..2"], ["a=1,2"], "--grid = 'a': is swept twice"),
     ],
 )
-def test_a_search_for_nothing_is_refused(count: int, ranges: list[str], grids: list[str], error: str) -> None:
+def test_a_search_for_nothing_is_refused(count, ranges, grids, error):
     with pytest.raises(ConfigError, match=error):
         Search(count, ranges, grids)

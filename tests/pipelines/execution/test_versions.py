@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
-
-import pytest
 
 from pipelines.execution.plan import input_versions, version_lines
 from rlhf_core.stage.key import stage_key
@@ -22,7 +18,7 @@ def policy(store: ArtifactStore, folder: Path, *, template: str, tokens: str = "
     return store.external(PolicyRef, folder)
 
 
-def test_what_differs_from_when_the_stage_was_made_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_differs_from_when_the_stage_was_made_is_said(tmp_path, monkeypatch):
     store, (one, two) = ArtifactStore(tmp_path / "store"), (tmp_path / "one", tmp_path / "two")
     ref = policy(store, one, template="A")
     spec, twice = (toy_spec(inputs=dict.fromkeys(names, ref)) for names in (["policy"], ["policy", "reference"]))
@@ -43,7 +39,7 @@ def test_what_differs_from_when_the_stage_was_made_is_said(tmp_path: Path, monke
     assert len(differing) == 2 and all("->" in line for line in differing)
 
 
-def test_a_template_in_a_file_of_its_own_counts_like_one_in_the_configuration(tmp_path: Path) -> None:
+def test_a_template_in_a_file_of_its_own_counts_like_one_in_the_configuration(tmp_path):
     store = ArtifactStore(tmp_path / "store")
     ref = policy(store, tmp_path / "one", template="A")
     before = input_versions(store, [ref.uri])

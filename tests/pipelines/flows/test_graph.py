@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -37,14 +34,14 @@ from tests.support.small_pipeline import write_mini
 R = TypeVar("R", bound=ArtifactRef)
 
 
-def test_engines_enter_the_spec_of_the_stages_that_lease_them(tmp_path: Path) -> None:
+def test_engines_enter_the_spec_of_the_stages_that_lease_them(tmp_path):
     stages = {stage.label: stage.spec for stage in plan(load_profile("tiny/full"), ArtifactStore(tmp_path))}
     assert set(stages["ppo"].engines) == {"trainer", "sampler"}
     assert set(stages["evaluate/sft/generate"].engines) == {"sampler"}
     assert stages["prepare_data"].engines == {}
 
 
-def test_float32_heads_are_in_the_keys_of_stages_with_rewards_under_bfloat16_alone(tmp_path: Path) -> None:
+def test_float32_heads_are_in_the_keys_of_stages_with_rewards_under_bfloat16_alone(tmp_path):
     def marked(dtype: str) -> set[str]:
         stages = plan(load_profile("tiny/full", [f"runtime.trainer.dtype={dtype}"]), ArtifactStore(tmp_path))
         return {stage.label.rsplit("/", 1)[-1] for stage in stages if "scalar_heads" in stage.spec.engines}
@@ -54,7 +51,7 @@ def test_float32_heads_are_in_the_keys_of_stages_with_rewards_under_bfloat16_alo
     assert marked("bfloat16").isdisjoint({"prepare_data", "sft", "dpo", "generate"})
 
 
-def test_a_reference_that_nothing_asks_is_in_no_key() -> None:
+def test_a_reference_that_nothing_asks_is_in_no_key():
     def inputs(config: PPOConfig | DPOConfig, reference: str) -> dict[str, Any]:
         specs: list[StageSpec] = []
 
@@ -76,7 +73,7 @@ def test_a_reference_that_nothing_asks_is_in_no_key() -> None:
     assert [inputs(config, "one") == inputs(config, "other") for config in (PPOConfig(), DPOConfig())] == [False] * 2
 
 
-def test_a_reward_model_that_only_judges_held_out_answers_must_be_there_too() -> None:
+def test_a_reward_model_that_only_judges_held_out_answers_must_be_there_too():
     def no_stage(spec: StageSpec, kind: type[ArtifactRef]) -> Any:
         raise AssertionError("the stage was not refused")
 
@@ -100,7 +97,7 @@ def handle(kind: type[R], name: str) -> R:
     return kind(uri=f"store://{name}", digest=name)
 
 
-def test_the_number_of_workers_is_no_part_of_a_spec_and_the_precision_is(tmp_path: Path) -> None:
+def test_the_number_of_workers_is_no_part_of_a_spec_and_the_precision_is(tmp_path):
     def trainer(*overrides: str) -> object:
         stages = plan(load_profile("tiny/full", overrides), ArtifactStore(tmp_path), until="sft")
         return stages[-1].spec.engines["trainer"]
@@ -109,7 +106,7 @@ def test_the_number_of_workers_is_no_part_of_a_spec_and_the_precision_is(tmp_pat
     assert trainer() != trainer("runtime.trainer.dtype=bfloat16")
 
 
-def test_episodes_that_may_outgrow_the_sampler_are_refused_in_the_plan(tmp_path: Path) -> None:
+def test_episodes_that_may_outgrow_the_sampler_are_refused_in_the_plan(tmp_path):
     agent = 'ppo.agent={type = "program", command = ["true"], max_episode_tokens = %d}'
     with pytest.raises(
         ConfigError, match=r"ppo\.agent\.max_episode_tokens = 257: the sampler takes at most 256 tokens; lower"
@@ -118,7 +115,7 @@ def test_episodes_that_may_outgrow_the_sampler_are_refused_in_the_plan(tmp_path:
     assert plan(load_profile("tiny/full", [agent % 256]), ArtifactStore(tmp_path))
 
 
-def test_the_functions_of_users_are_found_wherever_they_stand() -> None:
+def test_the_functions_of_users_are_found_wherever_they_stand():
     config = PPOConfig.model_validate(
         {
             "rewards": {
@@ -132,7 +129,7 @@ def test_the_functions_of_users_are_found_wherever_they_stand() -> None:
     }
 
 
-def test_the_environment_and_the_tools_of_an_agent_are_among_them() -> None:
+def test_the_environment_and_the_tools_of_an_agent_are_among_them():
     config = PPOConfig.model_validate({"agent": {"type": "tools", "tools": ["m:add", "n.py:sub"]}})
     named = {"ppo.agent.tools[0]": "m:add", "ppo.agent.tools[1]": "n.py:sub"}
     assert reward_functions(config, "ppo") == named
@@ -142,9 +139,8 @@ def test_the_environment_and_the_tools_of_an_agent_are_among_them() -> None:
     }
 
 
-def test_the_gold_reward_of_an_evaluation_is_one_of_them(tmp_path: Path) -> None:
+def test_the_gold_reward_of_an_evaluation_is_one_of_them(tmp_path):
     config = load_profile(write_mini(tmp_path))
-    assert config.evaluate is not None
     assert reward_functions(config.evaluate.evaluate, "evaluate") == {
         "evaluate.gold": "rlhf_core.data.worlds.support:gold_reward"
     }
@@ -160,9 +156,7 @@ def test_the_gold_reward_of_an_evaluation_is_one_of_them(tmp_path: Path) -> None
         ("my/reward.py:score", "my/reward.py does not exist; fix the module name or the path"),
     ],
 )
-def test_a_missing_reward_function_is_noticed_before_the_first_stage(
-    tmp_path: Path, function: str, message: str
-) -> None:
+def test_a_missing_reward_function_is_noticed_before_the_first_stage(tmp_path, function, message):
     config = load_profile("tiny/rlvr", [f"ppo.rewards.terms.correct.function={function}"])
     with pytest.raises(
         ConfigError, match=rf"^ppo.rewards.terms.correct.function = '{function}': {re.escape(message)}$"
@@ -170,7 +164,7 @@ def test_a_missing_reward_function_is_noticed_before_the_first_stage(
         plan(config, ArtifactStore(tmp_path))
 
 
-def test_the_files_of_an_agent_program_belong_to_a_stages_key(tmp_path: Path) -> None:
+def test_the_files_of_an_agent_program_belong_to_a_stages_key(tmp_path):
     script = tmp_path / "agent.py"
     config = PPOConfig.model_validate({"agent": {"type": "program", "command": ["python", str(script), "--fast"]}})
     with pytest.raises(ConfigError, match="there is no such file"):
@@ -182,7 +176,7 @@ def test_the_files_of_an_agent_program_belong_to_a_stages_key(tmp_path: Path) ->
     assert digests[0] != digests[1] and agent_digests(PPOConfig(), "ppo") == {}
 
 
-def test_the_modules_of_a_verifiers_environment_decide_what_it_does(tmp_path: Path) -> None:
+def test_the_modules_of_a_verifiers_environment_decide_what_it_does(tmp_path):
     agent = {"type": "verifiers", "python": "python", "environment": "digits", "folders": [str(tmp_path)]}
     config = PPOConfig.model_validate({"agent": agent})
     module = tmp_path / "digits" / "rules.py"
@@ -194,7 +188,7 @@ def test_the_modules_of_a_verifiers_environment_decide_what_it_does(tmp_path: Pa
     assert digests[0] != digests[1]
 
 
-def test_inputs_that_are_not_those_of_the_row_are_refused() -> None:
+def test_inputs_that_are_not_those_of_the_row_are_refused():
     policy, prompts = handle(PolicyRef, "policy"), handle(PromptsRef, "prompts")
     score, sft, publish = STAGES["score"], STAGES["sft"], STAGES["publish"]
     with pytest.raises(TypeError, match="sft: the input demonstrations is missing"):
@@ -208,7 +202,7 @@ def test_inputs_that_are_not_those_of_the_row_are_refused() -> None:
         inputs_of(publish, PublishConfig(), {"policy": policy, "prompts": prompts})
 
 
-def test_only_what_the_configuration_asks_for_is_an_input() -> None:
+def test_only_what_the_configuration_asks_for_is_an_input():
     given = {
         "policy": handle(PolicyRef, "student"),
         "teacher": handle(PolicyRef, "teacher"),

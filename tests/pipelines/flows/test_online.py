@@ -1,7 +1,5 @@
 """The online loop as a plan: what each round makes of what, and what a profile must have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,7 @@ def made_from(stage: PlannedStage, name: str) -> object:
     return {key: ref.uri.removeprefix(PENDING) for key, ref in value.items()}
 
 
-def test_every_round_starts_from_the_policy_and_the_reward_model_of_the_round_before(tmp_path: Path) -> None:
+def test_every_round_starts_from_the_policy_and_the_reward_model_of_the_round_before(tmp_path):
     stages = planned(tmp_path)
     second = {
         name: stages[f"online/round_2/{name}"] for name in ("generate", "score", "collect", "pairs", "compare", "ppo")
@@ -47,11 +45,11 @@ def test_every_round_starts_from_the_policy_and_the_reward_model_of_the_round_be
     assert made_from(second["ppo"], "reference") == "sft"
 
 
-def test_rounds_draw_other_samples_and_one_more_leaves_the_earlier_ones_as_they_are(tmp_path: Path) -> None:
+def test_rounds_draw_other_samples_and_one_more_leaves_the_earlier_ones_as_they_are(tmp_path):
     stages = planned(tmp_path)
     seeds = [stages[f"online/round_{number}/ppo"].spec.seed for number in (1, 2, 3)]
     assert len(set(seeds)) == 3
-    rounds = [stages[f"online/round_{number}/generate"].spec.config.round for number in (1, 2, 3)]  # type: ignore[attr-defined]
+    rounds = [stages[f"online/round_{number}/generate"].spec.config.round for number in (1, 2, 3)]
     assert len(set(rounds)) == 3
     fewer = planned(tmp_path, "online.rounds=2", "evaluate.evaluate.parents.online_3=none")
     for label, stage in fewer.items():
@@ -59,13 +57,13 @@ def test_rounds_draw_other_samples_and_one_more_leaves_the_earlier_ones_as_they_
             assert (stage.spec.config, stage.spec.seed) == (stages[label].spec.config, stages[label].spec.seed)
 
 
-def test_without_refresh_the_first_reward_model_serves_in_all_rounds(tmp_path: Path) -> None:
+def test_without_refresh_the_first_reward_model_serves_in_all_rounds(tmp_path):
     stages = planned(tmp_path, "online.refresh=false")
     assert not [label for label in stages if label.endswith(("/reward_model", "/compare", "/pairs"))]
     assert made_from(stages["online/round_3/ppo"], "reward_models") == {"reward_model": "reward_model"}
 
 
-def test_the_rubric_of_a_judge_and_a_known_reward_are_in_the_key_by_their_content(tmp_path: Path) -> None:
+def test_the_rubric_of_a_judge_and_a_known_reward_are_in_the_key_by_their_content(tmp_path):
     rubric = tmp_path / "rubric.txt"
     rubric.write_text("Be kind.")
     judge = (
@@ -91,6 +89,6 @@ def test_the_rubric_of_a_judge_and_a_known_reward_are_in_the_key_by_their_conten
         ("reward_model=none", r"its first round scores answers with a reward model; add \[reward_model\]"),
     ],
 )
-def test_a_profile_that_cannot_be_run_says_what_to_change(tmp_path: Path, override: str, said: str) -> None:
+def test_a_profile_that_cannot_be_run_says_what_to_change(tmp_path, override, said):
     with pytest.raises(ConfigError, match=said):
         planned(tmp_path, override)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import operator
 import os
 import re
@@ -17,21 +15,20 @@ from tests.support.small_pipeline import write_mini
 
 
 @pytest.mark.parametrize("name", profile_names())
-def test_every_shipped_profile_loads(name: str) -> None:
+def test_every_shipped_profile_loads(name):
     assert load_profile(name).name
 
 
-def test_the_tiny_profiles_are_shipped() -> None:
+def test_the_tiny_profiles_are_shipped():
     assert {"tiny/full", "tiny/rlvr"} <= set(profile_names())
 
 
-def test_an_override_changes_one_value_and_keeps_its_type() -> None:
+def test_an_override_changes_one_value_and_keeps_its_type():
     config = load_profile("tiny/full", ["ppo.kl.coef=0.125", "name=night run", "ppo.advantage.whiten=false"])
-    assert config.ppo is not None
     assert (config.ppo.kl.coef, config.name, config.ppo.advantage.model_dump()["whiten"]) == (0.125, "night run", False)
 
 
-def test_an_override_of_none_takes_a_section_away() -> None:
+def test_an_override_of_none_takes_a_section_away():
     assert load_profile("tiny/full", ["ppo=none", "publish=none"]).ppo is None
 
 
@@ -47,13 +44,13 @@ def test_an_override_of_none_takes_a_section_away() -> None:
         ),
     ],
 )
-def test_a_misspelt_key_is_refused_with_the_nearest_one(override: str, message: str) -> None:
+def test_a_misspelt_key_is_refused_with_the_nearest_one(override, message):
     with pytest.raises(ConfigError) as caught:
         load_profile("tiny/full", [override])
     assert str(caught.value) == message
 
 
-def test_a_bad_value_names_key_value_rule_and_remedy() -> None:
+def test_a_bad_value_names_key_value_rule_and_remedy():
     with pytest.raises(ConfigError) as caught:
         load_profile("tiny/full", ["ppo.kl.coef=-1"])
     assert str(caught.value) == (
@@ -61,7 +58,7 @@ def test_a_bad_value_names_key_value_rule_and_remedy() -> None:
     )
 
 
-def test_a_bare_name_chooses_a_loss_with_its_defaults() -> None:
+def test_a_bare_name_chooses_a_loss_with_its_defaults():
     short = load_profile("tiny/full", ["ppo.loss=gspo", "iterative_dpo.dpo.loss=ipo"])
     long = load_profile("tiny/full", ["ppo.loss.type=gspo", 'iterative_dpo.dpo.loss={type = "ipo"}'])
     assert short == long
@@ -86,9 +83,7 @@ def test_a_bare_name_chooses_a_loss_with_its_defaults() -> None:
         ("[ppo]\nkl_coef = 'none'\n", [], {"kl.coef": 0.05}),
     ],
 )  # fmt: skip
-def test_the_default_type_holds_until_another_is_named_and_former_names_are_read(
-    tmp_path: Path, text: str, overrides: list[str], expected: dict[str, object]
-) -> None:
+def test_the_default_type_holds_until_another_is_named_and_former_names_are_read(tmp_path, text, overrides, expected):
     profile = tmp_path / "mine.toml"
     profile.write_text(f"extends = 'tiny/full'\n{text}")
     config = load_profile(profile, overrides)
@@ -114,7 +109,7 @@ def without_types(config: Config, dropped: list[str]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("profile", profile_names())
-def test_every_table_of_the_type_of_its_default_may_leave_the_type_out(profile: str) -> None:
+def test_every_table_of_the_type_of_its_default_may_leave_the_type_out(profile):
     dropped: list[str] = []
     config = load_profile(profile)
     tree = without_types(config, dropped)
@@ -122,14 +117,13 @@ def test_every_table_of_the_type_of_its_default_may_leave_the_type_out(profile: 
     assert parse(tree, origin=profile) == config
 
 
-def test_another_type_does_not_inherit_the_options_of_the_one_before(tmp_path: Path) -> None:
+def test_another_type_does_not_inherit_the_options_of_the_one_before(tmp_path):
     (tmp_path / "base.toml").write_text(
         '[prepare_data]\n[dpo]\nstart_from = "base"\nloss = {type = "dpo", beta = 0.3}\n'
     )
     child = tmp_path / "child.toml"
     child.write_text('extends = "base.toml"\n[dpo.loss]\ntype = "simpo"\n')
     config = load_profile(child)
-    assert config.dpo is not None
     assert config.dpo.loss.model_dump() == {"type": "simpo", "beta": 2.0, "gamma": 1.0}
 
 
@@ -164,12 +158,12 @@ def test_another_type_does_not_inherit_the_options_of_the_one_before(tmp_path: P
         ),
     ],
 )
-def test_teachers_are_checked_before_anything_runs(changes: list[str], message: str) -> None:
+def test_teachers_are_checked_before_anything_runs(changes, message):
     with pytest.raises(ConfigError, match=message):
         load_profile("tiny/distill", ["distill.teacher=none", *changes])
 
 
-def test_a_teacher_beside_teachers_is_refused_and_its_default_is_not() -> None:
+def test_a_teacher_beside_teachers_is_refused_and_its_default_is_not():
     weights = ["distill.teachers={big = 1.0}", "distill.external.big.path=/big"]
     with pytest.raises(ConfigError, match=r"distill\.teacher = 'sft': is not read beside teachers.*remove it"):
         load_profile("tiny/distill", weights)
@@ -214,26 +208,23 @@ def test_a_teacher_beside_teachers_is_refused_and_its_default_is_not() -> None:
         ),
     ],
 )
-def test_what_a_profile_does_not_make_or_may_not_combine_is_refused(
-    tmp_path: Path, profile: str, overrides: list[str], error: str
-) -> None:
+def test_what_a_profile_does_not_make_or_may_not_combine_is_refused(tmp_path, profile, overrides, error):
     with pytest.raises(ConfigError, match=re.escape(error)):
         load_profile(write_mini(tmp_path) if profile == "mini" else profile, overrides)
 
 
-def test_an_unknown_profile_is_refused_with_the_nearest_one() -> None:
+def test_an_unknown_profile_is_refused_with_the_nearest_one():
     with pytest.raises(ConfigError, match=r"'tiny/ful': no such file or shipped profile; did you mean tiny/full\?"):
         find_profile("tiny/ful")
     with pytest.raises(ConfigError, match="no such file or shipped profile"):
         find_profile("x" * 5000)  # too long for the disk
 
 
-def test_extends_merges_tables_and_replaces_the_rest(tmp_path: Path) -> None:
+def test_extends_merges_tables_and_replaces_the_rest(tmp_path):
     write_mini(tmp_path)
     child = tmp_path / "child.toml"
     child.write_text('extends = "mini.toml"\nname = "child"\nevaluate = "none"\n[ppo]\nsteps = 3\n')
     config = load_profile(child)
-    assert config.ppo is not None
     assert (config.name, config.ppo.steps, config.ppo.prompts_per_step, config.evaluate) == ("child", 3, 4, None)
 
 
@@ -249,7 +240,7 @@ otherwise = "approve"
 """
 
 
-def test_a_profile_takes_a_key_of_any_table_away(tmp_path: Path) -> None:
+def test_a_profile_takes_a_key_of_any_table_away(tmp_path):
     write_mini(tmp_path)
     child = tmp_path / "child.toml"
     child.write_text(
@@ -261,7 +252,7 @@ def test_a_profile_takes_a_key_of_any_table_away(tmp_path: Path) -> None:
     assert config.ppo.sampling.max_tokens != 8 and config.ppo.advantage.type == "reinforce++"
 
 
-def test_a_profile_changes_and_takes_away_entries_of_a_list_by_their_names(tmp_path: Path) -> None:
+def test_a_profile_changes_and_takes_away_entries_of_a_list_by_their_names(tmp_path):
     write_mini(tmp_path, GATED)
     child = tmp_path / "child.toml"
     child.write_text('extends = "mini.toml"\n[gates]\nquality = "none"\nppo = {name = "last"}\n')
@@ -275,7 +266,7 @@ def test_a_profile_changes_and_takes_away_entries_of_a_list_by_their_names(tmp_p
         load_profile(child)
 
 
-def test_a_profile_may_extend_a_shipped_one_from_anywhere(tmp_path: Path) -> None:
+def test_a_profile_may_extend_a_shipped_one_from_anywhere(tmp_path):
     child = tmp_path / "mine.toml"
     child.write_text('extends = "tiny/rlvr"\nname = "mine"\n[ppo]\nsteps = 3\n')
     config = load_profile(child)
@@ -288,14 +279,14 @@ def test_a_profile_may_extend_a_shipped_one_from_anywhere(tmp_path: Path) -> Non
         load_profile(child)
 
 
-def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
+def test_a_circle_of_extends_is_refused(tmp_path):
     (tmp_path / "a.toml").write_text('extends = "b.toml"')
     (tmp_path / "b.toml").write_text('extends = "a.toml"')
     with pytest.raises(ConfigError, match=r"a\.toml -> b\.toml -> a\.toml is a cycle"):
         load_profile(tmp_path / "a.toml")
 
 
-def test_broken_toml_names_file_and_line(tmp_path: Path) -> None:
+def test_broken_toml_names_file_and_line(tmp_path):
     path = tmp_path / "broken.toml"
     path.write_text("name = tiny\n")
     with pytest.raises(ConfigError, match=r"broken\.toml: not valid TOML: .*line 1"):
@@ -323,7 +314,7 @@ def test_a_dump_of_a_configuration_parses_to_the_same_configuration() -> None:
         (b'extends = "' + b"x" * 5000 + b'"', "cannot be read: .*File name too long"),
     ],
 )
-def test_a_profile_that_cannot_be_read_says_why(content: bytes, rule: str, tmp_path: Path) -> None:
+def test_a_profile_that_cannot_be_read_says_why(content, rule, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_bytes(content)
     os.mkfifo(tmp_path / "pipe.toml")
@@ -341,12 +332,12 @@ def test_a_profile_that_cannot_be_read_says_why(content: bytes, rule: str, tmp_p
         ("name=half \ud83d", "must be valid UTF-8"),
     ],
 )
-def test_an_override_that_cannot_be_read_says_why(override: str, rule: str) -> None:
+def test_an_override_that_cannot_be_read_says_why(override, rule):
     with pytest.raises(ConfigError, match=rule):
         load_profile("tiny/full", [override])
 
 
-def test_an_override_of_several_lines_is_text_and_changes_nothing_else() -> None:
+def test_an_override_of_several_lines_is_text_and_changes_nothing_else():
     assert load_profile("tiny/full", ['name="one"\nseed=2']).name == '"one"\nseed=2'
 
 
@@ -358,7 +349,7 @@ def test_an_override_of_several_lines_is_text_and_changes_nothing_else() -> None
         ("ppo.rewards.terms.reward_modl", "ppo.rewards.terms.reward_model"),
     ],
 )
-def test_a_misspelt_key_is_not_taken_away_in_silence(key: str, meant: str, tmp_path: Path) -> None:
+def test_a_misspelt_key_is_not_taken_away_in_silence(key, meant, tmp_path):
     error = f"{key} = 'none': there is nothing of this name to take away; did you mean {meant}[?]"
     with pytest.raises(ConfigError, match=error):
         load_profile("tiny/full", [f"{key}=none"])
@@ -368,7 +359,7 @@ def test_a_misspelt_key_is_not_taken_away_in_silence(key: str, meant: str, tmp_p
         load_profile(path)
 
 
-def test_an_option_that_is_not_set_may_be_taken_away(tmp_path: Path) -> None:
+def test_an_option_that_is_not_set_may_be_taken_away(tmp_path):
     assert load_profile("tiny/full", ["dpo=none", "ppo.correction=none"]) == load_profile("tiny/full")
     path = tmp_path / "mine.toml"
     path.write_text(
@@ -414,19 +405,19 @@ def test_an_option_that_is_not_set_may_be_taken_away(tmp_path: Path) -> None:
         ('publish.gate=[{metric="gold_over_champion.low", op=">", value=0.0}]', "no such number of a policy"),
     ],
 )
-def test_a_policy_that_will_not_be_evaluated_is_refused_before_anything_runs(override: str, error: str) -> None:
+def test_a_policy_that_will_not_be_evaluated_is_refused_before_anything_runs(override, error):
     with pytest.raises(ConfigError, match=error):
         load_profile("tiny/full", [override])
 
 
-def test_a_gate_may_compare_with_best_of_n_and_with_the_champion_that_is_challenged() -> None:
+def test_a_gate_may_compare_with_best_of_n_and_with_the_champion_that_is_challenged():
     gate = 'publish.gate=[{metric="gold/low", op=">", than="best-of-8 (sft)"}, {metric="kl/mean", op="<", than="champion"}]'
     config = load_profile("tiny/full", [gate, "publish.challenge={}"])
     assert config.publish is not None and len(config.publish.gate) == 2
 
 
 @pytest.mark.parametrize("metric", ["gold", "reward_model"])
-def test_a_challenge_by_what_answers_are_not_judged_by_is_refused(metric: str) -> None:
+def test_a_challenge_by_what_answers_are_not_judged_by_is_refused(metric):
     taken = "evaluate.evaluate.gold=''" if metric == "gold" else "seed=17"
     changes = [taken, "publish.gate=[]", f"publish.challenge.metric={metric}"]
     if metric == "reward_model":
@@ -446,25 +437,23 @@ def test_a_challenge_by_what_answers_are_not_judged_by_is_refused(metric: str) -
         ("tiny/distill", ["distill.eval_fraction=0", "distill.loop.keep_best=1", "distill.on_policy=true", "distill.kl_weight=1"], "there are none"),
     ],
 )  # fmt: skip
-def test_the_best_of_no_held_out_rows_is_refused(profile: str, changes: list[str], error: str) -> None:
+def test_the_best_of_no_held_out_rows_is_refused(profile, changes, error):
     with pytest.raises(ConfigError, match=error):
         load_profile(profile, changes)
     load_profile(profile, [change.replace("eval_fraction=0", "eval_fraction=0.1") for change in changes])
 
 
-def test_the_parents_of_policies_that_are_taken_away_may_stay() -> None:
+def test_the_parents_of_policies_that_are_taken_away_may_stay():
     assert load_profile("tiny/online", ["online.rounds=2"]).policies()[-1] == "online_2"
     config = load_profile("tiny/full", ["ppo=none", "publish=none"])
     assert "ppo" not in config.policies() and "ppo" in config.evaluate.evaluate.parents
 
 
-def test_taking_away_what_an_absent_section_would_have_creates_no_section() -> None:
+def test_taking_away_what_an_absent_section_would_have_creates_no_section():
     assert load_profile("tiny/full", ["dpo.loss=none"]).dpo is None
 
 
-def test_files_lie_beside_the_profile_and_only_then_in_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_lie_beside_the_profile_and_only_then_in_the_current_folder(tmp_path, monkeypatch, caplog):
     team, elsewhere = tmp_path / "team", tmp_path / "elsewhere"
     for folder, files in ((team, ("mine.py", "both.py")), (elsewhere, ("both.py", "here.py"))):
         folder.mkdir()
@@ -476,8 +465,8 @@ def test_files_lie_beside_the_profile_and_only_then_in_the_current_folder(
 
     def functions(folder: Path) -> dict[str, str]:
         monkeypatch.chdir(folder)
-        rewards = load_profile(profile).ppo.rewards  # type: ignore[union-attr]
-        return {name: rewards.terms[name].function for name in ("mine", "both", "here", "none")}  # type: ignore[union-attr]
+        rewards = load_profile(profile).ppo.rewards
+        return {name: rewards.terms[name].function for name in ("mine", "both", "here", "none")}
 
     written = {name: f"{name}.py:f" for name in ("mine", "both", "here", "none")}
     assert functions(team) == written
@@ -491,9 +480,7 @@ def test_files_lie_beside_the_profile_and_only_then_in_the_current_folder(
     ]
 
 
-def test_a_key_does_not_depend_on_the_folder_in_which_a_profile_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_does_not_depend_on_the_folder_in_which_a_profile_is_read(tmp_path, monkeypatch):
     team = tmp_path / "team"
     team.mkdir()
     (team / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +12,7 @@ SAMPLER_OPTIONS = [
 ]
 
 
-def test_an_option_of_another_type_is_called_so_and_says_how_to_remove_it() -> None:
+def test_an_option_of_another_type_is_called_so_and_says_how_to_remove_it():
     override = "runtime.sampler.type=hf"
     with pytest.raises(
         ConfigError,
@@ -26,7 +23,7 @@ def test_an_option_of_another_type_is_called_so_and_says_how_to_remove_it() -> N
     assert load_profile("tiny/full", [override, *removed]).runtime.sampler.type == "hf"
 
 
-def test_a_key_that_is_no_option_of_any_type_is_unknown(tmp_path: Path) -> None:
+def test_a_key_that_is_no_option_of_any_type_is_unknown(tmp_path):
     """A value in the place of a table made the error itself an error."""
     profile = tmp_path / "mine.toml"
     for text in (
@@ -38,7 +35,7 @@ def test_a_key_that_is_no_option_of_any_type_is_unknown(tmp_path: Path) -> None:
             load_profile(str(profile))
 
 
-def test_an_option_of_another_type_says_which_has_it_and_how_to_choose_that_one(tmp_path: Path) -> None:
+def test_an_option_of_another_type_says_which_has_it_and_how_to_choose_that_one(tmp_path):
     rows = '[{name = "mine", path = "pairs.jsonl", use = {preferences = 1.0}}]'
     with pytest.raises(ConfigError) as refused:
         load_profile("smollm2/full", [f"prepare_data.data.sources={rows}"])
@@ -50,7 +47,7 @@ def test_an_option_of_another_type_says_which_has_it_and_how_to_choose_that_one(
     assert data is not None and data.data.type == "files"
 
 
-def test_an_option_of_another_type_in_a_list_says_so_without_an_override(tmp_path: Path) -> None:
+def test_an_option_of_another_type_in_a_list_says_so_without_an_override(tmp_path):
     profile = tmp_path / "mine.toml"
     profile.write_text(
         'extends = "tiny/full"\n[[evaluate.suites]]\nname = "a"\ntype = "lm_eval"\ntasks = ["t"]\nk = [1]\n'
@@ -63,7 +60,7 @@ def test_an_option_of_another_type_in_a_list_says_so_without_an_override(tmp_pat
     )
 
 
-def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name() -> None:
+def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name():
     with pytest.raises(
         ConfigError, match=r"revison = 'a': unknown key; did you mean distill\.external\.big\.revision\?"
     ):
@@ -122,7 +119,7 @@ def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name()
         (["ppo.kl_coef=-1"], "ppo.kl.coef = -1: must be greater than or equal to 0; change it in tiny/full or with --set ppo.kl.coef=..."),
     ],
 )  # fmt: skip
-def test_a_type_that_is_misspelt_or_does_not_fit_is_refused_with_the_remedy(overrides: list[str], message: str) -> None:
+def test_a_type_that_is_misspelt_or_does_not_fit_is_refused_with_the_remedy(overrides, message):
     with pytest.raises(ConfigError) as refused:
         load_profile("tiny/full", overrides)
     assert str(refused.value) == message
@@ -139,9 +136,7 @@ def test_a_type_that_is_misspelt_or_does_not_fit_is_refused_with_the_remedy(over
     ],
     ids=" ".join,
 )
-def test_the_remedy_for_missing_weights_is_the_target_that_installs_them(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_remedy_for_missing_weights_is_the_target_that_installs_them(words, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     nothing = SimpleNamespace(find_spec=lambda name: None)
     monkeypatch.setattr("rlhf_core.models.packages.importlib", SimpleNamespace(util=nothing))

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +19,7 @@ def validator() -> Draft7Validator:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
-def test_a_shipped_profile_fits_the_schema(file: Path, validator: Draft7Validator) -> None:
+def test_a_shipped_profile_fits_the_schema(file, validator):
     assert [error.message for error in validator.iter_errors(tomllib.loads(file.read_text()))] == []
 
 
@@ -39,11 +36,11 @@ def test_a_shipped_profile_fits_the_schema(file: Path, validator: Draft7Validato
         ('dpo.loss = "ippo"', False),
     ],
 )
-def test_the_schema_knows_what_a_file_may_hold(text: str, fits: bool, validator: Draft7Validator) -> None:
+def test_the_schema_knows_what_a_file_may_hold(text, fits, validator):
     tree: dict[str, Any] = tomllib.loads(text)
     assert validator.is_valid(tree) is fits
 
 
-def test_a_key_of_the_schema_is_described(validator: Draft7Validator) -> None:
+def test_a_key_of_the_schema_is_described(validator):
     table = validator.schema["$defs"]["SFTConfig"]["properties"]["max_length"]
     assert table["description"].startswith("Maximum number of tokens") and table["default"] == 256

@@ -1,10 +1,7 @@
 """Recipes: steps by name and their inputs, and the sections of a profile as shorthand for them."""
 
-from __future__ import annotations
-
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +68,7 @@ OWN: dict[str, Any] = {"generate": {"samples_per_prompt": 2}, "score": {}}
 REJECTION: dict[str, Any] = {"stage": "rejection_sampling", **OWN, "select": {"type": "best_of_n"}, "sft": {}}
 
 
-def test_a_lifecycle_written_as_a_recipe_has_the_same_stages_and_keys() -> None:
+def test_a_lifecycle_written_as_a_recipe_has_the_same_stages_and_keys():
     ours, theirs = specs(as_recipe()), all_specs(load_profile("tiny/full"), lifecycle)
     assert set(ours) == set(theirs) and len(ours) == 23
     for label, spec in ours.items():
@@ -80,7 +77,7 @@ def test_a_lifecycle_written_as_a_recipe_has_the_same_stages_and_keys() -> None:
         assert (spec.inputs, spec.engines, spec.seed) == (other.inputs, other.engines, other.seed), label
 
 
-def test_the_shapes_of_published_recipes_can_be_written() -> None:
+def test_the_shapes_of_published_recipes_can_be_written():
     r1 = small(
         cold_start={"stage": "sft", "policy": "base"},
         reason={**PPO, "policy": "cold_start"},
@@ -126,7 +123,7 @@ def test_the_shapes_of_published_recipes_can_be_written() -> None:
     assert read(specs(branches)["distilled"], "teachers") == {"math": "pending://math", "desk": "pending://desk"}
 
 
-def test_answers_are_sampled_scored_and_selected_step_by_step() -> None:
+def test_answers_are_sampled_scored_and_selected_step_by_step():
     found = specs(
         small(
             sft={"stage": "sft", "policy": "base"},
@@ -142,7 +139,7 @@ def test_answers_are_sampled_scored_and_selected_step_by_step() -> None:
     assert read(found["dpo"], "preferences") == "pending://pairs" and read(found["ppo"], "prompts") == "pending://hard"
 
 
-def test_a_step_of_a_recipe_may_read_a_section_and_is_compared_with_its_start() -> None:
+def test_a_step_of_a_recipe_may_read_a_section_and_is_compared_with_its_start():
     tree = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
     tree["recipe"] = {"polish": {"stage": "sft", "policy": "ppo", "loop": {"batch_size": 4}}}
     del tree["publish"]
@@ -232,13 +229,13 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("case", RECIPE_ERRORS)
-def test_a_recipe_that_cannot_run_is_refused_by_its_key(case: str) -> None:
+def test_a_recipe_that_cannot_run_is_refused_by_its_key(case):
     steps, message = RECIPE_ERRORS[case]
     with pytest.raises(ConfigError, match=message):
         parse(small(**steps), origin="recipe.toml")
 
 
-def test_a_step_whose_name_a_section_has_is_refused() -> None:
+def test_a_step_whose_name_a_section_has_is_refused():
     tree = as_recipe() | {"sft": {"loop": {"batch_size": 4}}}
     with pytest.raises(
         ConfigError, match=r"recipe\.sft = \{\.\.\.\}: makes what \[sft\] makes; give the step another name"
@@ -246,13 +243,13 @@ def test_a_step_whose_name_a_section_has_is_refused() -> None:
         parse(tree, origin="recipe.toml")
 
 
-def test_options_of_a_step_are_overridden_as_those_of_a_section() -> None:
+def test_options_of_a_step_are_overridden_as_those_of_a_section():
     found = specs(as_recipe(), "recipe.ppo.kl.coef=0.2", "recipe.ppo.steps=3", "recipe.rejection_sampling=none")
     assert keyed(found["ppo"].config)["kl_coef"] == 0.2 and keyed(found["ppo"].config)["steps"] == 3
     assert "rejection_sampling/sft" not in found
 
 
-def test_the_recipe_of_the_documentation_can_be_planned() -> None:
+def test_the_recipe_of_the_documentation_can_be_planned():
     page = (shipped_profiles().parent / "docs/recipes.md").read_text(encoding="utf-8")
     written, mixed = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     full = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
@@ -262,7 +259,7 @@ def test_the_recipe_of_the_documentation_can_be_planned() -> None:
     assert list(drawn(config.steps()))[-1] == "student    <- cold_start, math, desk, demonstrations (distill)"
 
 
-def test_an_input_may_be_an_artifact_of_an_earlier_run(tmp_path: Path) -> None:
+def test_an_input_may_be_an_artifact_of_an_earlier_run(tmp_path):
     store = ArtifactStore(tmp_path)
     spec = toy_spec(ToyConfig(), label="sft")
     made, _ = execute(store, spec, runtime=NoEngines(), tracker=RecordingTracker(), progress=lambda *_: None)[:2]
@@ -276,12 +273,12 @@ def test_an_input_may_be_an_artifact_of_an_earlier_run(tmp_path: Path) -> None:
         plan(absent, store)
 
 
-def test_what_no_step_reads_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_no_step_reads_is_pointed_out(caplog):
     parse(small(rm={"stage": "reward_model", "policy": "base"}), origin="")
     assert "recipe.rm: no other step reads what it makes" in caplog.text
 
 
-def test_errors_of_stages_name_the_table_of_the_step(tmp_path: Path) -> None:
+def test_errors_of_stages_name_the_table_of_the_step(tmp_path):
     bad = {
         **PPO,
         "policy": "base",

@@ -1,7 +1,5 @@
 """Suites in a pipeline: which stages there are, whose answers they share, and what a profile may say."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
@@ -40,12 +38,12 @@ def made_by(stage: PlannedStage, name: str) -> str:
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> str:
+def rows(tmp_path) -> str:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "safe"}\n')
     return str(tmp_path / "rows.jsonl")
 
 
-def test_suites_read_the_answers_that_there_are_and_draw_others_once(tmp_path: Path, rows: str) -> None:
+def test_suites_read_the_answers_that_there_are_and_draw_others_once(tmp_path, rows):
     own = {"prompts": {"path": rows}, "generate": {"samples_per_prompt": 4}}
     suites: list[dict[str, Any]] = [
         {"name": "gold", "type": "gold", "function": GOLD},
@@ -67,12 +65,12 @@ def test_suites_read_the_answers_that_there_are_and_draw_others_once(tmp_path: P
     }
     assert made_by(stages["evaluate/suites/gold/ppo"], "generations") == "evaluate/ppo/generate"
     assert made_by(stages["evaluate/suites/safety/ppo"], "generations") == "evaluate/suites/passes/ppo/generate"
-    assert set(stages["evaluate/suites"].spec.inputs["results"]) == {  # type: ignore[arg-type]
+    assert set(stages["evaluate/suites"].spec.inputs["results"]) == {
         f"{suite}/{name}" for suite in ("gold", "passes", "safety") for name in ("base", "sft", "ppo")
     }
 
 
-def test_a_judge_compares_with_the_parent_and_leaves_out_who_has_none(tmp_path: Path) -> None:
+def test_a_judge_compares_with_the_parent_and_leaves_out_who_has_none(tmp_path):
     judge = {"url": "http://127.0.0.1:1/v1", "model": "m"}
     suites = [
         {"name": "j", "type": "judge", "judge": judge},
@@ -97,7 +95,7 @@ def test_a_judge_compares_with_the_parent_and_leaves_out_who_has_none(tmp_path: 
     assert about.opponents == {"j/base": "sft", "j/sft": "base", "j/ppo": "sft", "b/sft": "base", "b/ppo": "base"}
 
 
-def test_baselines_take_part_in_every_suite_and_not_in_the_report_of_evaluate(tmp_path: Path) -> None:
+def test_baselines_take_part_in_every_suite_and_not_in_the_report_of_evaluate(tmp_path):
     (tmp_path / "tasks").mkdir()
     suites = [
         {"name": "gold", "type": "gold", "function": GOLD},
@@ -108,7 +106,7 @@ def test_baselines_take_part_in_every_suite_and_not_in_the_report_of_evaluate(tm
     assert made_by(stages["evaluate/outside/generate"], "policy") == "evaluate/outside/import"
     assert made_by(stages["evaluate/suites/gold/outside"], "generations") == "evaluate/outside/generate"
     assert made_by(stages["evaluate/suites/h/outside"], "policy") == "evaluate/outside/import"
-    assert set(stages["evaluate"].spec.inputs["generations"]) == {"base", "sft", "ppo"}  # type: ignore[arg-type]
+    assert set(stages["evaluate"].spec.inputs["generations"]) == {"base", "sft", "ppo"}
     assert set(stages["evaluate/suites/h/ppo"].spec.engines["files"]) == {"lm_eval", "include_path"}
 
 
@@ -136,12 +134,12 @@ def test_baselines_take_part_in_every_suite_and_not_in_the_report_of_evaluate(tm
         ),
     ],
 )
-def test_a_suite_that_cannot_work_is_refused_with_the_profile(change: dict[str, Any], rule: str) -> None:
+def test_a_suite_that_cannot_work_is_refused_with_the_profile(change, rule):
     with pytest.raises(ConfigError, match=rule):
         profile([{"name": "s"} | change])
 
 
-def test_k_is_at_most_what_best_of_draws() -> None:
+def test_k_is_at_most_what_best_of_draws():
     suite = {"name": "s", "type": "pass_at_k", "function": GOLD, "k": [4]}
     draws = ("evaluate.generate.samples_per_prompt=4", "evaluate.evaluate.best_of={sft=2}")
     with pytest.raises(ConfigError, match="needs 4 answers to each prompt, and there are 2"):
@@ -149,7 +147,7 @@ def test_k_is_at_most_what_best_of_draws() -> None:
     profile([suite | {"generate": {"samples_per_prompt": 5}}], *draws)
 
 
-def test_names_are_given_once() -> None:
+def test_names_are_given_once():
     gold = {"name": "g", "type": "gold", "function": GOLD}
     with pytest.raises(ConfigError, match=r"suites\[1\]\.name = 'g': is the name of two suites"):
         profile([gold, gold])
@@ -161,15 +159,14 @@ def test_names_are_given_once() -> None:
         profile([], baselines=[{"name": "x", "model": {"path": "x"}}])
 
 
-def test_a_reward_model_that_no_section_makes_is_missed_when_planning(tmp_path: Path) -> None:
+def test_a_reward_model_that_no_section_makes_is_missed_when_planning(tmp_path):
     with pytest.raises(ConfigError, match=r"evaluate\.suites\.rm\.model = 'other': this profile makes reward_model"):
         planned(tmp_path, profile([{"name": "rm", "type": "reward_model", "model": "other"}]))
 
 
-def test_the_example_of_the_page_is_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_page_is_a_profile(tmp_path, monkeypatch):
     page = (Path(__file__).resolve().parents[3] / "docs" / "evaluation.md").read_text()
     example = re.search(r"```toml\n(.*?)```", page, flags=re.DOTALL)
-    assert example is not None
     tree = tomllib.loads(example[1])["evaluate"]
     monkeypatch.chdir(tmp_path)
     for name in ("math", "instructions", "safety"):
@@ -177,7 +174,6 @@ def test_the_example_of_the_page_is_a_profile(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "tasks").mkdir()
     monkeypatch.setattr(evaluate_harness, "version", lambda name: "0.4.13")
     config = profile(tree["suites"], baselines=tree["baselines"])
-    assert config.evaluate is not None
     types = [suite.type for suite in config.evaluate.suites]
     assert types == ["gold", "pass_at_k", "instructions", "refusal", "judge", "lm_eval"]
     kinds = set(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)) - {"type"}

@@ -1,7 +1,5 @@
 """A custom loss or estimator that is wrong is refused when the run is planned; a right one is not."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -44,19 +42,19 @@ def plan(folder: Path, part: str, source: str, arguments: str = "{}") -> None:
         ("advantage", "rewards / (lengths - lengths)", "ppo.advantage.function returned = 'a tensor': contains numbers that"),
     ],
 )  # fmt: skip
-def test_a_wrong_result_is_refused_at_the_plan(tmp_path: Path, part: str, returned: str, error: str) -> None:
+def test_a_wrong_result_is_refused_at_the_plan(tmp_path, part, returned, error):
     with pytest.raises(ConfigError, match=re.escape(error)):
         plan(tmp_path, part, f"def f({GIVEN[part]}):\n    return {returned}\n")
 
 
-def test_a_wrong_signature_is_refused_at_the_plan(tmp_path: Path) -> None:
+def test_a_wrong_signature_is_refused_at_the_plan(tmp_path):
     with pytest.raises(
         ConfigError, match=r"ppo\.loss\.function = .*unexpected keyword argument 'clip'.*docs/custom\.md"
     ):
         plan(tmp_path, "loss", f"def f({GIVEN['loss']}):\n    return logprobs\n", "{clip = 0.2}")
 
 
-def test_the_functions_of_the_page_pass(tmp_path: Path) -> None:
+def test_the_functions_of_the_page_pass(tmp_path):
     (tmp_path / "my_losses.py").write_text(re.findall(r"```python\n(.*?)```", RIGHT.read_text(), flags=re.S)[0])
     parts = re.findall(r"^\[(\w+\.\w+)\].*\ntype.*\nfunction = \"my_losses.py:(\w+)\"(?:\narguments = (.*))?", RIGHT.read_text(), flags=re.M)  # fmt: skip
     assert [name for name, *_ in parts] == ["dpo.loss", "ppo.loss", "ppo.advantage"]
@@ -69,7 +67,7 @@ def test_the_functions_of_the_page_pass(tmp_path: Path) -> None:
     assert "ppo" in all_specs(profile, lifecycle)
 
 
-def test_a_plan_without_custom_functions_loads_no_torch() -> None:
+def test_a_plan_without_custom_functions_loads_no_torch():
     code = (
         "import sys; from pipelines.execution.plan import all_specs; from pipelines.flows.full import lifecycle; "
         "from pipelines.flows.profile import load_profile; all_specs(load_profile('tiny/full'), lifecycle); "

@@ -1,12 +1,9 @@
 """What a kill leaves in Prefect, under a real Prefect server."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +30,7 @@ def _nothing_left_behind(client: Any) -> Iterator[None]:
 
 
 @pytest.fixture
-def shared(prefect_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def shared(prefect_home: Home, monkeypatch) -> None:
     """Let the server of the tests be one that the user set, on which others may have runs."""
     monkeypatch.delenv("RLHF_OWN_SETTINGS")
 
@@ -87,7 +84,7 @@ def a_task_of(client: Any, flow_run: Any) -> Any:
     return created.id
 
 
-def test_a_run_whose_process_is_gone_is_crashed_with_its_tasks_and_others_are_left_alone(client: Any) -> None:
+def test_a_run_whose_process_is_gone_is_crashed_with_its_tasks_and_others_are_left_alone(client):
     from prefect.states import Paused
 
     from pipelines.services.flow_runs import reconcile
@@ -107,7 +104,7 @@ def test_a_run_whose_process_is_gone_is_crashed_with_its_tasks_and_others_are_le
     assert reconcile() == []
 
 
-def test_a_run_that_was_just_started_again_is_not_judged_by_the_labels_of_the_dead_process(client: Any) -> None:
+def test_a_run_that_was_just_started_again_is_not_judged_by_the_labels_of_the_dead_process(client):
     from pipelines.services.flow_runs import own, reconcile
 
     retried = started(client, DEAD | {"owner.run_count": "0"})  # its start is the first: the labels are older
@@ -119,9 +116,7 @@ def test_a_run_that_was_just_started_again_is_not_judged_by_the_labels_of_the_de
 
 
 @pytest.mark.parametrize(("end", "expected"), [("Completed", "Completed"), ("Failed", "Crashed")])
-def test_a_task_that_outlives_its_flow_run_on_the_page_is_ended(
-    client: Any, end: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_outlives_its_flow_run_on_the_page_is_ended(client, end, expected, monkeypatch):
     from prefect import states
 
     from pipelines.services import flow_runs
@@ -136,7 +131,7 @@ def test_a_task_that_outlives_its_flow_run_on_the_page_is_ended(
 
 
 @pytest.mark.usefixtures("shared")
-def test_what_is_interrupted_says_so_and_a_run_of_this_terminal_is_left_alone(client: Any, tmp_path: Path) -> None:
+def test_what_is_interrupted_says_so_and_a_run_of_this_terminal_is_left_alone(client, tmp_path):
     from prefect.states import Running
 
     from pipelines.services.flow_runs import interrupt
@@ -155,7 +150,7 @@ def test_what_is_interrupted_says_so_and_a_run_of_this_terminal_is_left_alone(cl
     assert [client.read_flow_run(run).state.name for run in (foreground, *others)] == ["Running"] * 4
 
 
-def test_a_served_run_that_nobody_started_in_minutes_is_crashed(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_served_run_that_nobody_started_in_minutes_is_crashed(client, monkeypatch):
     from prefect.states import Pending
 
     from pipelines.services import flow_runs
@@ -168,9 +163,7 @@ def test_a_served_run_that_nobody_started_in_minutes_is_crashed(client: Any, mon
 
 
 @pytest.mark.usefixtures("shared")
-def test_runs_and_tasks_of_other_flows_and_of_other_state_folders_are_left_alone(
-    client: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_runs_and_tasks_of_other_flows_and_of_other_state_folders_are_left_alone(client, monkeypatch, tmp_path):
     from prefect.states import Completed, Paused, Pending
 
     from pipelines.services import flow_runs
@@ -195,7 +188,7 @@ def test_runs_and_tasks_of_other_flows_and_of_other_state_folders_are_left_alone
     assert [client.read_task_run(task).state.name for task in tasks] == ["Running", "Running"]
 
 
-def test_runs_that_an_earlier_version_left_on_our_own_server_are_ours(client: Any, tmp_path: Path) -> None:
+def test_runs_that_an_earlier_version_left_on_our_own_server_are_ours(client, tmp_path):
     from prefect.states import Running
 
     from pipelines.services.flow_runs import interrupt, reconcile
@@ -214,9 +207,7 @@ def test_runs_that_an_earlier_version_left_on_our_own_server_are_ours(client: An
 
 
 @pytest.mark.parametrize("shared_by", ["address", "database", "services of a database", "services of an address"])
-def test_runs_that_name_no_state_folder_are_left_alone_where_others_may_have_theirs(
-    client: Any, shared_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_name_no_state_folder_are_left_alone_where_others_may_have_theirs(client, shared_by, monkeypatch):
     from pipelines.services.flow_runs import reconcile
     from pipelines.services.running import Services
 
@@ -239,7 +230,7 @@ def test_runs_that_name_no_state_folder_are_left_alone_where_others_may_have_the
     assert [found.id for found in reconcile()] == [str(run)]
 
 
-def test_deployments_of_our_names_that_others_serve_are_noticed(client: Any, tmp_path: Path) -> None:
+def test_deployments_of_our_names_that_others_serve_are_noticed(client, tmp_path):
     from pipelines.services.flow_runs import served_elsewhere
 
     for left in client.read_deployments():  # what other tests served on the server that they share, a moment ago

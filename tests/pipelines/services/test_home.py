@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
@@ -15,9 +13,7 @@ from tests.support.forks import forked
 from tests.support.reward_servers import serving
 
 
-def test_the_state_folder_is_here_unless_the_environment_says_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_folder_is_here_unless_the_environment_says_otherwise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RLHF_HOME", raising=False)
     assert Home.here().root == tmp_path / ".rlhf"
@@ -43,9 +39,7 @@ def test_the_state_folder_is_here_unless_the_environment_says_otherwise(
         ("shared", "all users share that folder"),
     ],
 )
-def test_what_cannot_be_a_state_folder_is_one_error(
-    named: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_a_state_folder_is_one_error(named, rule, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     Path("loop").symlink_to("loop")
@@ -56,7 +50,7 @@ def test_what_cannot_be_a_state_folder_is_one_error(
         Home.here()
 
 
-def test_nothing_is_kept_outside_the_state_folder_and_nothing_is_reported(tmp_path: Path) -> None:
+def test_nothing_is_kept_outside_the_state_folder_and_nothing_is_reported(tmp_path):
     environment = quiet_environment(Home(tmp_path))
     for name in ("PREFECT_HOME", "PREFECT_RESULTS_LOCAL_STORAGE_PATH", "PREFECT_SERVER_MEMO_STORE_PATH"):
         assert Path(environment[name]).is_relative_to(tmp_path)
@@ -65,7 +59,7 @@ def test_nothing_is_kept_outside_the_state_folder_and_nothing_is_reported(tmp_pa
     assert (environment["DO_NOT_TRACK"], environment["MLFLOW_DISABLE_TELEMETRY"]) == ("1", "true")
 
 
-def test_clients_talk_to_this_machine(tmp_path: Path) -> None:
+def test_clients_talk_to_this_machine(tmp_path):
     environment = client_environment(Home(tmp_path), prefect_port=4321)
     assert environment["PREFECT_API_URL"] == "http://127.0.0.1:4321/api"
 
@@ -78,9 +72,7 @@ def without_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("hard_links", [True, False])
-def test_processes_that_ask_at_once_agree_on_the_identity_of_a_state_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard_links: bool
-) -> None:
+def test_processes_that_ask_at_once_agree_on_the_identity_of_a_state_folder(tmp_path, monkeypatch, hard_links):
     if not hard_links:
         without_hard_links(monkeypatch)
     home, start, said = Home(tmp_path / "home"), threading.Barrier(8), []
@@ -98,9 +90,7 @@ def test_processes_that_ask_at_once_agree_on_the_identity_of_a_state_folder(
     assert [path.name for path in home.root.iterdir()] == ["home.id"]
 
 
-def test_an_identity_that_is_being_written_is_waited_for_and_one_that_never_comes_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_identity_that_is_being_written_is_waited_for_and_one_that_never_comes_is_an_error(tmp_path, monkeypatch):
     path = tmp_path / "home.id"
     path.touch()
     writer = threading.Timer(0.3, lambda: path.write_text("0123456789ab"))
@@ -112,7 +102,7 @@ def test_an_identity_that_is_being_written_is_waited_for_and_one_that_never_come
         _ = Home(tmp_path).identity
 
 
-def test_a_state_folder_is_for_this_user_alone_also_one_that_was_left_open(tmp_path: Path) -> None:
+def test_a_state_folder_is_for_this_user_alone_also_one_that_was_left_open(tmp_path):
     (tmp_path / "old").mkdir(mode=0o755)
     for name in ("new", "old"):
         assert (Home(tmp_path / name).make().root.stat().st_mode & 0o777) == 0o700
@@ -120,9 +110,7 @@ def test_a_state_folder_is_for_this_user_alone_also_one_that_was_left_open(tmp_p
 
 
 @pytest.mark.parametrize("name", ["a b", "a#b", "é 名", "a%b", "a&b;c", "100%", "a?b", "a%20b", "a%3fb"])
-def test_a_state_folder_has_its_databases_in_it_or_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_state_folder_has_its_databases_in_it_or_is_refused(tmp_path, monkeypatch, name):
     from sqlalchemy.engine import make_url
 
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / name))
@@ -137,9 +125,7 @@ def test_a_state_folder_has_its_databases_in_it_or_is_refused(
 
 
 @pytest.mark.parametrize("name", ["ALL_PROXY", "all_proxy", "HTTP_PROXY", "https_proxy"])
-def test_a_socks_proxy_keeps_no_client_from_asking_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_socks_proxy_keeps_no_client_from_asking_this_machine(tmp_path, monkeypatch, name):
     monkeypatch.setenv(name, "socks5://127.0.0.1:9")
     for key, value in quiet_environment(Home(tmp_path)).items():
         monkeypatch.setenv(key, value)
@@ -149,9 +135,7 @@ def test_a_socks_proxy_keeps_no_client_from_asking_this_machine(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize("inside", ["", "state"])
-def test_the_state_folder_of_another_user_is_refused(
-    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_folder_of_another_user_is_refused(inside, tmp_path, monkeypatch):
     tmp_path.chmod(0o700)
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / inside))
 

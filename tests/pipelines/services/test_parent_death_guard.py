@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -26,11 +23,11 @@ def start(command: list[str]) -> subprocess.Popen[bytes]:
     )
 
 
-def test_it_returns_the_status_of_its_command() -> None:
+def test_it_returns_the_status_of_its_command():
     assert start([sys.executable, "-c", "raise SystemExit(7)"]).wait(30) == 7
 
 
-def test_the_command_ends_when_its_starter_is_gone(tmp_path: Path) -> None:
+def test_the_command_ends_when_its_starter_is_gone(tmp_path):
     import json
 
     told = tmp_path / "told"
@@ -40,14 +37,13 @@ def test_the_command_ends_when_its_starter_is_gone(tmp_path: Path) -> None:
         time.sleep(0.05)
     process = mlflow_client.from_tags(json.loads(told.read_text()))
     assert process is not None and not is_gone(process)
-    assert leash.stdin is not None
     leash.stdin.close()  # what the kernel does when the starter is killed
     leash.wait(30)
     assert is_gone(process)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_command_that_ignores_the_request_is_ended_when_it_is_terminated(number: signal.Signals) -> None:
+def test_a_command_that_ignores_the_request_is_ended_when_it_is_terminated(number):
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     leash = subprocess.Popen(
         [sys.executable, "-m", "pipelines.services.parent_death_guard", "1", sys.executable, "-c", stubborn],
@@ -55,13 +51,12 @@ def test_a_command_that_ignores_the_request_is_ended_when_it_is_terminated(numbe
         stdout=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
     )
-    assert leash.stdout is not None
     leash.stdout.readline()
     leash.send_signal(number)
     assert leash.wait(30) == 128 + signal.SIGKILL
 
 
-def test_what_cleans_up_after_a_command_has_the_time_for_it(tmp_path: Path) -> None:
+def test_what_cleans_up_after_a_command_has_the_time_for_it(tmp_path):
     left = tmp_path / "shared memory"
     left.touch()
     tracker = (

@@ -1,7 +1,5 @@
 """The server of a policy: its command and its token; a champion served to an unmodified client."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -48,7 +46,7 @@ def named(policy: str, adapter: str) -> Namespace:
     return Namespace(policy=policy, adapter=adapter, profile="")
 
 
-def test_the_token_is_in_the_environment_and_not_in_the_command(model: ServedModel, home: Home) -> None:
+def test_the_token_is_in_the_environment_and_not_in_the_command(model, home):
     token = token_of(home, "")
     assert len(token) >= 32 and home.serve_token.stat().st_mode & 0o777 == 0o600 and token == token_of(home, "")
     command = serve_command(model, ServeOptions(8123), 3)
@@ -58,13 +56,13 @@ def test_the_token_is_in_the_environment_and_not_in_the_command(model: ServedMod
     assert command[named + 1 : named + 3] == ["ppo", "3fa9c1d23fa9"]
 
 
-def test_a_token_may_be_in_a_variable_which_must_be_set(home: Home) -> None:
+def test_a_token_may_be_in_a_variable_which_must_be_set(home):
     assert token_of(home, "MINE", {"MINE": "x"}) == "x" and not home.serve_token.exists()
     with pytest.raises(ConfigError, match="--token-env = 'MINE': this variable is not set"):
         token_of(home, "MINE", {})
 
 
-def test_an_adapter_is_served_beside_the_policy(model: ServedModel, tmp_path: Path) -> None:
+def test_an_adapter_is_served_beside_the_policy(model, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 12}))
     adapted = ServedModel(model.name, model.digest, model.folder, tmp_path)
     command = " ".join(serve_command(adapted, ServeOptions(), 3))
@@ -74,7 +72,7 @@ def test_an_adapter_is_served_beside_the_policy(model: ServedModel, tmp_path: Pa
         check_served(ServedModel(model.name, model.digest, model.folder, model.folder))
 
 
-def test_an_adapter_is_refused_over_weights_that_it_was_not_trained_over(home: Home) -> None:
+def test_an_adapter_is_refused_over_weights_that_it_was_not_trained_over(home):
     store = ArtifactStore(home.store)
 
     def made(key: str, label: str, start: str) -> PolicyRef:
@@ -93,22 +91,21 @@ def test_an_adapter_is_refused_over_weights_that_it_was_not_trained_over(home: H
         served_model(named("sft", "ppo"), store, home)
 
 
-def test_a_policy_without_a_chat_template_is_refused(policy: Path, tmp_path: Path) -> None:
+def test_a_policy_without_a_chat_template_is_refused(policy, tmp_path):
     shutil.copytree(policy, tmp_path / "plain", ignore=shutil.ignore_patterns("chat_template.jinja"))
     check_served(ServedModel("plain", "d", policy))
     with pytest.raises(ConfigError, match="policy = 'plain': its tokenizer has no chat template"):
         check_served(ServedModel("plain", "d", tmp_path / "plain"))
 
 
-def test_a_note_of_a_server_that_is_gone_says_nothing(home: Home) -> None:
+def test_a_note_of_a_server_that_is_gone_says_nothing(home):
     assert serving(home) is None
     home.serving.write_text(json.dumps({"url": "http://127.0.0.1:9/v1", "name": "ppo", "digest": "d"}))
     assert serving(home) is None
 
 
-def test_a_note_counts_only_while_the_process_that_wrote_it_runs(home: Home) -> None:
+def test_a_note_counts_only_while_the_process_that_wrote_it_runs(home):
     found = process_stat(os.getpid())
-    assert found is not None
     note = {"url": "http://127.0.0.1:9/v1", "name": "ppo", "digest": "d", "pid": os.getpid(), "started": found[1]}
     home.serving.write_text(json.dumps(note))
     assert serving(home) == ServingNote(**note)
@@ -139,7 +136,7 @@ def published(home: Home, policy: Path) -> PolicyRef:
 
 
 @pytest.fixture
-def policy_for_vllm(tmp_path: Path) -> Path:
+def policy_for_vllm(tmp_path) -> Path:
     """Write a policy with heads of 32 dimensions, the fewest that vLLM computes on the CPU."""
     from rlhf_core.models.initialise import initialise_llama, train_tokenizer  # imports transformers
 
@@ -176,9 +173,7 @@ def serve(home: Home, policy_for_vllm: Path) -> Iterator[tuple[PolicyRef, subpro
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_served_champion_answers_an_unmodified_openai_client(
-    serve: tuple[PolicyRef, subprocess.Popen[str]], home: Home, policy_for_vllm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_served_champion_answers_an_unmodified_openai_client(serve, home, policy_for_vllm, monkeypatch):
     openai = pytest.importorskip("openai")
     pytest.importorskip("vllm")
     from rlhf_core.data.chat import ChatTemplate

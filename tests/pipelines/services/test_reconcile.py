@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from pipelines.services.home import Home
 from pipelines.services.reconcile import reconcile_all, reconcile_mlflow, reconcile_store
@@ -27,7 +23,7 @@ with store.lease(key):
 """
 
 
-def test_the_lease_and_the_attempt_of_a_killed_process_are_ended_and_a_living_ones_are_left(tmp_path: Path) -> None:
+def test_the_lease_and_the_attempt_of_a_killed_process_are_ended_and_a_living_ones_are_left(tmp_path):
     store, spec = ArtifactStore(tmp_path / "store"), toy_spec()
     key = stage_key(spec)
     subprocess.run([sys.executable, "-c", KILLED, str(store.root), key], cwd=Path.cwd(), check=False)
@@ -48,15 +44,13 @@ def test_the_lease_and_the_attempt_of_a_killed_process_are_ended_and_a_living_on
     )
 
 
-def test_a_state_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+def test_a_state_folder_that_is_not_there_is_not_made(tmp_path):
     home = Home(tmp_path / "home")
     assert list(reconcile_all(home, [ArtifactStore(home.store)])) == []
     assert not home.root.exists()
 
 
-def test_what_was_ended_in_mlflow_is_named_and_no_database_is_made_to_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_ended_in_mlflow_is_named_and_no_database_is_made_to_look(tmp_path, monkeypatch):
     dead = Ended("night", "ppo", "12ab", leases.ourselves())
     monkeypatch.setattr("rlhf_core.tracking.mlflow.reconcile_all", lambda uri: [dead])
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

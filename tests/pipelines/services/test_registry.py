@@ -1,10 +1,5 @@
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from pipelines.flows.graph import Stages
 from pipelines.services import user_servers as module
@@ -34,9 +29,7 @@ def publish() -> StageSpec:
     return specs[0]
 
 
-def test_a_policy_that_was_published_to_another_registry_is_published_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_policy_that_was_published_to_another_registry_is_published_again(tmp_path, monkeypatch):
     store = ArtifactStore(tmp_path / "store")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@one.example:5000/?token=abc")
     spec = publish()
@@ -57,7 +50,7 @@ def test_a_policy_that_was_published_to_another_registry_is_published_again(
     assert decision.reason == "engines.registry: http://one.example:5000 -> http://two.example:5000"
 
 
-def test_a_registry_of_its_own_and_our_server_with_its_database(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registry_of_its_own_and_our_server_with_its_database(home, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
     alone = registry(home)
@@ -73,6 +66,6 @@ def test_a_registry_of_its_own_and_our_server_with_its_database(home: Home, monk
     assert registry(home) == "postgresql://models.example/db"
 
 
-def test_an_empty_address_is_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_address_is_as_none(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     assert module.tracking_uri(Home(tmp_path)) == Home(tmp_path).mlflow_uri

@@ -1,9 +1,6 @@
 """The lines of `rlhf runs`: their states, and the commands that go on with them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ FLOW = "0f9a8b7c-1111-2222-3333-444455556666"
 def noted(home: Home, state: str, *, profile: str = "tiny/full", **changes: Any) -> RunRecord:
     fields = {"digest": "d", "overrides": [], "until": ""}
     given = {name: changes.pop(name, fields[name]) for name in fields}
-    note = new_note(home, "tiny", profile=profile, store=home.store, **given)  # type: ignore[arg-type]
+    note = new_note(home, "tiny", profile=profile, store=home.store, **given)
     note.change(state=state, **changes)
     return note.record
 
@@ -37,7 +34,7 @@ def noted(home: Home, state: str, *, profile: str = "tiny/full", **changes: Any)
         ("Failed", {"overrides": ["seed=3"]}, "rlhf run tiny/full --set seed=3"),
     ],
 )
-def test_the_command_that_goes_on_with_a_run(home: Home, state: str, changes: dict[str, Any], command: str) -> None:
+def test_the_command_that_goes_on_with_a_run(home, state, changes, command):
     assert noted(home, state, **changes).following == command
 
 
@@ -53,9 +50,7 @@ def test_the_command_that_goes_on_with_a_run(home: Home, state: str, changes: di
         ("Waiting", {"state": "Failed"}, "Waiting"),
     ],
 )
-def test_a_run_is_closed_once_a_later_one_of_the_same_profile_has_finished(
-    home: Home, state: str, later: dict[str, Any], found: str
-) -> None:
+def test_a_run_is_closed_once_a_later_one_of_the_same_profile_has_finished(home, state, later, found):
     noted(home, state)
     note = new_note(home, "tiny", **{"profile": "tiny/full", "digest": "d", "overrides": [], "until": ""} | {
         name: value for name, value in later.items() if name != "state"
@@ -65,9 +60,7 @@ def test_a_run_is_closed_once_a_later_one_of_the_same_profile_has_finished(
     assert [one.state for one in run_records(home)][1] == found
 
 
-def test_a_run_whose_process_was_killed_has_crashed_and_files_of_other_versions_are_left_out(
-    home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_process_was_killed_has_crashed_and_files_of_other_versions_are_left_out(home, capsys, monkeypatch):
     record = noted(home, "Running", flow_run=FLOW)
     path = next(folder(home).glob("*.json"))
     table = json.loads(path.read_text())
@@ -85,9 +78,7 @@ def test_a_run_whose_process_was_killed_has_crashed_and_files_of_other_versions_
     assert (found["state"], found["next"], found["flow_run"]) == ("Crashed", "rlhf resume 0f9a8b7c", FLOW)
 
 
-def test_a_disk_that_cannot_be_written_to_costs_a_line_and_not_the_run(
-    home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_cannot_be_written_to_costs_a_line_and_not_the_run(home, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     note = RunNote(Home(tmp_path / "file"), noted(home, "Running"))
     note.change(state="Completed")

@@ -1,18 +1,15 @@
 """The record of running services, their ports, and whether they answer and are ours."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from pipelines.services.home import Home, basic
+from pipelines.services.home import basic
 from pipelines.services.running import (
     LAST_PORT,
     ServiceError,
@@ -31,7 +28,7 @@ from rlhf_core.tracking import mlflow_client
 from tests.support.reward_servers import serving
 
 
-def test_services_of_a_dead_supervisor_are_not_running(home: Home) -> None:
+def test_services_of_a_dead_supervisor_are_not_running(home):
     assert running(home) is None
     alive = Services(mlflow_client.tags(), 4200, 5000, ready=True)
     alive.write(home)
@@ -40,7 +37,7 @@ def test_services_of_a_dead_supervisor_are_not_running(home: Home) -> None:
     assert running(home) is None
 
 
-def test_servers_of_the_user_take_the_place_of_ours_and_secrets_are_not_printed(home: Home) -> None:
+def test_servers_of_the_user_take_the_place_of_ours_and_secrets_are_not_printed(home):
     found = Services(
         mlflow_client.tags(),
         0,
@@ -58,7 +55,7 @@ def test_servers_of_the_user_take_the_place_of_ours_and_secrets_are_not_printed(
     assert not (home.root / "prefect_address").exists()
 
 
-def test_no_port_after_the_last_one_is_tried() -> None:
+def test_no_port_after_the_last_one_is_tried():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", LAST_PORT))
         taken.listen()
@@ -67,14 +64,12 @@ def test_no_port_after_the_last_one_is_tried() -> None:
 
 
 @pytest.mark.parametrize("port", [-1, LAST_PORT + 1])
-def test_what_is_no_port_is_refused(port: int) -> None:
+def test_what_is_no_port_is_refused(port):
     with pytest.raises(ServiceError, match=f"port = {port}: must be from 0 to 65535"):
         bound_port(port)
 
 
-def test_a_port_is_given_once_whatever_the_temporary_folder_and_again_when_it_is_free(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: object
-) -> None:
+def test_a_port_is_given_once_whatever_the_temporary_folder_and_again_when_it_is_free(monkeypatch, tmp_path):
     with bound_port(43210) as first:
         port = port_of(first)
         assert not is_free(port)
@@ -87,14 +82,14 @@ def test_a_port_is_given_once_whatever_the_temporary_folder_and_again_when_it_is
         assert port_of(again) == port
 
 
-def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path) -> None:
+def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     process.wait()
     with pytest.raises(ServiceError, match=r"ended with status 3; read .*server\.log"):
         await_health("http://127.0.0.1:9/", "key", process, 5.0, tmp_path / "server.log")
 
 
-def test_a_stranger_who_passes_our_questions_on_to_a_server_of_ours_proves_nothing() -> None:
+def test_a_stranger_who_passes_our_questions_on_to_a_server_of_ours_proves_nothing():
     well = PlainTextResponse("well")
     with serving(Door(well, authorization="Basic x", open_to=lambda scope: True, key="key")) as ours:
 
@@ -108,6 +103,6 @@ def test_a_stranger_who_passes_our_questions_on_to_a_server_of_ours_proves_nothi
                 assert healthy(theirs) and not proven(theirs, "key")
 
 
-def test_our_prefect_server_proves_that_it_has_the_auth_string(prefect_home: Home) -> None:
+def test_our_prefect_server_proves_that_it_has_the_auth_string(prefect_home):
     url = f"{os.environ['PREFECT_API_URL']}/health"
     assert proven(url, prefect_home.prefect_auth_string) and not proven(url, basic("guess"))

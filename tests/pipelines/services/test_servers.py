@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -20,9 +18,7 @@ from pipelines.services.running import Services, healthy, is_free, running, wait
 from rlhf_core.tracking import mlflow_client
 
 
-def test_services_that_do_not_answer_are_not_well(
-    home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_services_that_do_not_answer_are_not_well(home, capsys, monkeypatch):
     Services(mlflow_client.tags(), 1, 2, ready=True).write(home)
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     assert main(["status"]) == 1
@@ -42,7 +38,7 @@ def cli(home: Home, *arguments: str, folder: Path | None = None, **changes: str)
 
 
 @pytest.mark.parametrize("verb", ["up", "resume", "reconcile"])
-def test_a_server_of_the_users_that_does_not_answer_is_one_error(home: Home, verb: str) -> None:
+def test_a_server_of_the_users_that_does_not_answer_is_one_error(home, verb):
     # In a process of its own: Prefect sets up the log of the process that imports it first with such settings.
     done = cli(home, verb, PREFECT_API_URL="http://me:hunter2@127.0.0.1:9/api", RLHF_OWN_SETTINGS="")
     assert done.returncode == 2
@@ -51,9 +47,7 @@ def test_a_server_of_the_users_that_does_not_answer_is_one_error(home: Home, ver
     assert running(home) is None and not (home.prefect / "prefect.db").exists()
 
 
-def test_a_tracking_server_that_does_not_answer_is_one_error(
-    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracking_server_that_does_not_answer_is_one_error(home, monkeypatch, capsys):
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@127.0.0.1:9")
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
@@ -82,7 +76,7 @@ def environment_of_up(home: Home, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     return given
 
 
-def test_the_auth_string_ends_with_the_servers_it_was_for(home: Home) -> None:
+def test_the_auth_string_ends_with_the_servers_it_was_for(home):
     first = home.prefect_auth_string
     assert first == home.prefect_auth_string and home.prefect_auth.stat().st_mode & 0o077 == 0
     servers.down(home)
@@ -91,8 +85,8 @@ def test_the_auth_string_ends_with_the_servers_it_was_for(home: Home) -> None:
 
 @pytest.mark.parametrize("uri", ["postgresql://me:hunter2@db:5432/mlflow", "sqlite:///mine.db"])
 def test_a_tracking_database_of_the_users_is_what_our_mlflow_server_shows_and_no_password_is_on_its_command_line(
-    home: Home, monkeypatch: pytest.MonkeyPatch, uri: str
-) -> None:
+    home, monkeypatch, uri
+):
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "sqlite:///stale.db")
@@ -105,9 +99,7 @@ def test_a_tracking_database_of_the_users_is_what_our_mlflow_server_shows_and_no
     assert command[command.index("--backend-store-uri") + 1] == home.mlflow_uri
 
 
-def test_the_installed_mlflow_server_takes_its_store_from_the_environment(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_installed_mlflow_server_takes_its_store_from_the_environment(home, monkeypatch):
     import mlflow.cli
     import mlflow.server
     import mlflow.server.handlers
@@ -125,9 +117,7 @@ def test_the_installed_mlflow_server_takes_its_store_from_the_environment(
 
 
 @pytest.mark.slow
-def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_leaves_nothing(
-    home: Home, tmp_path: Path
-) -> None:
+def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_leaves_nothing(home, tmp_path):
     trap = tmp_path / "somebody's folder"
     for name in ("pipelines", "prefect", "mlflow", "uvicorn", "psutil"):
         (trap / name).mkdir(parents=True)
@@ -168,7 +158,7 @@ def test_up_serves_both_pages_and_the_deployments_restarts_what_dies_and_down_le
 
 
 @pytest.mark.slow
-def test_with_a_server_of_the_users_up_serves_there_and_starts_none_of_ours(home: Home, prefect_home: Home) -> None:
+def test_with_a_server_of_the_users_up_serves_there_and_starts_none_of_ours(home, prefect_home):
     theirs = {"PREFECT_API_URL": os.environ["PREFECT_API_URL"], "RLHF_OWN_SETTINGS": ""}
     try:
         up = cli(home, "up", **theirs)

@@ -1,19 +1,12 @@
-from __future__ import annotations
-
 import socket
 import threading
 
-import pytest
-
 from pipelines.services import supervisor
-from pipelines.services.home import Home
 from pipelines.services.running import Services
 from rlhf_core.tracking import mlflow_client
 
 
-def test_a_new_supervisor_waits_until_the_services_of_a_killed_one_are_gone(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_supervisor_waits_until_the_services_of_a_killed_one_are_gone(home, monkeypatch):
     supervisor.await_end_of_last(home)  # nothing was up before: no wait
     with socket.socket() as still_there:
         still_there.bind(("127.0.0.1", 0))

@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 import socket
 
 import pytest
 from starlette.responses import PlainTextResponse
 
-from pipelines.services.home import Home
 from pipelines.services.running import Services
 from pipelines.services.user_servers import user_prefect
 from rlhf_core.http.door import Door
@@ -13,7 +10,7 @@ from rlhf_core.tracking import mlflow_client
 from tests.support.reward_servers import serving
 
 
-def test_the_address_that_up_printed_is_not_the_users_own(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_that_up_printed_is_not_the_users_own(home, monkeypatch):
     with socket.socket() as port_of_ours:
         port_of_ours.bind(("127.0.0.1", 0))
         port = port_of_ours.getsockname()[1]
@@ -31,8 +28,8 @@ def test_the_address_that_up_printed_is_not_the_users_own(home: Home, monkeypatc
 
 @pytest.mark.parametrize("of_rlhf", [True, False])
 def test_a_server_that_was_started_where_ours_was_is_the_users_unless_it_is_one_of_another_state_folder(
-    home: Home, monkeypatch: pytest.MonkeyPatch, of_rlhf: bool
-) -> None:
+    home, monkeypatch, of_rlhf
+):
     answer = PlainTextResponse("well")
     with serving(Door(answer, authorization="Basic x", key="of another folder") if of_rlhf else answer) as url:
         (home.root / "prefect_address").write_text(f"{url}/api")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -26,7 +24,7 @@ print(settings.api.url, settings.api.key and settings.api.key.get_secret_value()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_set(tmp_path, monkeypatch) -> None:
     for name in [name for name in os.environ if name.startswith(("PREFECT", "MLFLOW", "RLHF_OWN"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -41,9 +39,7 @@ def write_profile(folder: Path) -> None:
     )
 
 
-def test_a_server_is_found_in_all_the_places_where_prefect_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_is_found_in_all_the_places_where_prefect_looks(tmp_path, monkeypatch):
     assert user_settings.prefect_api() == ""
     write_profile(tmp_path / ".prefect")
     assert user_settings.prefect_api() == ""
@@ -61,13 +57,13 @@ def test_a_server_is_found_in_all_the_places_where_prefect_looks(
     assert user_settings.prefect_api() == "http://dotenv/api"
 
 
-def test_a_file_that_cannot_be_read_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused_and_not_passed_over(tmp_path):
     (tmp_path / "prefect.toml").write_text("[api\n")
     with pytest.raises(ConfigError, match=r"prefect\.toml.*is not valid TOML"):
         user_settings.prefect_api()
 
 
-def test_a_profile_in_the_users_own_prefect_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_in_the_users_own_prefect_home_is_found(tmp_path, monkeypatch):
     write_profile(tmp_path / "mine")
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "mine"))
     monkeypatch.setenv("PREFECT_PROFILE", "cloud")
@@ -78,9 +74,7 @@ def test_a_profile_in_the_users_own_prefect_home_is_found(tmp_path: Path, monkey
     assert user_settings.prefect_api() == CLOUD
 
 
-def test_what_we_gave_to_our_own_processes_does_not_pass_for_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_we_gave_to_our_own_processes_does_not_pass_for_the_users(tmp_path, monkeypatch):
     for name, value in client_environment(Home(tmp_path / "one"), prefect_port=4201).items():
         monkeypatch.setenv(name, value)
     assert user_settings.prefect_api() == "" and not user_settings.has_prefect_database()
@@ -94,8 +88,8 @@ def test_what_we_gave_to_our_own_processes_does_not_pass_for_the_users(
 
 
 def test_what_we_gave_to_a_process_is_none_of_the_users_in_those_that_it_starts_for_another_state_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     for name, value in client_environment(Home(tmp_path / "one"), prefect_port=4201).items():
         monkeypatch.setenv(name, value)
     for name, value in quiet_environment(
@@ -106,9 +100,7 @@ def test_what_we_gave_to_a_process_is_none_of_the_users_in_those_that_it_starts_
 
 
 @pytest.mark.parametrize("name", [DATABASE, "PREFECT_API_DATABASE_CONNECTION_URL"])
-def test_a_database_of_the_users_is_what_a_server_of_ours_is_started_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_database_of_the_users_is_what_a_server_of_ours_is_started_with(tmp_path, monkeypatch, name):
     monkeypatch.setenv(name, POSTGRES)
     given = os.environ | client_environment(Home(tmp_path / "home"), prefect_port=4200)
     assert given[name] == POSTGRES
@@ -137,9 +129,7 @@ def test_a_database_of_the_users_is_what_a_server_of_ours_is_started_with(
         ("MLFLOW_TRACKING_URI", "", ""),
     ],
 )
-def test_a_database_that_no_server_can_open_is_refused_before_one_is_started(
-    monkeypatch: pytest.MonkeyPatch, name: str, url: str, rule: str
-) -> None:
+def test_a_database_that_no_server_can_open_is_refused_before_one_is_started(monkeypatch, name, url, rule):
     monkeypatch.setenv(name, url)
     refused = pytest.raises(ConfigError, match=f"^{name} = .*{rule}") if rule else nullcontext()
     with refused as raised:
@@ -147,9 +137,7 @@ def test_a_database_that_no_server_can_open_is_refused_before_one_is_started(
     assert "hunter2" not in str(raised)
 
 
-def test_the_tests_own_server_runs_on_no_database_of_whoever_runs_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tests_own_server_runs_on_no_database_of_whoever_runs_them(tmp_path, monkeypatch):
     theirs = {
         f"PREFECT_{part}_DATABASE_{name}": POSTGRES for part in ("SERVER", "API") for name in ("CONNECTION_URL", "HOST")
     }
@@ -164,9 +152,7 @@ def test_the_tests_own_server_runs_on_no_database_of_whoever_runs_them(
     assert theirs.items() <= os.environ.items()
 
 
-def test_prefect_itself_reads_key_and_database_of_the_profile_in_a_process_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefect_itself_reads_key_and_database_of_the_profile_in_a_process_of_ours(tmp_path, monkeypatch):
     write_profile(tmp_path / ".prefect")
 
     def read(environment: dict[str, str]) -> list[str]:
@@ -181,13 +167,13 @@ def test_prefect_itself_reads_key_and_database_of_the_profile_in_a_process_of_ou
     assert read(client_environment(home, prefect_port=4200)) == ["http://127.0.0.1:4200/api", "None", POSTGRES]
 
 
-def test_a_tracking_server_is_one_that_is_reached_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracking_server_is_one_that_is_reached_over_the_network(monkeypatch):
     for uri, remote in {"http://mlflow:5000": True, "databricks": True, "sqlite:///mine.db": False, "": False}.items():
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         assert user_settings.remote_tracking_uri() == (uri if remote else "")
         assert user_settings.tracking_store() == ("" if remote else uri)
 
 
-def test_what_reads_dotenv_files_is_declared_and_not_only_there_by_way_of_another_package() -> None:
+def test_what_reads_dotenv_files_is_declared_and_not_only_there_by_way_of_another_package():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert "python-dotenv" in project["dependencies"]

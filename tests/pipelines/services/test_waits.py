@@ -1,7 +1,5 @@
 """Whether a run that waits may go on, and the notes on it: kept in the state folder, checked by a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -11,17 +9,15 @@ from typing import Any
 
 import pytest
 
-from pipelines.services.home import Home
 from pipelines.services.waits import answers_awaited, forget_wait, may_go_on, met, note_wait, waiting_runs
 from rlhf_core.annotation.people import condition
 from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.types import Message
 
 
-def test_a_run_goes_on_when_one_of_its_questions_is_answered(store: ArtifactStore) -> None:
+def test_a_run_goes_on_when_one_of_its_questions_is_answered(store):
     decisions = GateDecisions(store.layout)
     questions = [Question(gate=name, condition={"after": "sft"}, digest="d1", run="night") for name in ("a", "b", "c")]
     asked = [decisions.ask(question, run="night", links={}) for question in questions[:2]]
@@ -32,7 +28,7 @@ def test_a_run_goes_on_when_one_of_its_questions_is_answered(store: ArtifactStor
 
 
 @pytest.fixture
-def waits(tmp_path: Path) -> dict[str, Any]:
+def waits(tmp_path) -> dict[str, Any]:
     """Return the condition of a stage that waits for one judgment in a file."""
     write_comparisons(tmp_path / "asked", [Comparison("c1", (Message("user", "Hi"),), "", "t", "a", "b", "p", "p")])
     return condition(FileAnnotator(folder=str(tmp_path / "exchange")), tmp_path / "asked", name="x")
@@ -44,9 +40,7 @@ def judge(tmp_path: Path, line: str) -> None:
     (folder / "judgments.jsonl").write_text(line)
 
 
-def test_a_note_outlives_the_process_that_wrote_it_and_is_met_when_people_are_done(
-    home: Home, tmp_path: Path, waits: dict[str, Any]
-) -> None:
+def test_a_note_outlives_the_process_that_wrote_it_and_is_met_when_people_are_done(home, tmp_path, waits):
     assert waiting_runs(home) == []
     note_wait(home, "run-1", waits)
     note_wait(home, "run-2", waits | {"name": "y"})
@@ -66,9 +60,7 @@ def test_a_note_outlives_the_process_that_wrote_it_and_is_met_when_people_are_do
     assert waiting_runs(home) == ["run-2"]
 
 
-def test_a_half_edited_file_is_not_met_and_is_logged(
-    home: Home, tmp_path: Path, waits: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_half_edited_file_is_not_met_and_is_logged(home, tmp_path, waits, caplog):
     note_wait(home, "run-1", waits)
     judge(tmp_path, "nonsense\n")
     assert met(home, ["run-1"]) == []

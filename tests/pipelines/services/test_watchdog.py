@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -42,7 +40,7 @@ def at_work(pid: int) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def hasty(monkeypatch) -> None:
     for name, seconds in (("LOOK_EVERY_S", 0.05), ("ASK_EVERY_S", 0.2), ("LONGEST_PAUSE_S", 0.2)):
         monkeypatch.setattr(servers, name, seconds)
 
@@ -64,7 +62,7 @@ def kept(command: list[str], file: Path) -> Iterator[Child]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_service_that_dies_or_hangs_is_started_again_and_the_old_one_is_gone(tmp_path: Path, number: int) -> None:
+def test_a_service_that_dies_or_hangs_is_started_again_and_the_old_one_is_gone(tmp_path, number):
     file = tmp_path / "told"
     with kept([sys.executable, "-c", SERVE, str(file)], file):
         assert wait_for(lambda: told(file)[0] > 0, 20)
@@ -75,18 +73,17 @@ def test_a_service_that_dies_or_hangs_is_started_again_and_the_old_one_is_gone(t
     assert wait_for(lambda: not at_work(told(file)[0]), 5)
 
 
-def test_a_service_whose_leash_was_killed_does_not_stay_behind(tmp_path: Path) -> None:
+def test_a_service_whose_leash_was_killed_does_not_stay_behind(tmp_path):
     file = tmp_path / "told"
     with kept([sys.executable, "-c", SERVE, str(file)], file) as child:
         assert wait_for(lambda: told(file)[0] > 0, 20)
         first = told(file)[0]
-        assert child.process is not None
         os.kill(child.process.pid, signal.SIGKILL)
         assert wait_for(lambda: told(file)[0] not in (0, first), 20)
         assert not at_work(first)
 
 
-def test_a_service_that_never_gets_well_is_started_again_after_pauses(tmp_path: Path) -> None:
+def test_a_service_that_never_gets_well_is_started_again_after_pauses(tmp_path):
     count = tmp_path / "count"
     tally = "import sys; open(sys.argv[1], 'a').write('x')"
     child = Child("toy", [sys.executable, "-c", tally, str(count)], os.environ, lambda: False, tmp_path / "log")
@@ -102,7 +99,7 @@ def test_a_service_that_never_gets_well_is_started_again_after_pauses(tmp_path: 
         child.stop()
 
 
-def test_a_missed_answer_or_two_is_not_a_hang(tmp_path: Path) -> None:
+def test_a_missed_answer_or_two_is_not_a_hang(tmp_path):
     answers = [True, False, False, True, False, False, True]
     stop = threading.Event()
 
@@ -115,7 +112,6 @@ def test_a_missed_answer_or_two_is_not_a_hang(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     child = Child("toy", command, os.environ, well, tmp_path / "log")
     child.start()
-    assert child.process is not None
     first = child.process.pid
     keep_alive(child, stop)
     assert child.process.pid == first and answers == []

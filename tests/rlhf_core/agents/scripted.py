@@ -1,7 +1,5 @@
 """A sampler that says what a test tells it to, and keeps what it was asked; and a chat template without a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Coroutine, Sequence
@@ -45,7 +43,7 @@ def conversation(
 ) -> tuple[Conversation, SpelledEngine]:
     template = template or chat()
     engine = SpelledEngine(template, *texts, cut=cut)
-    return Conversation(template, engine), engine  # type: ignore[arg-type]
+    return Conversation(template, engine), engine
 
 
 def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -66,7 +64,7 @@ async def two_turns(captured: Conversation, said: str, then: Sequence[dict[str, 
     await captured.chat([USER, {"role": "assistant", "content": said}, *then])
 
 
-def test_what_was_sampled_stands_in_the_next_prompt_as_it_is_and_only_new_messages_are_tokenised() -> None:
+def test_what_was_sampled_stands_in_the_next_prompt_as_it_is_and_only_new_messages_are_tokenised():
     captured, engine = conversation("It is 42.", "It is 3.")
     finish(two_turns(captured, "It is 42.", [{"role": "user", "content": "And now?"}]))
     template, (first, second) = chat(), captured.turns
@@ -103,7 +101,7 @@ HI, ANSWERED = ("user", "What is 3?"), ("assistant", "It is 42.")
         (None, ("chat", []), "messages"),
     ],
 )
-def test_a_request_that_has_no_exact_tokens_is_refused(first: Any, then: Any, code: str) -> None:
+def test_a_request_that_has_no_exact_tokens_is_refused(first, then, code):
     captured, engine = conversation("It is 42.", "Never said.")
 
     async def ask() -> None:
@@ -115,7 +113,7 @@ def test_a_request_that_has_no_exact_tokens_is_refused(first: Any, then: Any, co
     assert refusal.value.code == code and len(engine.asked) == len(captured.turns) == (first is not None)
 
 
-def test_the_same_request_again_is_the_same_turn() -> None:
+def test_the_same_request_again_is_the_same_turn():
     async def ask(captured: Conversation) -> list[Any]:
         together = await asyncio.gather(captured.chat([USER]), captured.chat([USER]))
         return [*together, await captured.chat([USER])]
@@ -125,7 +123,7 @@ def test_the_same_request_again_is_the_same_turn() -> None:
     assert others == [first, first] and len(engine.asked) == len(captured.turns) == 1
 
 
-def test_a_second_question_while_a_turn_is_sampled_is_refused() -> None:
+def test_a_second_question_while_a_turn_is_sampled_is_refused():
     async def ask(captured: Conversation) -> list[Any]:
         other = [{"role": "user", "content": "Hi"}]
         return await asyncio.gather(captured.chat([USER]), captured.chat(other), return_exceptions=True)
@@ -135,14 +133,14 @@ def test_a_second_question_while_a_turn_is_sampled_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("cut", "asked"), [(True, 1), (False, 2)])
-def test_nothing_follows_a_turn_that_was_cut_or_the_last_one(cut: bool, asked: int) -> None:
+def test_nothing_follows_a_turn_that_was_cut_or_the_last_one(cut, asked):
     captured, engine = conversation("It is 4.", cut=cut)
     with pytest.raises(EpisodeCut):
         finish(two_turns(captured, "It is 4.", [USER]))
     assert captured.cut and len(engine.asked) == asked
 
 
-def test_a_call_of_a_tool_is_read_and_its_repetition_is_known_again() -> None:
+def test_a_call_of_a_tool_is_read_and_its_repetition_is_known_again():
     call = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
     captured, engine = conversation(f"Well. {call}", "3", template=with_tools())
 
@@ -160,7 +158,7 @@ def test_a_call_of_a_tool_is_read_and_its_repetition_is_known_again() -> None:
     assert "Add." in chat().decode(engine.asked[0])
 
 
-def test_plain_text_goes_on_from_its_own_tokens() -> None:
+def test_plain_text_goes_on_from_its_own_tokens():
     captured, engine = conversation(" 42", " 43")
 
     async def ask() -> None:
@@ -175,7 +173,7 @@ def test_plain_text_goes_on_from_its_own_tokens() -> None:
     )
 
 
-def test_parts_of_text_are_one_text_and_pictures_are_refused() -> None:
+def test_parts_of_text_are_one_text_and_pictures_are_refused():
     parts = [{"type": "text", "text": "What "}, {"type": "text", "text": "is 3?"}]
     assert chat_message({"role": "user", "content": parts}) == chat_message(USER)
     assert chat_message({"role": "tool", "content": "half a \ud83d"}).content == "half a ?", "no tokenizer takes it"
@@ -193,12 +191,12 @@ def test_parts_of_text_are_one_text_and_pictures_are_refused() -> None:
         {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
     ],
 )
-def test_a_message_of_another_form_is_refused(odd: dict[str, Any]) -> None:
+def test_a_message_of_another_form_is_refused(odd):
     with pytest.raises(RequestRefused, match="form of the chat protocol"):
         chat_message(odd)
 
 
-def test_a_call_with_half_a_surrogate_pair_can_be_answered_and_repeated() -> None:
+def test_a_call_with_half_a_surrogate_pair_can_be_answered_and_repeated():
     text = '<tool_call>{"name": "a\\ud83d", "arguments": {"x": "\\ud83d"}}</tool_call>'
     captured, _ = conversation(text, "3", template=with_tools())
     turn = finish(captured.chat([USER], tools=[TOOL]))
@@ -218,7 +216,7 @@ def decode(token_ids: object) -> str:
     return str(token_ids)
 
 
-def test_text_fits_only_if_a_token_can_be_sampled_after_it() -> None:
+def test_text_fits_only_if_a_token_can_be_sampled_after_it():
     text = Transcript((1, 2), seed=7, limit=8)
     text.add_action(sampled(3, 4))
     assert text.room == 4 and not text.add_text((5, 5, 5, 5))
@@ -226,7 +224,7 @@ def test_text_fits_only_if_a_token_can_be_sampled_after_it() -> None:
     assert text.request(9).prompt_ids == (1, 2, 3, 4, 5, 5, 5)
 
 
-def test_an_episode_ends_with_its_last_sampled_token() -> None:
+def test_an_episode_ends_with_its_last_sampled_token():
     text = Transcript((1, 2), seed=7, limit=20)
     text.add_action(sampled(3, 4))
     text.earn(0.5)
@@ -237,19 +235,19 @@ def test_an_episode_ends_with_its_last_sampled_token() -> None:
     assert (played.completion.failure, played.completion.seed, played.completion.policy_version) == ("it hung", 7, 4)
 
 
-def test_an_episode_that_failed_before_its_first_turn_has_no_tokens() -> None:
+def test_an_episode_that_failed_before_its_first_turn_has_no_tokens():
     completion = Transcript((1, 2), seed=7, limit=20).result(decode, finish_reason="stop", failure="no").completion
     assert completion.token_ids == () and completion.spans == ()
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_is_finite(reward: float) -> None:
+def test_a_reward_is_finite(reward):
     text = Transcript((1, 2), seed=7, limit=20)
     text.add_action(sampled(3))
     with pytest.raises(EpisodeFailed, match="must be finite"):
         text.earn(reward)
 
 
-def test_every_turn_has_a_seed_of_its_own() -> None:
+def test_every_turn_has_a_seed_of_its_own():
     assert turn_seed(7, 0) == 7
     assert len({turn_seed(7, turn) for turn in range(50)} | {turn_seed(8, turn) for turn in range(50)}) == 100

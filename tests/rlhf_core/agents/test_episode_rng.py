@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import random
 
@@ -24,7 +22,7 @@ async def together(seeds: list[int], marks: list[int]) -> list[list[float]]:
     return await asyncio.gather(*(one(ticket, seed) for ticket, seed in enumerate(seeds)))
 
 
-def test_what_an_episode_draws_does_not_depend_on_its_company() -> None:
+def test_what_an_episode_draws_does_not_depend_on_its_company():
     alone = asyncio.run(together([7], []))
     crowd = asyncio.run(together([3, 7, 7], []))
     assert crowd[1] == crowd[2] == alone[0] != crowd[0]
@@ -32,14 +30,14 @@ def test_what_an_episode_draws_does_not_depend_on_its_company() -> None:
     assert alone[0] == [generator.random() for _ in range(4)]
 
 
-def test_whose_code_runs_is_marked_at_every_resumption() -> None:
+def test_whose_code_runs_is_marked_at_every_resumption():
     marks: list[int] = []
     asyncio.run(together([1, 2], marks))
     assert marks[:6] == [0, NOBODY, 1, NOBODY, 0, NOBODY] and marks[-1] == NOBODY
     assert marks.count(0) == marks.count(1) == 5
 
 
-def test_errors_and_cancellations_pass_through() -> None:
+def test_errors_and_cancellations_pass_through():
     async def fails() -> None:
         await asyncio.sleep(0)
         raise ValueError("inside")
@@ -65,5 +63,5 @@ def test_errors_and_cancellations_pass_through() -> None:
     asyncio.run(scenario())
 
 
-def test_code_without_an_owner_just_runs() -> None:
+def test_code_without_an_owner_just_runs():
     assert len(asyncio.run(with_episode_rng(draws(2)))) == 2

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +34,7 @@ def numbered(request: SamplingRequest, turn: int) -> str:
 
 
 @pytest.mark.parametrize("scheduling", ["lockstep", "continuous"])
-def test_an_environment_is_played_until_it_is_done(scheduling: str) -> None:
+def test_an_environment_is_played_until_it_is_done(scheduling):
     (first, second), _ = played("Echo", ["1", "7"], numbered, scheduling=scheduling)
     assert len(first.completion.spans) == 2 and len(second.completion.spans) == 3
     assert [span.reward for span in first.completion.spans] == [0.0, 1.0]
@@ -44,7 +42,7 @@ def test_an_environment_is_played_until_it_is_done(scheduling: str) -> None:
     assert first.completion.extras == {"said": 1.0} and first.completion.finish_reason == "stop"
 
 
-def test_what_is_trained_is_what_was_sampled_though_encoding_its_text_gives_other_tokens() -> None:
+def test_what_is_trained_is_what_was_sampled_though_encoding_its_text_gives_other_tokens():
     (episode,), sampler = played("Echo", ["7"], numbered)
     template, completion = chat(), episode.completion
     whole = episode.prompt_ids + completion.token_ids
@@ -56,7 +54,7 @@ def test_what_is_trained_is_what_was_sampled_though_encoding_its_text_gives_othe
     assert completion.action_mask.count(0) == 2 * len(template.turn_ids([Message("user", "turn 0")]))
 
 
-def test_each_request_is_all_that_was_said_before_and_the_environment_s_turn() -> None:
+def test_each_request_is_all_that_was_said_before_and_the_environment_s_turn():
     _, sampler = played("Echo", ["7"], numbered)
     template = chat()
     requests = [batch[0].prompt_ids for batch in sampler.batches]
@@ -67,13 +65,13 @@ def test_each_request_is_all_that_was_said_before_and_the_environment_s_turn() -
     )
 
 
-def test_the_log_probabilities_of_the_environment_s_tokens_are_0_and_the_others_the_sampler_s() -> None:
+def test_the_log_probabilities_of_the_environment_s_tokens_are_0_and_the_others_the_sampler_s():
     (episode,), _ = played("Echo", ["7"], numbered)
     completion = episode.completion
     assert all((value == 0.0) == (sampled == 0) for value, sampled in zip(completion.logprobs, completion.action_mask))
 
 
-def test_lockstep_makes_the_same_batches_again() -> None:
+def test_lockstep_makes_the_same_batches_again():
     labels = ["0", "1", "2", "7"]
     first, one = played("Patient", labels, numbered, processes=2)
     second, other = played("Patient", labels, numbered, processes=1)
@@ -81,7 +79,7 @@ def test_lockstep_makes_the_same_batches_again() -> None:
     assert len(one.batches) == 2 and all(len(batch) == 4 for batch in one.batches)
 
 
-def test_an_environment_s_global_randomness_is_its_own_and_its_words_are_added_to_the_prompt() -> None:
+def test_an_environment_s_global_randomness_is_its_own_and_its_words_are_added_to_the_prompt():
     together, _ = played("Patient", ["0", "1"], numbered)
     alone, _ = played("Patient", ["0"], numbered)
     assert alone[0] == together[0]
@@ -90,13 +88,13 @@ def test_an_environment_s_global_randomness_is_its_own_and_its_words_are_added_t
     assert text.startswith("<|user|>What is 0?\n\nDraw ") and text.endswith(".<|end|><|assistant|>")
 
 
-def test_a_turn_that_is_cut_is_judged_and_ends_the_episode_as_too_long() -> None:
+def test_a_turn_that_is_cut_is_judged_and_ends_the_episode_as_too_long():
     (episode,), sampler = played("Echo", ["It"], numbered, max_tokens=3)
     assert episode.completion.finish_reason == "length" and len(sampler.batches) == 1
     assert episode.completion.spans[0].reward == 1.0 and not episode.completion.failure
 
 
-def test_the_limits_of_turns_and_tokens_end_an_episode_as_too_long() -> None:
+def test_the_limits_of_turns_and_tokens_end_an_episode_as_too_long():
     (whole,), _ = played("Echo", ["7"], numbered)
     _, second, _ = whole.completion.spans
     before = len(whole.prompt_ids)
@@ -111,7 +109,7 @@ def test_the_limits_of_turns_and_tokens_end_an_episode_as_too_long() -> None:
     assert sampler.batches[1][0].max_tokens == 2
 
 
-def test_the_first_turn_is_what_plain_sampling_would_ask_for() -> None:
+def test_the_first_turn_is_what_plain_sampling_would_ask_for():
     _, sampler = played("Echo", ["7"], numbered)
     template = chat()
     request = sampler.batches[0][0]

@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +32,7 @@ QUICK = {"step_timeout_s": 0.5, "retries": 0}
     ],
 )
 @pytest.mark.parametrize("scheduling", ["lockstep", "continuous"])
-def test_a_fault_is_named_and_harms_no_other_episode(fault: str, named: str, scheduling: str) -> None:
+def test_a_fault_is_named_and_harms_no_other_episode(fault, named, scheduling):
     results, _ = played("Faulty", ["none", fault, "print"], numbered, scheduling=scheduling, retries=0)
     healthy, faulty, noisy = (result.completion for result in results)
     assert named in faulty.failure and faulty.failure.startswith("the environment failed 1 times: ")
@@ -56,21 +53,19 @@ def test_a_fault_is_named_and_harms_no_other_episode(fault: str, named: str, sch
         ("Dawdling", "0.5", {"step_timeout_s": 0.2}, "step_timeout_s = 0.2"),  # late, though it never awaits
     ],
 )
-def test_an_episode_that_cannot_be_played_fails_with_its_reason(
-    world: str, label: str, limits: dict[str, Any], named: str
-) -> None:
+def test_an_episode_that_cannot_be_played_fails_with_its_reason(world, label, limits, named):
     (episode,), _ = played(world, [label], numbered, **{"retries": 0} | limits)
     assert named in episode.completion.failure and episode.completion.failure.encode()
 
 
-def test_a_wait_past_the_deadline_ends_that_episode_alone() -> None:
+def test_a_wait_past_the_deadline_ends_that_episode_alone():
     results, sampler = played("Stuck", ["no", "stuck", "no"], numbered, **QUICK)
     assert "step_timeout_s = 0.5" in results[1].completion.failure
     assert [results[i].completion.failure for i in (0, 2)] == ["", ""]
     assert len(sampler.batches) == 1  # nobody was played again
 
 
-def test_code_that_hangs_without_waiting_is_killed_and_the_others_are_played_again() -> None:
+def test_code_that_hangs_without_waiting_is_killed_and_the_others_are_played_again():
     results, _ = played("Faulty", ["none", "hang", "none"], numbered, **QUICK)
     assert "longer than step_timeout_s = 0.5 without waiting" in results[1].completion.failure
     assert [results[i].completion.spans[0].reward for i in (0, 2)] == [1.0, 1.0]
@@ -89,7 +84,7 @@ def awaited(environments: Environments, kind: str) -> list[Event]:
     return found
 
 
-def test_replies_that_waited_while_the_caller_was_busy_are_no_silence() -> None:
+def test_replies_that_waited_while_the_caller_was_busy_are_no_silence():
     with Environments(EnvironmentAgent(environment=f"{WORLDS}:Echo"), tokenizer="") as environments:
         ticket = begun(environments, "3")
         (child,) = environments._children
@@ -100,7 +95,7 @@ def test_replies_that_waited_while_the_caller_was_busy_are_no_silence() -> None:
         assert environments._children == [child] and not child.verdict
 
 
-def test_an_episode_that_hangs_after_its_end_is_the_fault_of_no_other() -> None:
+def test_an_episode_that_hangs_after_its_end_is_the_fault_of_no_other():
     with Environments(
         EnvironmentAgent(environment=f"{WORLDS}:Lingering", step_timeout_s=0.3), tokenizer=""
     ) as environments:
@@ -112,7 +107,7 @@ def test_an_episode_that_hangs_after_its_end_is_the_fault_of_no_other() -> None:
         assert (lost.ticket, lost.blamed) == (other, False)
 
 
-def test_a_reply_that_cannot_be_read_is_the_end_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_that_cannot_be_read_is_the_end_of_its_process(monkeypatch):
     with Environments(EnvironmentAgent(environment=f"{WORLDS}:Echo"), tokenizer="") as environments:
 
         def broken(pipe: Any) -> Any:
@@ -130,20 +125,20 @@ def test_a_reply_that_cannot_be_read_is_the_end_of_its_process(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("fault", ["raise", "crash"])
-def test_an_episode_is_played_again_from_the_same_seeds(fault: str, tmp_path: Path) -> None:
+def test_an_episode_is_played_again_from_the_same_seeds(fault, tmp_path):
     arguments = {"once": str(tmp_path / "failed")}
     results, sampler = played("Faulty", [fault], numbered, arguments=arguments, retries=1)
     assert not results[0].completion.failure and results[0].completion.spans[0].reward == 1.0
     assert sampler.batches[0] == sampler.batches[1]
 
 
-def test_no_process_is_left_even_of_those_that_an_environment_started(tmp_path: Path) -> None:
+def test_no_process_is_left_even_of_those_that_an_environment_started(tmp_path):
     note = tmp_path / "child"
     played("Spawning", ["none"], numbered, arguments={"note": str(note)})
     assert_gone([int(note.read_text())])
 
 
-def test_the_process_ends_with_whoever_started_it() -> None:
+def test_the_process_ends_with_whoever_started_it():
     config = EnvironmentAgent(environment=f"{WORLDS}:Echo")
     environments = Environments(config, tokenizer="")
     pid = environments._children[0]._host.process.pid
@@ -160,13 +155,13 @@ def test_the_process_ends_with_whoever_started_it() -> None:
         ("no_such_module:Echo", "there is no module no_such_module"),
     ],
 )
-def test_code_that_cannot_be_loaded_is_refused_at_the_start(spec: str, reason: str) -> None:
+def test_code_that_cannot_be_loaded_is_refused_at_the_start(spec, reason):
     with pytest.raises(ConfigError, match=r"agent\.environment") as refused:
         Environments(EnvironmentAgent(environment=spec), tokenizer="")
     assert reason in str(refused.value)
 
 
-def test_a_call_to_an_episode_whose_process_is_lost_is_dropped() -> None:
+def test_a_call_to_an_episode_whose_process_is_lost_is_dropped():
     config = EnvironmentAgent(environment=f"{WORLDS}:Faulty")
     with Environments(config, tokenizer="") as environments:
         ticket = begun(environments, "crash")
@@ -189,7 +184,7 @@ class World(Environment):
 """
 
 
-def test_an_environment_whose_code_changes_while_it_is_played_is_not_loaded_again(tmp_path: Path) -> None:
+def test_an_environment_whose_code_changes_while_it_is_played_is_not_loaded_again(tmp_path):
     file, notes = tmp_path / "world.py", tmp_path / "notes.jsonl"
     (tmp_path / "data.txt").write_text("")
     file.write_text(f"open({str(tmp_path / 'data.txt')!r})\n{CRASHES}")
@@ -208,7 +203,7 @@ def test_an_environment_whose_code_changes_while_it_is_played_is_not_loaded_agai
     assert noted(notes) == (f"reads {tmp_path / 'data.txt'}",)
 
 
-def test_a_program_that_changes_while_it_is_played_begins_no_further_episode(tmp_path: Path) -> None:
+def test_a_program_that_changes_while_it_is_played_begins_no_further_episode(tmp_path):
     file = tmp_path / "agent.py"
     file.write_text("print(1)")
     config = ProgramAgent(command=("python", str(file)))
@@ -233,7 +228,7 @@ os._exit(1)
 """
 
 
-def test_environments_outlive_nobody_even_while_they_hang() -> None:
+def test_environments_outlive_nobody_even_while_they_hang():
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, f"{WORLDS}:Faulty"], stdout=subprocess.PIPE, timeout=60, check=False
     )

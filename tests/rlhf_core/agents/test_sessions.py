@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import enum
 from collections.abc import Mapping
@@ -17,14 +15,14 @@ from tests.rlhf_core.agents.scripted import WORLDS
 class Closing(Environment):
     closed = False
 
-    def step(self, action: str, truncated: bool) -> StepResult:  # type: ignore[override]  # it wants no other keyword
+    def step(self, action: str, truncated: bool) -> StepResult:  # it wants no other keyword
         return StepResult(str(truncated))
 
     async def close(self) -> None:
         Closing.closed = True
 
 
-def test_a_step_is_given_the_keywords_that_it_takes_and_an_environment_is_closed() -> None:
+def test_a_step_is_given_the_keywords_that_it_takes_and_an_environment_is_closed():
     async def scenario() -> Any:
         session = EnvironmentSession(Closing)
         assert await session.begin({}, 7) == ("observed", None)
@@ -36,7 +34,7 @@ def test_a_step_is_given_the_keywords_that_it_takes_and_an_environment_is_closed
     assert Closing.closed
 
 
-def test_what_reset_returns_must_be_a_text() -> None:
+def test_what_reset_returns_must_be_a_text():
     class Numbers(Environment):
         def reset(self, prompt: Any, seed: int) -> Any:
             return 5
@@ -51,15 +49,15 @@ def test_what_reset_returns_must_be_a_text() -> None:
         (None, "step returned a NoneType; it must return a StepResult"),
         ({"reward": 1.0}, "step returned a dict; it must return a StepResult"),
         (StepResult([{"text": "no role"}]), "'role'"),
-        (StepResult(None, done=True), "a NoneType as observation; it must return text or messages"),  # type: ignore[arg-type]
+        (StepResult(None, done=True), "a NoneType as observation; it must return text or messages"),
     ],
 )
-def test_a_step_of_another_shape_is_an_error(wrong: Any, problem: str) -> None:
+def test_a_step_of_another_shape_is_an_error(wrong, problem):
     with pytest.raises((TypeError, KeyError), match=problem):
         checked_step(wrong)
 
 
-def test_an_environment_says_at_least_what_a_turn_leads_to() -> None:
+def test_an_environment_says_at_least_what_a_turn_leads_to():
     assert Environment().reset({"id": "q"}, seed=7) is None
     with pytest.raises(NotImplementedError):
         Environment().step("It is 4.", turn=0, truncated=False)
@@ -70,7 +68,7 @@ class Word(enum.StrEnum):
     TEXT = "42"
 
 
-def test_texts_of_the_user_s_own_classes_become_plain_ones() -> None:
+def test_texts_of_the_user_s_own_classes_become_plain_ones():
     class Naming(Environment):
         def reset(self, prompt: Any, seed: int) -> str:
             return Word.TEXT
@@ -82,7 +80,7 @@ def test_texts_of_the_user_s_own_classes_become_plain_ones() -> None:
     assert {type(text) for text in (added, single.observation, *single.extras, *turn.values())} == {str}
 
 
-def test_arguments_reach_the_environment() -> None:
+def test_arguments_reach_the_environment():
     agent = EnvironmentAgent(environment=f"{WORLDS}:Echo", arguments={"turns": 1})
     sessions = open_sessions(agent, tokenizer="")
 
@@ -94,7 +92,7 @@ def test_arguments_reach_the_environment() -> None:
     assert asyncio.run(scenario())[1].done and not sessions.programs
 
 
-def test_half_a_surrogate_pair_reaches_no_tokenizer() -> None:
+def test_half_a_surrogate_pair_reaches_no_tokenizer():
     half = "so \ud83d"
     (turn,) = checked_step(StepResult([{"role": "tool", "content": half}])).observation
     assert checked_step(StepResult(half)).observation == "so ?" and turn == {"role": "tool", "content": "so ?"}
@@ -126,24 +124,24 @@ def replies(program: Program, *answers: Answer | str) -> list[Any]:
     return asyncio.run(scenario())
 
 
-def test_a_program_asks_is_answered_and_ends() -> None:
+def test_a_program_asks_is_answered_and_ends():
     asks = [("asks", Ask((1, 2), 5)), ("asks", Ask((1, 2, 7, 8, 9)))]
     assert replies(twice, ANSWER, ANSWER) == [*asks, ("finished", ProgramResult((0.5, 1.0)))]
 
 
-def test_a_program_may_end_well_where_no_turn_is_left() -> None:
+def test_a_program_may_end_well_where_no_turn_is_left():
     assert replies(twice, ANSWER, "max_turns = 1 turns were taken")[-1] == (
         "finished",
         ProgramResult((0.5,), truncated=True),
     )
 
 
-def test_a_program_that_does_not_expect_the_end_raises() -> None:
+def test_a_program_that_does_not_expect_the_end_raises():
     with pytest.raises(EpisodeCut, match="no turn"):
         replies(twice, "no turn")
 
 
-def test_two_turns_at_once_are_refused() -> None:
+def test_two_turns_at_once_are_refused():
     async def greedy(prompt: Mapping[str, Any], seed: int, engine: ProgramEngine) -> ProgramResult:
         await asyncio.gather(engine.generate((1,)), engine.generate((2,)))
         return ProgramResult(())

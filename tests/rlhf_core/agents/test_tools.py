@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -38,13 +36,13 @@ def environment(max_tool_calls: int = 8) -> ToolEnvironment:
     return ToolEnvironment(functions, max_tool_calls=max_tool_calls)
 
 
-def test_each_call_is_answered_by_a_turn_of_the_tool() -> None:
+def test_each_call_is_answered_by_a_turn_of_the_tool():
     result = stepped(environment(), f"Let me see. {call('add', a=2, b=3)}{call('shout', text='ja')}")
     assert result.observation == [{"role": "tool", "content": "5"}, {"role": "tool", "content": "JA"}]
     assert not result.done and result.extras == {"tool_calls": 2.0, "tool_failures": 0.0}
 
 
-def test_an_answer_without_a_call_ends_the_episode() -> None:
+def test_an_answer_without_a_call_ends_the_episode():
     assert stepped(environment(), "It is 5.").done
 
 
@@ -62,14 +60,14 @@ def test_an_answer_without_a_call_ends_the_episode() -> None:
         (call("add", a=1, b="x"), "TypeError"),
     ],
 )
-def test_what_is_wrong_with_a_call_is_told_to_the_policy(text: str, told: str) -> None:
+def test_what_is_wrong_with_a_call_is_told_to_the_policy(text, told):
     result = stepped(environment(), text)
     assert not isinstance(result.observation, str)
     assert result.observation[0]["content"].startswith("error: ") and told in result.observation[0]["content"]
     assert result.extras["tool_failures"] == 1.0 and not result.done
 
 
-def test_calls_past_the_limit_are_refused() -> None:
+def test_calls_past_the_limit_are_refused():
     result = stepped(environment(max_tool_calls=1), call("add", a=1, b=1) * 2)
     assert [turn["content"] for turn in result.observation if isinstance(turn, dict)] == [
         "2",
@@ -77,12 +75,12 @@ def test_calls_past_the_limit_are_refused() -> None:
     ]
 
 
-def test_a_function_without_types_has_no_schema() -> None:
+def test_a_function_without_types_has_no_schema():
     with pytest.raises(ConfigError, match="no schema can be derived"):
         load_tools((f"{WORLDS}:undocumented",))
 
 
-def test_tools_of_one_file_share_what_it_keeps(tmp_path: Path) -> None:
+def test_tools_of_one_file_share_what_it_keeps(tmp_path):
     described = '    """Do it.\n\n    Args:\n        item: what\n    """\n'
     (tmp_path / "cart.py").write_text(
         f"CART = []\ndef put(item: str) -> str:\n{described}    CART.append(item)\n    return 'put'\n"
@@ -93,12 +91,12 @@ def test_tools_of_one_file_share_what_it_keeps(tmp_path: Path) -> None:
     assert tools["has"].function("tea")
 
 
-def test_calls_are_found_among_other_text() -> None:
+def test_calls_are_found_among_other_text():
     assert [one.name for one in parse_calls(f"a {call('x')} b {call('y', z=1)} c")] == ["x", "y"]
 
 
 @pytest.fixture(scope="module")
-def tool_chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+def tool_chat(tmp_path_factory) -> ChatTemplate:
     tokenizer = AutoTokenizer.from_pretrained(chat_folder(), local_files_only=True)
     tokenizer.chat_template = TEMPLATE
     folder = tmp_path_factory.mktemp("tools")
@@ -106,7 +104,7 @@ def tool_chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
     return ChatTemplate.load(Path(folder))
 
 
-def test_tools_are_shown_called_and_answered_through_the_template(tool_chat: ChatTemplate) -> None:
+def test_tools_are_shown_called_and_answered_through_the_template(tool_chat):
     config = ToolsAgent(tools=(f"{WORLDS}:add",))
 
     def script(request: SamplingRequest, turn: int) -> str:
@@ -125,7 +123,7 @@ def test_tools_are_shown_called_and_answered_through_the_template(tool_chat: Cha
     assert played.completion.extras == {"tool_calls": 1.0, "tool_failures": 0.0}
 
 
-def test_a_template_that_shows_no_tools_is_refused() -> None:
+def test_a_template_that_shows_no_tools_is_refused():
     template = ChatTemplate.load(Path(chat_folder()))
     with pytest.raises(ConfigError, match="does not render tools"):
         template.with_tools([{"type": "function", "function": {"name": "add"}}])

@@ -1,7 +1,5 @@
 """Environments that the tests load by path, as users do: good ones, and those that fail in every way."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -3,8 +3,6 @@
 One table of losses, each on six rows of seeded numbers; the formulas themselves are in the modules' own tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -224,7 +222,7 @@ WHOLE = [torch.arange(B)]
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_loss_metrics_and_gradient_do_not_depend_on_the_micro_batch(name: str, micro_batch: int) -> None:
+def test_loss_metrics_and_gradient_do_not_depend_on_the_micro_batch(name, micro_batch):
     case = CASES[name]
     rows = fp32(case.rows)
     parts = list(torch.arange(B).split(micro_batch))
@@ -232,14 +230,14 @@ def test_loss_metrics_and_gradient_do_not_depend_on_the_micro_batch(name: str, m
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_without_counts_the_call_is_the_whole_step(name: str) -> None:
+def test_without_counts_the_call_is_the_whole_step(name):
     case = CASES[name]
     rows = fp32(case.rows)
     assert_close(step(case, rows, WHOLE, {}), step(case, rows, WHOLE, case.counts))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_order_of_the_rows_does_not_matter(name: str) -> None:
+def test_the_order_of_the_rows_does_not_matter(name):
     case = CASES[name]
     rows = fp32(case.rows)
     order = torch.tensor([4, 2, 0, 5, 3, 1])
@@ -248,7 +246,7 @@ def test_the_order_of_the_rows_does_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e30])
 @pytest.mark.parametrize("name", MASKED)
-def test_what_stands_outside_the_mask_reaches_neither_loss_nor_metrics_nor_gradient(name: str, garbage: float) -> None:
+def test_what_stands_outside_the_mask_reaches_neither_loss_nor_metrics_nor_gradient(name, garbage):
     case = CASES[name]
     clean = fp32(case.rows)
     dirty = {key: x if "mask" in key else torch.where(MASK_BL, x, garbage) for key, x in clean.items()}
@@ -261,7 +259,7 @@ def test_what_stands_outside_the_mask_reaches_neither_loss_nor_metrics_nor_gradi
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_a_mask_may_be_of_any_type(name: str) -> None:
+def test_a_mask_may_be_of_any_type(name):
     case = CASES[name]
     losses = set()
     for dtype in (torch.bool, torch.int64, torch.float32):
@@ -271,7 +269,7 @@ def test_a_mask_may_be_of_any_type(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_an_empty_mask_gives_zero_and_not_nan(name: str) -> None:
+def test_an_empty_mask_gives_zero_and_not_nan(name):
     case = CASES[name]
     rows = {key: torch.zeros_like(x) if "mask" in key else x for key, x in case.rows.items()}
     loss, metrics, gradients = step(case, rows, WHOLE, {})
@@ -280,7 +278,7 @@ def test_an_empty_mask_gives_zero_and_not_nan(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.exact_gradient])
-def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
+def test_the_gradient_is_that_of_finite_differences(name):
     case = CASES[name]
     fixed = {key: x for key, x in case.rows.items() if key not in case.trained}
 
@@ -292,7 +290,7 @@ def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_single_precision_agrees_with_double(name: str) -> None:
+def test_single_precision_agrees_with_double(name):
     case = CASES[name]
     double = step(case, case.rows, WHOLE, case.counts)
     single = step(case, fp32(case.rows), WHOLE, case.counts)
@@ -303,7 +301,7 @@ def test_single_precision_agrees_with_double(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_references_teachers_and_labels_are_not_trained(name: str) -> None:
+def test_references_teachers_and_labels_are_not_trained(name):
     case = CASES[name]
     fixed = [key for key, x in case.rows.items() if key not in case.trained and x.is_floating_point()]
     fixed = [key for key in fixed if key == "weights" or "teacher" in key]

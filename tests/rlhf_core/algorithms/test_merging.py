@@ -49,7 +49,7 @@ def by_hand(method: dict[str, Any], models: list[Any], weights: list[float], bas
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("shape", [(7, 5), (1, 1), (4,)])
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_merge_is_its_formula(method: dict[str, Any], shape: tuple[int, ...], count: int) -> None:
+def test_a_merge_is_its_formula(method, shape, count):
     if method["type"] == "slerp" and (count != 2 or shape == (1, 1)):
         return  # two models, and numbers have no angle between them
     generator = torch.Generator().manual_seed(count)
@@ -63,7 +63,7 @@ def test_a_merge_is_its_formula(method: dict[str, Any], shape: tuple[int, ...], 
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_the_merge_of_a_model_with_itself_is_the_model(method: dict[str, Any]) -> None:
+def test_the_merge_of_a_model_with_itself_is_the_model(method):
     same, base = torch.tensor([[1.0, -2.0], [0.0, 3.0]]), torch.zeros(2, 2)
     plain = {name: value for name, value in method.items() if name != "scale"} | (
         {"density": 1.0} if "density" in method else {}
@@ -72,14 +72,14 @@ def test_the_merge_of_a_model_with_itself_is_the_model(method: dict[str, Any]) -
     assert torch.allclose(merged, same, rtol=0, atol=1e-6)
 
 
-def test_slerp_keeps_the_norm_and_survives_parallel_and_empty_tensors() -> None:
+def test_slerp_keeps_the_norm_and_survives_parallel_and_empty_tensors():
     a, b = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 3.0])
     assert float(SlerpMerge().merged([a, b], [1.0, 1.0], None, 0).norm()) == pytest.approx(3.0, abs=1e-6)
     assert torch.equal(SlerpMerge().merged([a, 2 * a], [1.0, 1.0], None, 0), 1.5 * a)
     assert torch.equal(SlerpMerge().merged([a, torch.zeros(2)], [1.0, 1.0], None, 0), 0.5 * a)
 
 
-def test_dare_keeps_a_change_on_average_and_depends_on_the_seed_alone() -> None:
+def test_dare_keeps_a_change_on_average_and_depends_on_the_seed_alone():
     merge = TiesMerge(density=0.3, drop="random")
     change = torch.ones(200_000)
     kept = merge.kept(change, seed=4)

@@ -1,7 +1,5 @@
 """A method is one file: it is found by its `type`, and its docstring has its formula and its reference."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess
@@ -17,7 +15,6 @@ from rlhf_core.algorithms import advantage, policy, preference
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, GroupRewards
 from rlhf_core.algorithms.methods import methods_in, one_of
 from rlhf_core.algorithms.preference.base import PairBatch, PreferenceMethod
-from rlhf_core.schema.base import Config
 from rlhf_core.store.fingerprint import module_digests
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,21 +23,19 @@ METHODS = [kind for family in FAMILIES for kind in family.METHODS]
 
 
 @pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.__name__)
-def test_a_method_has_a_formula_and_a_reference(kind: type[Config]) -> None:
+def test_a_method_has_a_formula_and_a_reference(kind):
     line = method_row(kind)
     assert re.search(r"arXiv \d{4}\.\d{4,5}|, (19|20)\d\d|docs/custom\.md", line.rsplit("|", 2)[1])
 
 
-def test_every_method_is_found_and_forms_list_the_usual_ones_first() -> None:
+def test_every_method_is_found_and_forms_list_the_usual_ones_first():
     assert [kind.model_fields["type"].default for kind in advantage.METHODS][:2] == ["gae", "reinforce++"]
     for family in FAMILIES:
         names = [kind.model_fields["type"].default for kind in family.METHODS]
         assert len(set(names)) == len(names)
 
 
-def test_the_methods_of_the_page_are_found_and_compute_what_they_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_methods_of_the_page_are_found_and_compute_what_they_say(tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "add_a_loss.md").read_text(), flags=re.DOTALL)
     package = tmp_path / "methods_of_the_page"
     package.mkdir()
@@ -71,13 +66,13 @@ def test_the_methods_of_the_page_are_found_and_compute_what_they_say(
     assert estimator().compare(groups).tolist() == [[-0.25, 0.5, -0.25], [0.0, 0.0, 0.0]]
 
 
-def test_the_code_of_a_method_is_part_of_the_code_of_its_stage() -> None:
+def test_the_code_of_a_method_is_part_of_the_code_of_its_stage():
     found = module_digests("stages.dpo")
     assert {f"rlhf_core.algorithms.preference.{name}" for name in ("dpo", "answers", "base")} <= set(found)
     assert "rlhf_core.algorithms.advantage.group" in module_digests("stages.ppo")
 
 
-def test_options_are_read_without_torch() -> None:
+def test_options_are_read_without_torch():
     program = (
         "import sys; from rlhf_core.config import policy, policy as preference; from stages.config import dpo\n"
         "assert policy.PPOConfig(loss='cispo').loss.clip_high == 4.0\n"

@@ -1,7 +1,5 @@
 """Formulas of several losses against slow loops in Python floats; what all losses share is in `test_invariances`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -17,7 +15,6 @@ from rlhf_core.algorithms.token_math import (
     AdaptiveKL,
     CorrectionConfig,
     FixedKL,
-    KLInLoss,
     at_least_fp32,
     bounded,
     bradley_terry_loss,
@@ -58,7 +55,7 @@ def some(seed: int, *shape: int) -> Tensor:
 # ---------------------------------------------------------------- masks
 
 
-def test_a_nan_at_a_masked_position_reaches_neither_the_sum_nor_the_gradient() -> None:
+def test_a_nan_at_a_masked_position_reaches_neither_the_sum_nor_the_gradient():
     x_BL = torch.tensor([[1.0, NAN, 2.0]], requires_grad=True)
     total = masked_sum(x_BL, torch.tensor([[1, 0, 1]]))
     total.backward()
@@ -66,19 +63,19 @@ def test_a_nan_at_a_masked_position_reaches_neither_the_sum_nor_the_gradient() -
     assert x_BL.grad is not None and x_BL.grad.tolist() == [[1.0, 0.0, 1.0]]
 
 
-def test_precision_is_raised_to_fp32_and_never_lowered() -> None:
+def test_precision_is_raised_to_fp32_and_never_lowered():
     x_BL = torch.full((1, 1000), 1.0, dtype=torch.bfloat16)  # bf16 has 8 bits: it would stop counting at 256
     assert masked_sum(x_BL, torch.ones(1, 1000)).item() == 1000.0
     dtypes = [at_least_fp32(torch.ones(1, dtype=d)).dtype for d in (torch.bfloat16, torch.float32, torch.float64)]
     assert dtypes == [torch.float32, torch.float32, torch.float64]
 
 
-def test_the_count_of_an_empty_mask_is_one_so_that_nothing_divides_by_zero() -> None:
+def test_the_count_of_an_empty_mask_is_one_so_that_nothing_divides_by_zero():
     assert masked_count(torch.tensor([[1, 0, 1]])).item() == 2
     assert masked_count(torch.zeros(2, 3)).item() == 1
 
 
-def test_k3_keeps_small_differences_and_huge_log_ratios_are_clamped() -> None:
+def test_k3_keeps_small_differences_and_huge_log_ratios_are_clamped():
     # exp(-d) - 1 + d = d^2/2 for small d: the plain fp32 form would give 0 or 6e-8 noise here.
     assert math.isclose(schulman_k3(torch.tensor(1e-2)).item(), 4.983374916805357e-05, rel_tol=1e-3)
     assert bounded(torch.tensor([1e4, -1e4, 3.0])).tolist() == [20.0, -20.0, 3.0]
@@ -86,7 +83,7 @@ def test_k3_keeps_small_differences_and_huge_log_ratios_are_clamped() -> None:
     assert math.isfinite(k3(torch.tensor([-500.0]), torch.tensor([0.0])).item())
 
 
-def test_whitened_values_have_mean_zero_and_population_variance_one_over_the_mask() -> None:
+def test_whitened_values_have_mean_zero_and_population_variance_one_over_the_mask():
     (values_BL,), mask_BL = drawn(3, 4, 6, count=1), some(3, 4, 6)
     white_BL = whiten(torch.where(mask_BL, 3 * values_BL + 2, NAN), mask_BL)
     at = (3 * values_BL + 2)[mask_BL].tolist()
@@ -100,7 +97,7 @@ def test_whitened_values_have_mean_zero_and_population_variance_one_over_the_mas
 # ---------------------------------------------------------------- KL
 
 
-def test_the_estimators_match_a_slow_loop_and_are_zero_for_equal_models() -> None:
+def test_the_estimators_match_a_slow_loop_and_are_zero_for_equal_models():
     logprobs, ref = (x - 3 for x in drawn(0, 40))
     d = [a - b for a, b in zip(logprobs.tolist(), ref.tolist(), strict=True)]
     slow: dict[Any, Callable[[float], float]] = {
@@ -113,7 +110,7 @@ def test_the_estimators_match_a_slow_loop_and_are_zero_for_equal_models() -> Non
         assert estimator(logprobs, logprobs.clone()).tolist() == [0.0] * 40
 
 
-def test_k1_and_k3_are_unbiased_for_the_reverse_kl() -> None:
+def test_k1_and_k3_are_unbiased_for_the_reverse_kl():
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
     exact = sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
@@ -130,9 +127,7 @@ def test_k1_and_k3_are_unbiased_for_the_reverse_kl() -> None:
         ("k3_direct", math.exp(-0.5) - 1 + 0.5, 1 - math.exp(-0.5)),
     ],
 )
-def test_a_penalty_in_the_loss_has_the_value_of_its_estimator_and_the_gradient_of_k2(
-    estimator: KLInLoss, value: float, slope: float
-) -> None:
+def test_a_penalty_in_the_loss_has_the_value_of_its_estimator_and_the_gradient_of_k2(estimator, value, slope):
     logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)  # d = -1.0 + 1.5 = 0.5
     term = kl_in_loss(logprobs, torch.tensor([-1.5], dtype=torch.float64), estimator=estimator)
     term.sum().backward()
@@ -141,7 +136,7 @@ def test_a_penalty_in_the_loss_has_the_value_of_its_estimator_and_the_gradient_o
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k1", "k3", "k3_direct"])
-def test_the_expected_gradient_is_that_of_the_reverse_kl_but_for_k3_itself(estimator: KLInLoss) -> None:
+def test_the_expected_gradient_is_that_of_the_reverse_kl_but_for_k3_itself(estimator):
     """Exact expectation over three tokens: sum of pi grad(term) against autograd's gradient of KL(pi || pi_ref)."""
     logits = torch.tensor([0.3, -0.4, 1.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-0.2, 0.5, 0.1], dtype=torch.float64).log_softmax(dim=0)
@@ -163,9 +158,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_but_for_k3_itself(estim
         (0.0, 1 - 0.2 * 100 / 1000),  # error -1.0, clipped to -0.2
     ],
 )
-def test_the_adaptive_coefficient_follows_the_published_rule_and_survives_a_checkpoint(
-    kl: float, factor: float
-) -> None:
+def test_the_adaptive_coefficient_follows_the_published_rule_and_survives_a_checkpoint(kl, factor):
     controller = AdaptiveKL(coef=0.1, target=6.0, horizon=1000.0).updated(kl=kl, samples=100)
     assert controller.coef == pytest.approx(0.1 * factor, rel=1e-12)
     assert AdaptiveKL(**json.loads(json.dumps(asdict(controller)))) == controller
@@ -194,7 +187,7 @@ def slow_weights(old: list[float], rollout: list[float], level: str, mode: str) 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_the_weights_match_a_slow_loop_whatever_stands_outside_the_mask(level: Any, mode: Any) -> None:
+def test_the_weights_match_a_slow_loop_whatever_stands_outside_the_mask(level, mode):
     (old_BL, rollout_BL), mask_BL = (0.2 * x - 2 for x in drawn(16, 6, 8)), some(16, 6, 8)
     rollout_BL[5] = old_BL[5] - 0.01  # a sequence that every level keeps
     dirty = [torch.where(mask_BL, x, NAN).requires_grad_() for x in (old_BL, rollout_BL)]
@@ -210,12 +203,12 @@ def test_the_weights_match_a_slow_loop_whatever_stands_outside_the_mask(level: A
     assert changed_BL.any() and not changed_BL[mask_BL].all()
 
 
-def test_without_a_correction_every_trained_token_weighs_one() -> None:
+def test_without_a_correction_every_trained_token_weighs_one():
     weights_BL, changed_BL = CorrectionConfig(level="off", mode="mask").weights(OLD_BL, ROLLOUT_BL, MASK_BL)
     assert weights_BL.tolist() == MASK_BL.tolist() and not changed_BL.any()
 
 
-def test_a_mask_of_sequences_may_weigh_the_tokens_that_it_keeps_one_by_one() -> None:
+def test_a_mask_of_sequences_may_weigh_the_tokens_that_it_keeps_one_by_one():
     # geometric means: exp((0.6 - 0.2) / 2) = 1.12 is kept, exp(-2) = 0.14 is not
     tensors = torch.tensor([[0.6, -0.2], [-2.0, -2.0]]), torch.zeros(2, 2), torch.ones(2, 2)
     config = CorrectionConfig(level="geometric", mode="mask", cap=5.0, low=0.5)
@@ -227,13 +220,13 @@ def test_a_mask_of_sequences_may_weigh_the_tokens_that_it_keeps_one_by_one() -> 
 
 
 @pytest.mark.parametrize("other", [{"mode": "truncate", "level": "geometric"}, {"mode": "mask", "level": "token"}])
-def test_a_cap_of_tokens_needs_a_mask_of_sequences(other: Any) -> None:
+def test_a_cap_of_tokens_needs_a_mask_of_sequences(other):
     with pytest.raises(ValidationError, match=r"token_cap = 2\.0: applies to mode = 'mask'"):
         CorrectionConfig(token_cap=2.0, **other)
     assert "token_cap" not in keyed(CorrectionConfig()), "results from before the option keep their keys"
 
 
-def test_the_mismatch_metrics_match_hand_computed_numbers_and_do_not_see_outside_the_mask() -> None:
+def test_the_mismatch_metrics_match_hand_computed_numbers_and_do_not_see_outside_the_mask():
     metrics = mismatch_metrics(*(torch.where(MASK_BL != 0, x, NAN) for x in (OLD_BL, ROLLOUT_BL)), MASK_BL)
     log2 = math.log(2)
     assert metrics == pytest.approx(
@@ -251,7 +244,7 @@ def test_the_mismatch_metrics_match_hand_computed_numbers_and_do_not_see_outside
         mismatch_metrics(OLD_BL, ROLLOUT_BL, torch.zeros(2, 4))
 
 
-def test_the_correlation_is_that_of_the_probabilities_and_agreement_is_exact() -> None:
+def test_the_correlation_is_that_of_the_probabilities_and_agreement_is_exact():
     old_BL, rollout_BL = torch.tensor([[0.2, 0.4, 0.9]]).log(), torch.tensor([[0.1, 0.5, 0.8]]).log()
     # deviations (-0.3, -0.1, 0.4) and (-11, 1, 10)/30: 1/30 * (3.3 - 0.1 + 4) / sqrt(0.26 * 222/900)
     expected = 7.2 / 30 / math.sqrt(0.26 * 222 / 900)
@@ -264,7 +257,7 @@ def test_the_correlation_is_that_of_the_probabilities_and_agreement_is_exact() -
 
 
 @pytest.mark.parametrize("clip", [0.2, None])
-def test_the_value_loss_matches_a_slow_loop(clip: float | None) -> None:
+def test_the_value_loss_matches_a_slow_loop(clip):
     (values, old, returns), mask = drawn(2, 4, 6, count=3), some(2, 4, 6)
     terms, moved, at = [], 0, []
     for b, t in mask.nonzero().tolist():
@@ -282,7 +275,7 @@ def test_the_value_loss_matches_a_slow_loop(clip: float | None) -> None:
     assert (moved > 0) == (clip is not None)
 
 
-def test_explained_variance_is_one_for_perfect_values_and_zero_for_a_constant() -> None:
+def test_explained_variance_is_one_for_perfect_values_and_zero_for_a_constant():
     returns_BL, mask_BL = torch.tensor([[1.0, 2.0, 3.0, 99.0]]), torch.tensor([[1, 1, 1, 0]])
     assert explained_variance(returns_BL, returns_BL, mask_BL) == 1.0
     assert explained_variance(torch.full((1, 4), 2.0), returns_BL, mask_BL) == 0.0
@@ -296,7 +289,7 @@ def test_explained_variance_is_one_for_perfect_values_and_zero_for_a_constant() 
 
 
 @pytest.mark.parametrize("dft", [False, True])
-def test_the_supervised_loss_matches_a_slow_loop(dft: bool) -> None:
+def test_the_supervised_loss_matches_a_slow_loop(dft):
     (logprobs_BL,), mask_BL = (x - 2 for x in drawn(4, 5, 6, count=1)), some(4, 5, 6)
     at = logprobs_BL[mask_BL].tolist()
     output = sft_loss(logprobs_BL, mask_BL, dft=dft)
@@ -307,7 +300,7 @@ def test_the_supervised_loss_matches_a_slow_loop(dft: bool) -> None:
     )  # the plain mean, to compare runs
 
 
-def test_the_probability_by_which_dft_weighs_a_token_has_no_gradient() -> None:
+def test_the_probability_by_which_dft_weighs_a_token_has_no_gradient():
     # p = 1/2 and 1/4: gradient -p / 2
     logprobs_BL = torch.tensor([[math.log(0.5), math.log(0.25)]], requires_grad=True)
     sft_loss(logprobs_BL, torch.ones(1, 2), dft=True).loss.backward()
@@ -318,7 +311,7 @@ def test_the_probability_by_which_dft_weighs_a_token_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.7, torch.tensor([0.0, 1.0, 2.0, 0.5, 0.1])])
-def test_the_bradley_terry_loss_matches_a_slow_loop(margin: Tensor | float) -> None:
+def test_the_bradley_terry_loss_matches_a_slow_loop(margin):
     chosen, rejected = (2 * x for x in drawn(6, 5))
     margins = margin.tolist() if isinstance(margin, Tensor) else [margin] * 5
     rows = list(zip(chosen.tolist(), rejected.tolist(), margins, strict=True))
@@ -333,13 +326,13 @@ def test_the_bradley_terry_loss_matches_a_slow_loop(margin: Tensor | float) -> N
     assert {name: value.item() for name, value in output.metrics.items()} == pytest.approx(expected, rel=1e-6)
 
 
-def test_equal_scores_have_no_accuracy_and_half_precision_is_compared_in_fp32() -> None:
+def test_equal_scores_have_no_accuracy_and_half_precision_is_compared_in_fp32():
     assert bradley_terry_loss(torch.zeros(4), torch.zeros(4)).metrics["accuracy"].item() == 0.0
     half = bradley_terry_loss(torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([0.5], dtype=torch.bfloat16)).loss
     assert half.dtype == torch.float32 and half.item() == pytest.approx(math.log1p(math.exp(-0.5)), rel=1e-6)
 
 
-def test_an_ensemble_reduces_to_its_mean_its_worst_or_its_mean_less_the_spread() -> None:
+def test_an_ensemble_reduces_to_its_mean_its_worst_or_its_mean_less_the_spread():
     # second row: mean 3, deviations -2, 0, 2, population variance 8/3
     scores_MB = torch.tensor([[1.0, 1.0], [1.0, 3.0], [1.0, 5.0]])
     assert ensemble_score(scores_MB, reduce="mean").tolist() == [1.0, 3.0]
@@ -352,7 +345,7 @@ def test_an_ensemble_reduces_to_its_mean_its_worst_or_its_mean_less_the_spread()
 # ---------------------------------------------------------------- process reward models
 
 
-def test_the_step_loss_matches_a_slow_loop() -> None:
+def test_the_step_loss_matches_a_slow_loop():
     logits_S, labels_S = 3 * drawn(14, 30, count=1)[0], torch.rand(30, generator=torch.Generator().manual_seed(14))
     rows = [(x, y, 1 / (1 + math.exp(-x))) for x, y in zip(logits_S.tolist(), labels_S.tolist(), strict=True)]
     loss = sum(-y * math.log(p) - (1 - y) * math.log(1 - p) for _, y, p in rows) / 30
@@ -366,13 +359,13 @@ def test_the_step_loss_matches_a_slow_loop() -> None:
     assert {name: value.item() for name, value in output.metrics.items()} == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_huge_logit_costs_itself_and_a_logit_of_zero_is_never_right() -> None:
+def test_a_huge_logit_costs_itself_and_a_logit_of_zero_is_never_right():
     assert step_loss(torch.tensor([-200.0]), torch.tensor([1])).loss.item() == 200.0
     assert step_loss(torch.zeros(4), torch.tensor([0.0, 1.0, 0.0, 1.0])).metrics["accuracy"].item() == 0.0
 
 
 @pytest.mark.parametrize("label", [-0.1, 1.5, NAN])
-def test_a_label_that_is_no_probability_is_refused(label: float) -> None:
+def test_a_label_that_is_no_probability_is_refused(label):
     with pytest.raises(DataError, match=r"labels = .* scale them to \[0, 1\]"):
         step_loss(torch.zeros(1), torch.tensor([label]))
 
@@ -381,7 +374,7 @@ def test_a_label_that_is_no_probability_is_refused(label: float) -> None:
     ("how", "expected"),
     [("min", [0.2, 0.5]), ("mean", [0.5, 0.5]), ("last", [0.4, 0.5]), ("product", [0.072, 0.125])],
 )
-def test_the_steps_of_an_answer_reduce_to_one_score(how: Any, expected: list[float]) -> None:
+def test_the_steps_of_an_answer_reduce_to_one_score(how, expected):
     # 0.2; (0.9 + 0.2 + 0.4) / 3; 0.4; 0.9 * 0.2 * 0.4
     scores = reduce_steps(torch.tensor([[0.9, 0.2, 0.4], [0.5, 0.5, 0.5]]), how=how)
     assert scores.tolist() == pytest.approx(expected, rel=1e-6)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,13 +11,13 @@ from rlhf_core.schema.base import keyed
 ECHO: dict[str, Any] = {"type": "environment", "environment": "worlds.py:Echo"}
 
 
-def test_how_an_episode_is_played_is_no_part_of_a_key_and_what_it_is_allowed_is() -> None:
+def test_how_an_episode_is_played_is_no_part_of_a_key_and_what_it_is_allowed_is():
     slow = EnvironmentAgent(**ECHO | {"step_timeout_s": 9, "processes": 4, "retries": 3, "scheduling": "continuous"})
     assert keyed(slow) == keyed(EnvironmentAgent(**ECHO))
     assert keyed(EnvironmentAgent(**ECHO, max_turns=3)) != keyed(slow)
 
 
-def test_each_kind_names_the_user_s_code() -> None:
+def test_each_kind_names_the_user_s_code():
     assert EnvironmentAgent(**ECHO).callables() == ("worlds.py:Echo",)
     assert OpenRLHFAgent(file="a/agent.py").callables() == ("a/agent.py:AgentExecutor",)
     assert ToolsAgent(tools=("t.py:add", "m:sub")).callables() == ("t.py:add", "m:sub")
@@ -36,12 +34,12 @@ def test_each_kind_names_the_user_s_code() -> None:
         {"type": "chess"},
     ],
 )
-def test_what_cannot_be_played_is_refused(agent: dict[str, Any]) -> None:
+def test_what_cannot_be_played_is_refused(agent):
     with pytest.raises(ValidationError, match="agent"):
         PPOConfig(agent=agent)
 
 
-def test_credit_per_turn_wants_the_environment_s_reward_as_it_is() -> None:
+def test_credit_per_turn_wants_the_environment_s_reward_as_it_is():
     terms: dict[str, Any] = {"won": EpisodeReward(weight=0.5), "short": FunctionReward(function="f.py:f")}
     agent = ECHO | {"credit": "turn"}
     assert PPOConfig(agent=agent, rewards=RewardsConfig(terms=terms)).turn_weight == 0.5

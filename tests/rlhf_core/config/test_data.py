@@ -1,7 +1,5 @@
 """What the data configuration refuses."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
@@ -11,7 +9,7 @@ ADAPTER: TypeAdapter[SupportWorld | ArithmeticWorld | Files] = TypeAdapter(DataC
 SOURCE = {"name": "a", "path": "a.jsonl", "use": {"prompts": 1.0}}
 
 
-def test_the_type_chooses_the_class() -> None:
+def test_the_type_chooses_the_class():
     assert ADAPTER.validate_python({"type": "support"}) == SupportWorld()
     assert ADAPTER.validate_python({"type": "arithmetic", "largest": 12}) == ArithmeticWorld(largest=12)
     assert ADAPTER.validate_python({"type": "files", "sources": [SOURCE]}) == Files(
@@ -20,17 +18,17 @@ def test_the_type_chooses_the_class() -> None:
 
 
 @pytest.mark.parametrize("use", [{}, {"demonstrations": 0.6, "prompts": 0.5}])
-def test_shares_add_to_more_than_nothing_and_at_most_one(use: dict[str, float]) -> None:
+def test_shares_add_to_more_than_nothing_and_at_most_one(use):
     with pytest.raises(ValidationError, match="the shares add to"):
         Use(**use)
     assert Use(demonstrations=0.1, preferences=0.2, prompts=0.3, eval_prompts=0.4).eval_prompts == 0.4
 
 
-def test_source_names_differ() -> None:
+def test_source_names_differ():
     with pytest.raises(ValidationError, match="each source needs its own name"):
         ADAPTER.validate_python({"type": "files", "sources": [SOURCE, SOURCE]})
 
 
-def test_a_misspelt_key_is_refused() -> None:
+def test_a_misspelt_key_is_refused():
     with pytest.raises(ValidationError, match="demonstratons"):
         ADAPTER.validate_python({"type": "support", "demonstratons": 3})

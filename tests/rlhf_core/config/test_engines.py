@@ -1,7 +1,5 @@
 """What of the engines enters a key, and how their unions are told apart."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,7 +17,7 @@ from rlhf_core.schema.base import keyed
 TWO = {"type": "vllm", "tensor_parallel": 2}
 
 
-def test_workers_and_micro_batches_are_not_in_the_key_but_precision_and_sampler_are() -> None:
+def test_workers_and_micro_batches_are_not_in_the_key_but_precision_and_sampler_are():
     small = RuntimeConfig()
     large = RuntimeConfig(train_workers=8, gpus_per_train_worker=1, cpu_threads=4, type="local")
     assert keyed(small) == keyed(large)
@@ -34,7 +32,7 @@ def test_workers_and_micro_batches_are_not_in_the_key_but_precision_and_sampler_
     assert keyed(small) != keyed(RuntimeConfig(sampler=VllmSamplerConfig(max_model_len=128)))
 
 
-def test_a_float32_head_of_one_engine_alone_is_refused() -> None:
+def test_a_float32_head_of_one_engine_alone_is_refused():
     trainer, sampler = {"dtype": "bfloat16", "fp32_lm_head": True}, {"type": "hf", "dtype": "bfloat16"}
     with pytest.raises(ValidationError, match=r"fp32_lm_head = True, False: .*set both"):
         RuntimeConfig.model_validate({"trainer": trainer, "sampler": sampler})
@@ -43,7 +41,7 @@ def test_a_float32_head_of_one_engine_alone_is_refused() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 0.005, 0.0099])
-def test_a_temperature_that_vllm_would_raise_is_refused(temperature: float) -> None:
+def test_a_temperature_that_vllm_would_raise_is_refused(temperature):
     with pytest.raises(
         ValidationError, match=r"must be 0 \(greedy\) or at least 0\.01: vLLM would sample at 0\.01, but the trainer"
     ):
@@ -51,14 +49,14 @@ def test_a_temperature_that_vllm_would_raise_is_refused(temperature: float) -> N
     assert [SamplingConfig(temperature=given).temperature for given in (0, 0.01)] == [0.0, 0.01]
 
 
-def test_a_base_model_is_chosen_by_its_type() -> None:
+def test_a_base_model_is_chosen_by_its_type():
     adapter: TypeAdapter[object] = TypeAdapter(BaseModelConfig)
     assert adapter.validate_python({"type": "init", "layers": 2}) == InitModel(layers=2)
     with pytest.raises(ValidationError, match=r"'(init|pretrained)', '(init|pretrained)'"):
         adapter.validate_python({"type": "inti"})
 
 
-def test_code_that_comes_with_a_model_is_never_run() -> None:
+def test_code_that_comes_with_a_model_is_never_run():
     with pytest.raises(ValidationError, match="trust_remote_code"):
         PretrainedModel.model_validate({"path": "models/mine", "trust_remote_code": True})
 
@@ -72,14 +70,14 @@ def test_code_that_comes_with_a_model_is_never_run() -> None:
         {"type": "local"},
     ],
 )
-def test_only_an_engine_that_shares_a_gpu_may_sleep(other: dict[str, object]) -> None:
+def test_only_an_engine_that_shares_a_gpu_may_sleep(other):
     shared = {"sampler": {"type": "vllm", "sleep": True}, "gpus_per_engine": 0.4, "gpus_per_train_worker": 0.5}
     RuntimeConfig.model_validate(shared)
     with pytest.raises(ValidationError, match=r"sampler\.sleep = true: .*vLLM cannot sleep on CPU"):
         RuntimeConfig.model_validate(shared | other)
 
 
-def test_only_a_train_worker_that_shares_a_gpu_may_sleep() -> None:
+def test_only_a_train_worker_that_shares_a_gpu_may_sleep():
     shared = {"trainer": {"sleep": True}, "gpus_per_engine": 0.4, "gpus_per_train_worker": 0.5}
     assert keyed(RuntimeConfig.model_validate(shared)) == keyed(RuntimeConfig())
     for other in ({"gpus_per_engine": 1}, {"gpus_per_train_worker": 0}, {"type": "local"}):
@@ -97,12 +95,12 @@ def test_only_a_train_worker_that_shares_a_gpu_may_sleep() -> None:
         ({"gpus_per_train_worker": 0.5, "gpus_per_engine": 0.5, "sampler": TWO}, "which it then does not share"),
     ],
 )
-def test_gpus_that_cannot_be_dealt_out_are_refused(fields: dict[str, object], rule: str) -> None:
+def test_gpus_that_cannot_be_dealt_out_are_refused(fields, rule):
     with pytest.raises(ValidationError, match=rule):
         RuntimeConfig.model_validate(fields)
 
 
-def test_where_servers_are_is_not_in_the_key_but_their_precision_is() -> None:
+def test_where_servers_are_is_not_in_the_key_but_their_precision_is():
     def servers(**fields: object) -> dict[str, object]:
         values = {"type": "vllm_server", "urls": ["http://a:8000"], "weights_folder": "/shared", **fields}
         return keyed(RuntimeConfig.model_validate({"sampler": values}))
@@ -125,9 +123,7 @@ def test_where_servers_are_is_not_in_the_key_but_their_precision_is() -> None:
         ("weights_folder", "shared/weights", "must be an absolute path"),
     ],
 )
-def test_servers_are_named_without_a_path_and_their_folder_with_all_of_it(
-    field: str, value: object, problem: str
-) -> None:
+def test_servers_are_named_without_a_path_and_their_folder_with_all_of_it(field, value, problem):
     servers = {"type": "vllm_server", "urls": ["http://a:8000"], "weights_folder": "/shared", field: value}
     with pytest.raises(ValidationError, match=problem):
         RuntimeConfig.model_validate({"sampler": servers})

@@ -1,9 +1,5 @@
 """The policy section of a profile: choices by name, and combinations that would quietly do something else."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from pydantic import ValidationError
 
@@ -19,19 +15,19 @@ DYNAMIC, STALE, PARTIAL = {"type": "dynamic"}, {"type": "staleness"}, {"type": "
 RELATIVE = {"type": "function", "function": "a.b:c", "compares": "group"}
 
 
-def test_the_default_is_ppo() -> None:
+def test_the_default_is_ppo():
     config = PPOConfig()
     assert (config.advantage, config.loss) == (GAEAdvantage(gae_lambda=0.95, whiten=True), ClipLoss(clip_low=0.2))
 
 
 @pytest.mark.parametrize("name", ["clip", "gspo", "cispo"])
-def test_a_bare_name_stands_for_its_defaults(name: str) -> None:
-    assert PPOConfig(loss=name).loss == {"clip": ClipLoss(), "gspo": GSPOLoss(), "cispo": CISPOLoss()}[name]  # type: ignore[arg-type]
-    assert keyed(PPOConfig(loss=name))["loss"]["type"] == name  # type: ignore[arg-type]
+def test_a_bare_name_stands_for_its_defaults(name):
+    assert PPOConfig(loss=name).loss == {"clip": ClipLoss(), "gspo": GSPOLoss(), "cispo": CISPOLoss()}[name]
+    assert keyed(PPOConfig(loss=name))["loss"]["type"] == name
 
 
 @pytest.mark.parametrize("kind", [kind for kind in GROUP_ADVANTAGES if kind is not CustomAdvantage])
-def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
+def test_estimators_that_compare_samples_need_two_of_them(kind):
     with pytest.raises(ValidationError, match=r"samples_per_prompt = 1: .* compares the samples of a prompt"):
         PPOConfig(advantage=kind(), kl=KLAsLoss())
     enough = kind().least_group
@@ -132,19 +128,19 @@ def test_estimators_that_compare_samples_need_two_of_them(kind: Any) -> None:
         ({"in_flight_groups": 64}, r"ahead\.partial\.tokens\s+Field required"),
     ],
 )
-def test_a_section_that_cannot_work_is_refused(section: dict[str, Any], message: str) -> None:
+def test_a_section_that_cannot_work_is_refused(section, message):
     with pytest.raises(ValidationError, match=message):
         PPOConfig.model_validate(section)
 
 
-def test_bounds_go_with_a_term_that_is_normalised_and_only_watched() -> None:
+def test_bounds_go_with_a_term_that_is_normalised_and_only_watched():
     watched = {"type": "reward_model", "weight": 0.0, "normalise": "running"}
     rewards = {"terms": {"rm": {"type": "reward_model"}, "watched": watched}}
     section = {"ahead": DYNAMIC | {"low": 0.1}, "samples_per_prompt": 2, "rewards": rewards}
     assert PPOConfig.model_validate(section).rewards.terms["watched"].weight == 0.0
 
 
-def test_grpo_is_chosen_with_its_own_option() -> None:
+def test_grpo_is_chosen_with_its_own_option():
     section = {"advantage": {"type": "grpo", "eps": 1e-4}, "samples_per_prompt": 8, "kl": {"in": "loss"}}
     assert PPOConfig.model_validate(section).advantage == GRPOAdvantage(eps=1e-4)
 
@@ -165,9 +161,7 @@ def test_grpo_is_chosen_with_its_own_option() -> None:
          {"value": {"clip": 0.0, "warmup_steps": 3, "optimizer": {"eps": 1e-6}}}),
     ],
 )  # fmt: skip
-def test_former_names_are_read_and_results_are_recorded_under_them(
-    former: dict[str, Any], current: dict[str, Any]
-) -> None:
+def test_former_names_are_read_and_results_are_recorded_under_them(former, current):
     expected = PPOConfig.model_validate(current)
     assert PPOConfig.model_validate(former) == expected
     written = expected.model_dump()
@@ -190,14 +184,12 @@ def test_former_names_are_read_and_results_are_recorded_under_them(
         ({}, {"dynamic_sampling": "none"}, {}),
     ],
 )  # fmt: skip
-def test_a_former_name_changes_what_lies_below(
-    below: dict[str, Any], table: dict[str, Any], laid_over: dict[str, Any]
-) -> None:
+def test_a_former_name_changes_what_lies_below(below, table, laid_over):
     assert renamed(table, below) == laid_over
 
 
-def test_later_options_are_not_in_the_keys_of_profiles_without_them() -> None:
-    found = keyed(PPOConfig(advantage="grpo", samples_per_prompt=2, kl=KLAsLoss()))  # type: ignore[arg-type]
+def test_later_options_are_not_in_the_keys_of_profiles_without_them():
+    found = keyed(PPOConfig(advantage="grpo", samples_per_prompt=2, kl=KLAsLoss()))
     assert not {"kl_estimator", "truncated_answers"} & set(found)
     assert found["advantage"] == {"type": "grpo", "eps": 1e-6}
     assert "truncated" not in found["rewards"] and "token_cap" not in found["correction"]
@@ -214,7 +206,7 @@ def test_later_options_are_not_in_the_keys_of_profiles_without_them() -> None:
         ({"evaluate": {"metric": "reward/mean"}}, "evaluations have no such metric; did you mean eval/reward/mean"),
     ],
 )  # fmt: skip
-def test_a_metric_that_no_step_or_evaluation_has_is_refused(section: dict[str, Any], message: str) -> None:
+def test_a_metric_that_no_step_or_evaluation_has_is_refused(section, message):
     with pytest.raises(ValidationError, match=message):
         PPOConfig.model_validate(section)
 
@@ -223,6 +215,6 @@ def test_a_metric_that_no_step_or_evaluation_has_is_refused(section: dict[str, A
     "metric",
     ["reward_extra/any/thing", "reward_constant/reward_model", "reward_failed/reward_model", "policy/clip_fraction"],
 )
-def test_a_metric_that_a_step_may_have_is_watched(metric: str) -> None:
+def test_a_metric_that_a_step_may_have_is_watched(metric):
     section = {"monitors": [{"type": "band", "metric": metric, "low": 1}]}
     assert PPOConfig.model_validate(section).monitors[0].reads() == (metric,)

@@ -1,10 +1,7 @@
 """`auto` becomes a precision when a configuration is read: that of the GPUs, or what the processor multiplies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 
@@ -30,22 +27,22 @@ def cpu(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(("text", "found"), [(ZEN_4, True), (GRAVITON_3, True), (HASWELL, False), ("", False)])
-def test_the_processor_says_whether_it_multiplies_bfloat16(tmp_path: Path, text: str, found: bool) -> None:
+def test_the_processor_says_whether_it_multiplies_bfloat16(tmp_path, text, found):
     assert multiplies_bfloat16(cpu(tmp_path, text)) is found
 
 
-def test_a_system_that_says_nothing_computes_in_float32(tmp_path: Path) -> None:
+def test_a_system_that_says_nothing_computes_in_float32(tmp_path):
     assert multiplies_bfloat16(tmp_path / "absent") is False
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_auto_is_what_the_processor_multiplies(monkeypatch: pytest.MonkeyPatch, native: bool, dtype: str) -> None:
+def test_auto_is_what_the_processor_multiplies(monkeypatch, native, dtype):
     monkeypatch.setattr(engines, "multiplies_bfloat16", lambda: native)
     runtime = RuntimeConfig.model_validate({"trainer": {"dtype": "auto"}, "sampler": {"type": "hf", "dtype": "auto"}})
     assert (runtime.trainer.dtype, runtime.sampler.dtype) == (dtype, dtype)
 
 
-def test_auto_is_bfloat16_on_gpus_whatever_plans_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_bfloat16_on_gpus_whatever_plans_the_run(monkeypatch):
     monkeypatch.setattr(engines, "multiplies_bfloat16", lambda: False)
     auto = {"trainer": {"dtype": "auto"}, "sampler": {"type": "vllm", "dtype": "auto"}}
     runtime = RuntimeConfig.model_validate(auto | {"gpus_per_train_worker": 1})
@@ -57,24 +54,24 @@ def test_auto_is_bfloat16_on_gpus_whatever_plans_the_run(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("gpus", "dtype"), [(0, "float32"), ("0", "float32"), ("0.0", "float32"), ("1", "bfloat16"), (0.5, "bfloat16")]
 )
-def test_the_number_of_gpus_may_be_text(monkeypatch: pytest.MonkeyPatch, gpus: Any, dtype: str) -> None:
+def test_the_number_of_gpus_may_be_text(monkeypatch, gpus, dtype):
     monkeypatch.setattr(engines, "multiplies_bfloat16", lambda: False)
     table = MappingProxyType({"gpus_per_train_worker": gpus, "trainer": {"dtype": "auto"}})
     assert RuntimeConfig.model_validate(table).trainer.dtype == dtype
 
 
-def test_a_server_has_the_precision_that_it_was_started_with() -> None:
+def test_a_server_has_the_precision_that_it_was_started_with():
     with pytest.raises(ValueError, match="'float32' or 'bfloat16'"):
-        VllmServerSamplerConfig(urls=("http://node:8000",), weights_folder="/shared", dtype="auto")  # type: ignore[arg-type]
+        VllmServerSamplerConfig(urls=("http://node:8000",), weights_folder="/shared", dtype="auto")
 
 
-def test_keys_have_the_precision_and_not_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_have_the_precision_and_not_auto(monkeypatch):
     monkeypatch.setattr(engines, "multiplies_bfloat16", lambda: True)
     for kind in (TrainerConfig, VllmSamplerConfig):
         assert keyed(kind.model_validate({"dtype": "auto"})) == keyed(kind.model_validate({"dtype": "bfloat16"}))
         assert keyed(kind.model_validate({"dtype": "auto"})) != keyed(kind())
 
 
-def test_another_precision_is_refused() -> None:
+def test_another_precision_is_refused():
     with pytest.raises(ValueError, match="'float32' or 'bfloat16'"):
         TrainerConfig.model_validate({"dtype": "float16"})

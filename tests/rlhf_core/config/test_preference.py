@@ -1,7 +1,5 @@
 """The losses on preferences by name, with their own options and no other's."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest
@@ -15,11 +13,11 @@ KINDS = [kind for kind in get_args(get_args(PreferenceLoss)[0]) if not issubclas
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_loss_is_there_by_its_bare_name(kind: Any) -> None:
+def test_every_loss_is_there_by_its_bare_name(kind):
     assert LOSS.validate_python(kind().type) == LOSS.validate_python({"type": kind().type}) == kind()
 
 
-def test_names_are_told_apart_and_two_have_no_reference() -> None:
+def test_names_are_told_apart_and_two_have_no_reference():
     assert len({kind().type for kind in KINDS}) == len(KINDS)
     assert {kind().type for kind in REFERENCE_FREE} == {"simpo", "orpo"}
     assert all(("beta" in kind.model_fields) != (kind().type == "orpo") for kind in KINDS)
@@ -35,6 +33,6 @@ def test_names_are_told_apart_and_two_have_no_reference() -> None:
         ({"type": "ipo", "beta": 0}, "greater than 0"),
     ],
 )
-def test_options_that_a_loss_does_not_have_are_refused(table: Any, message: str) -> None:
+def test_options_that_a_loss_does_not_have_are_refused(table, message):
     with pytest.raises(ValidationError, match=message):
         LOSS.validate_python(table)

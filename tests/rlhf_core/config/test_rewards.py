@@ -1,7 +1,5 @@
 """The reward section of a profile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,17 +12,17 @@ FORM = {"type": "function", "function": "rlhf_core.rewards.verifiable:think_form
 JUDGE = {"type": "judge", "url": "http://localhost:1/v1", "model": "m", "template": "Rate {completion}"}
 
 
-def test_without_a_section_the_reward_is_the_trained_reward_model() -> None:
+def test_without_a_section_the_reward_is_the_trained_reward_model():
     assert RewardsConfig().terms == {"reward_model": RewardModelReward(model="reward_model", weight=1.0)}
 
 
-def test_terms_are_chosen_by_type() -> None:
+def test_terms_are_chosen_by_type():
     config = RewardsConfig.model_validate({"terms": {"form": FORM, "quality": {"type": "reward_model", "weight": 0.5}}})
     assert isinstance(config.terms["form"], FunctionReward)
     assert config.terms["quality"].weight == 0.5
 
 
-def test_how_a_function_runs_is_not_part_of_the_key_and_what_it_gives_is() -> None:
+def test_how_a_function_runs_is_not_part_of_the_key_and_what_it_gives_is():
     runs = {"timeout_s": 5.0, "workers": 4, "batch_size": 8, "retries": 2, "memory_mb": 512}
     runs |= {"on_failure": "invalid", "cache": True}
     plain, running = (RewardsConfig.model_validate({"terms": {"form": FORM | extra}}) for extra in ({}, runs))
@@ -34,7 +32,7 @@ def test_how_a_function_runs_is_not_part_of_the_key_and_what_it_gives_is() -> No
         assert keyed(RewardsConfig.model_validate({"terms": {"form": FORM | extra}})) != keyed(plain)
 
 
-def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is() -> None:
+def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is():
     def term(**extra: Any) -> dict[str, Any]:
         given = {"type": "remote", "urls": ["http://a:1"]} | extra
         return keyed(RewardsConfig.model_validate({"terms": {"far": given}}))
@@ -103,12 +101,12 @@ def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is() -> None
         ({"normalize": "running"}, "Extra inputs"),
     ],
 )
-def test_a_section_that_cannot_work_is_refused(section: dict[str, Any], message: str) -> None:
+def test_a_section_that_cannot_work_is_refused(section, message):
     with pytest.raises(ValidationError, match=message):
         RewardsConfig.model_validate(section)
 
 
-def test_a_gate_beside_a_weighted_term_is_accepted() -> None:
+def test_a_gate_beside_a_weighted_term_is_accepted():
     config = RewardsConfig.model_validate(
         {
             "terms": {"form": FORM, "quality": {"type": "reward_model"}},
@@ -120,6 +118,6 @@ def test_a_gate_beside_a_weighted_term_is_accepted() -> None:
     assert config.overlong == OverlongPenalty(max_tokens=64, buffer_tokens=16, factor=1.0)
 
 
-def test_a_term_whose_weight_comes_later_is_a_term_with_a_weight() -> None:
+def test_a_term_whose_weight_comes_later_is_a_term_with_a_weight():
     late = FORM | {"weight": 0.0, "weight_end": 1.0, "weight_steps": 10}
     assert RewardsConfig.model_validate({"terms": {"form": late}}).terms["form"].weight_steps == 10

@@ -1,7 +1,5 @@
 """A tiny tokenizer of our own kind, and one whose turns end with a newline after EOS as ChatML's do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ TEXTS = ["Hello Maria, how are you?", "I am sorry. Thank you for writing.", "Wha
 
 
 @pytest.fixture(scope="session")
-def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat_folder(tmp_path_factory) -> Path:
     from rlhf_core.models.initialise import train_tokenizer  # imports transformers
 
     folder = tmp_path_factory.mktemp("tokenizer")

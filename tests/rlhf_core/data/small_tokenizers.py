@@ -1,7 +1,5 @@
 """Small tokenizers that mark the beginning of a text with "▁", of each kind that is in use, and chat templates."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups of tokens: every group spells the same text in both tokenizers, and no finer cut would."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -19,7 +17,7 @@ TURNS = (ASK, ANSWER, THANKS, BYE)
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+def large(tmp_path_factory) -> ChatTemplate:
     """A tokenizer of up to 1,000 tokens, trained on other texts, with ChatML's line breaks."""
     from rlhf_core.models.initialise import train_tokenizer  # imports transformers
 
@@ -95,7 +93,7 @@ def slow_groups(chats: tuple[ChatTemplate, ChatTemplate], sides: tuple[list[int]
     return [(a, b, c, d) for (a, c), (b, d) in itertools.pairwise(ends)]
 
 
-def test_groups_are_the_finest_that_both_tokenizers_have_in_common(chat: ChatTemplate, large: ChatTemplate) -> None:
+def test_groups_are_the_finest_that_both_tokenizers_have_in_common(chat, large):
     for chats in ((chat, large), (large, chat)):
         sample = only(aligned_examples(chats[0], [chats[1]], TURNS, max_length=1000))
         (teacher,) = sample.teachers
@@ -114,14 +112,12 @@ def test_groups_are_the_finest_that_both_tokenizers_have_in_common(chat: ChatTem
         assert sum(b - a for a, b, _, _ in found) == sum(sample.loss_mask)
 
 
-def test_the_same_tokenizer_has_a_group_for_each_token_that_ends_a_character(chat: ChatTemplate) -> None:
+def test_the_same_tokenizer_has_a_group_for_each_token_that_ends_a_character(chat):
     sample = only(aligned_examples(chat, [chat], (ASK, ANSWER), max_length=1000))
     assert spans(sample) == [(at, at + 1, at, at + 1) for at in range(sum(sample.loss_mask))]
 
 
-def test_only_answers_are_aligned_and_the_ends_of_turns_with_each_other(
-    chat: ChatTemplate, large: ChatTemplate
-) -> None:
+def test_only_answers_are_aligned_and_the_ends_of_turns_with_each_other(chat, large):
     sample = only(aligned_examples(chat, [large, chat], TURNS, max_length=1000))
     for number, template in enumerate((large, chat)):
         found = said(chat, template, sample, number)
@@ -132,7 +128,7 @@ def test_only_answers_are_aligned_and_the_ends_of_turns_with_each_other(
 
 @pytest.mark.parametrize("template", [LLAMA2, ZEPHYR, VICUNA], ids=["llama2", "zephyr", "vicuna"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokenizers_that_mark_beginnings_are_aligned_too(chat: ChatTemplate, kind: str, template: str) -> None:
+def test_tokenizers_that_mark_beginnings_are_aligned_too(chat, kind, template):
     """Llama 2 writes a space before and after an answer, the others may; it belongs to the first and the last group."""
     other = ChatTemplate(tokenizer_of(kind, template))
     for student, teacher in ((chat, other), (other, chat)):
@@ -149,7 +145,7 @@ def test_tokenizers_that_mark_beginnings_are_aligned_too(chat: ChatTemplate, kin
         assert len(groups) > 30
 
 
-def test_a_cut_answer_has_no_group_at_its_end_and_none_beyond(chat: ChatTemplate, large: ChatTemplate) -> None:
+def test_a_cut_answer_has_no_group_at_its_end_and_none_beyond(chat, large):
     whole = only(aligned_examples(chat, [large], (ASK, ANSWER), max_length=1000)).teachers[0].groups
     length = len(chat.prompt_ids((ASK,))) + 12
     sample = only(aligned_examples(chat, [large], (ASK, ANSWER), max_length=length))
@@ -161,14 +157,11 @@ def test_a_cut_answer_has_no_group_at_its_end_and_none_beyond(chat: ChatTemplate
     assert whole[-1].end > 12 and theirs < whole[-1].teacher_end and len(cut) > 2
 
 
-def test_an_answer_of_the_students_own_is_the_same_text_for_the_teacher(
-    chat: ChatTemplate, large: ChatTemplate
-) -> None:
+def test_an_answer_of_the_students_own_is_the_same_text_for_the_teacher(chat, large):
     cut = encoded(chat, "Hel") + encoded(chat, "lo to ")  # not how the tokenizer would cut it
     for ids, ended in ((cut, False), ((*cut, chat.eos_id), True)):
         own = written(chat, *ids)
         sample = aligned_answer(chat, [large], (ASK,), own)
-        assert sample is not None
         assert (sample.token_ids, sample.loss_mask) == (own.token_ids, own.loss_mask)
         (teacher,) = sample.teachers
         assert text(large, answers(teacher.sample)[0]) == "Hello to <|end|>"
@@ -177,7 +170,7 @@ def test_an_answer_of_the_students_own_is_the_same_text_for_the_teacher(
     assert aligned_answer(chat, [large], (ASK,), written(chat)) is None
 
 
-def test_every_declared_end_of_the_student_is_the_end_of_its_answer(large: ChatTemplate) -> None:
+def test_every_declared_end_of_the_student_is_the_end_of_its_answer(large):
     tokenizer = tokenizer_of("bpe-first", ZEPHYR)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|stop|>"]})
     stop = tokenizer.convert_tokens_to_ids("<|stop|>")
@@ -186,36 +179,34 @@ def test_every_declared_end_of_the_student_is_the_end_of_its_answer(large: ChatT
     for end in (student.eos_id, stop):
         ids = (*encoded(student, "It is 42."), end)
         sample = aligned_answer(student, [large], (ASK,), written(student, *ids))
-        assert sample is not None
         theirs = sample.teachers[0].sample
         assert text(large, answers(theirs)[0]) == "It is 42.<|end|>"
         count = sum(theirs.loss_mask)
         assert spans(sample)[-1] == (len(ids) - 1, len(ids), count - 1, count)
 
 
-def test_bytes_that_are_no_text_are_one_group_up_to_the_next_character(chat: ChatTemplate, large: ChatTemplate) -> None:
+def test_bytes_that_are_no_text_are_one_group_up_to_the_next_character(chat, large):
     start, broken = encoded(chat, "It"), encoded(chat, "🙂")
     ids = (*start, *broken[:1], *start, chat.eos_id)
     sample = aligned_answer(chat, [large], (ASK,), written(chat, *ids))
-    assert sample is not None
     groups = sample.teachers[0].groups
     assert text(large, answers(sample.teachers[0].sample)[0]) == "It\N{REPLACEMENT CHARACTER}It<|end|>"
     assert groups[-1].end == len(ids) and len(groups) >= 3
 
 
-def test_an_answer_that_ends_at_once_has_the_end_of_turn_in_common(chat: ChatTemplate, large: ChatTemplate) -> None:
+def test_an_answer_that_ends_at_once_has_the_end_of_turn_in_common(chat, large):
     sample = aligned_answer(chat, [large], (ASK,), written(chat, chat.eos_id))
     assert sample is not None and spans(sample) == [(0, 1, 0, 1)]
 
 
-def test_beyond_the_first_character_that_differs_nothing_is_aligned(chat: ChatTemplate) -> None:
+def test_beyond_the_first_character_that_differs_nothing_is_aligned(chat):
     loud = chat.tokenizer.chat_template.replace("message['content']", "message['content'] | replace('for', 'FOR')")
     sample = only(aligned_examples(chat, [with_template(chat, loud)], (ASK, ANSWER), max_length=1000))
     aligned = text(chat, answers(sample)[0][: spans(sample)[-1][1]])
     assert ANSWER.content.partition("for")[0].startswith(aligned) and len(aligned) > 10
 
 
-def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each_answer(chat: ChatTemplate) -> None:
+def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each_answer(chat):
     samples = aligned_examples(chat, [with_template(chat, FORGETFUL)], TURNS, max_length=1000)
     assert [text(chat, answers(one)[0]) for one in samples] == [f"{ANSWER.content}<|end|>", f"{BYE.content}<|end|>"]
     assert all(sum(one.loss_mask) == one.teachers[0].groups[-1].end for one in samples)
@@ -229,9 +220,7 @@ CALLS = ZEPHYR.replace(
 
 @pytest.mark.parametrize("template", [CALLS, ZEPHYR, LLAMA2], ids=["no end", "apart", "merged"])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_an_answer_without_a_mask_and_answers_without_a_border_move_no_other_answer(
-    template: str, swapped: bool
-) -> None:
+def test_an_answer_without_a_mask_and_answers_without_a_border_move_no_other_answer(template, swapped):
     """Answers were paired by their order: the second of one tokenizer with the third of the other."""
     chats = [ChatTemplate(tokenizer_of("bpe-first", one)) for one in (ZEPHYR, template)]
     student, teacher = reversed(chats) if swapped else chats
@@ -249,9 +238,7 @@ def test_an_answer_without_a_mask_and_answers_without_a_border_move_no_other_ans
     assert whole == "".join(f"{one}</s>" for one in expected).replace(" ", "")
 
 
-def test_a_conversation_without_a_trained_token_in_one_of_the_models_is_left_out(
-    chat: ChatTemplate, large: ChatTemplate
-) -> None:
+def test_a_conversation_without_a_trained_token_in_one_of_the_models_is_left_out(chat, large):
     shortest, longest = sorted((chat, large), key=lambda one: len(one.prompt_ids((ASK,))))
     short, long = (len(one.prompt_ids((ASK,))) for one in (shortest, longest))
     assert short < long
@@ -261,7 +248,7 @@ def test_a_conversation_without_a_trained_token_in_one_of_the_models_is_left_out
             assert aligned_examples(student, [teacher], (ASK, ANSWER), max_length=length) == []
 
 
-def test_the_characters_of_a_decoder_that_does_not_add_up_are_only_known_at_the_end(chat: ChatTemplate) -> None:
+def test_the_characters_of_a_decoder_that_does_not_add_up_are_only_known_at_the_end(chat):
     class Odd:
         """Writes as many dots before the text as the square of the number of tokens."""
 
@@ -274,7 +261,7 @@ def test_the_characters_of_a_decoder_that_does_not_add_up_are_only_known_at_the_
     assert characters(chat.tokenizer, ()) == ("", ())
 
 
-def test_masks_decide_what_is_an_answer(chat: ChatTemplate, large: ChatTemplate) -> None:
+def test_masks_decide_what_is_an_answer(chat, large):
     sample = only(aligned_examples(chat, [large], TURNS, max_length=1000))
     alone = only(aligned_examples(chat, [large], TURNS[:2], max_length=1000))
     assert sample.teachers[0].groups[: len(alone.teachers[0].groups)] == alone.teachers[0].groups

@@ -1,7 +1,5 @@
 """Rendering and masks: what is trained is each answer with its end-of-turn token, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -44,9 +42,7 @@ def golden(chat: ChatTemplate, ids: Any) -> str:
     return str(chat.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def test_a_conversation_is_rendered_and_its_answers_are_trained_with_their_ends(
-    chat: ChatTemplate, chatml: ChatTemplate
-) -> None:
+def test_a_conversation_is_rendered_and_its_answers_are_trained_with_their_ends(chat, chatml):
     for one, line in ((chat, ""), (chatml, "\n")):  # what a template writes after the end of a turn is not trained
         text = golden(one, conversation(one, USER, ANSWER).token_ids)
         assert text == f"<|user|>{line}What is 12 + 30?<|end|>{line}<|assistant|>{line}42<|end|>{line}"
@@ -55,7 +51,7 @@ def test_a_conversation_is_rendered_and_its_answers_are_trained_with_their_ends(
         assert [span[-1] for span in spans] == [one.eos_id, one.eos_id]
 
 
-def test_a_transcript_has_the_tokens_of_the_conversation_and_trains_all_but_the_first(chatml: ChatTemplate) -> None:
+def test_a_transcript_has_the_tokens_of_the_conversation_and_trains_all_but_the_first(chatml):
     whole = conversation(chatml, USER, ANSWER, THANKS, BYE)
     sample = chatml.transcript([USER, ANSWER, THANKS, BYE], max_length=1000)
     assert sample == TokenSample(whole.token_ids, (0,) + (1,) * (len(whole.token_ids) - 1))
@@ -63,18 +59,17 @@ def test_a_transcript_has_the_tokens_of_the_conversation_and_trains_all_but_the_
     assert chatml.transcript([USER], max_length=1) is None
 
 
-def test_a_continuation_is_the_prompt_of_the_sampler_and_the_trained_answer(chatml: ChatTemplate) -> None:
+def test_a_continuation_is_the_prompt_of_the_sampler_and_the_trained_answer(chatml):
     for prompt in ((USER,), (USER, ANSWER, THANKS)):
         prompt_ids = chatml.prompt_ids(prompt)
         sample = chatml.continuation(prompt, (BYE,), max_length=1000)
-        assert sample is not None
         assert sample.token_ids[: len(prompt_ids)] == prompt_ids
         assert sample.loss_mask.index(1) == len(prompt_ids)
         assert [golden(chatml, span) for span in trained_spans(chatml, sample)] == ["Hello Maria.<|end|>"]
         assert golden(chatml, prompt_ids).endswith("<|end|>\n<|assistant|>\n")
 
 
-def test_the_prompt_is_not_merged_with_the_first_token_of_the_answer(chat: ChatTemplate) -> None:
+def test_the_prompt_is_not_merged_with_the_first_token_of_the_answer(chat):
     glued = with_template(
         chat,
         "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'H' + m['content'] + eos_token }}"
@@ -82,36 +77,35 @@ def test_the_prompt_is_not_merged_with_the_first_token_of_the_answer(chat: ChatT
     )
     assert len(glued.tokenizer("Hello", add_special_tokens=False)["input_ids"]) == 1  # H and ello would merge
     sample = glued.continuation((USER,), (Message("assistant", "ello"),), max_length=1000)
-    assert sample is not None
     assert sample.token_ids[: sample.loss_mask.index(1)] == glued.prompt_ids((USER,))
 
 
-def test_a_conversation_is_cut_on_the_right(chat: ChatTemplate) -> None:
+def test_a_conversation_is_cut_on_the_right(chat):
     whole = conversation(chat, USER, ANSWER)
     cut = conversation(chat, USER, ANSWER, max_length=len(whole.token_ids) - 1)
     assert cut.token_ids == whole.token_ids[:-1]
     assert cut.loss_mask == whole.loss_mask[:-1]
 
 
-def test_a_conversation_whose_answer_is_cut_away_is_none(chat: ChatTemplate) -> None:
+def test_a_conversation_whose_answer_is_cut_away_is_none(chat):
     length = len(chat.prompt_ids((USER,)))
     assert chat.conversation((USER, ANSWER), max_length=length) is None
     assert chat.conversation((USER, ANSWER), max_length=length + 1) is not None
     assert chat.conversation((USER,), max_length=1000) is None
 
 
-def test_running_text_is_trained_after_the_opening_of_an_answer(chat: ChatTemplate, chatml: ChatTemplate) -> None:
+def test_running_text_is_trained_after_the_opening_of_an_answer(chat, chatml):
     for one in (chat, chatml):
         spans = trained_spans(one, conversation(one, ANSWER))
         assert [golden(one, span) for span in spans] == ["42<|end|>"]
 
 
-def test_the_preview_marks_what_is_trained(chatml: ChatTemplate) -> None:
+def test_the_preview_marks_what_is_trained(chatml):
     text = chatml.preview(conversation(chatml, USER, ANSWER))
     assert text == "<|user|>\nWhat is 12 + 30?<|end|>\n<|assistant|>\n【42<|end|>】\n"
 
 
-def test_decoding_leaves_special_tokens_out(chat: ChatTemplate) -> None:
+def test_decoding_leaves_special_tokens_out(chat):
     assert chat.decode(conversation(chat, USER, ANSWER).token_ids) == "What is 12 + 30?42"
 
 
@@ -124,7 +118,7 @@ def test_decoding_leaves_special_tokens_out(chat: ChatTemplate) -> None:
         *((token, False) for token in ("<start_of_turn>", "<|system|>", "<|eom|>")),
     ],
 )
-def test_a_text_shows_the_special_tokens_that_are_an_answers_own(chat: ChatTemplate, token: str, shown: bool) -> None:
+def test_a_text_shows_the_special_tokens_that_are_an_answers_own(chat, token, shown):
     tokenizer = ChatTemplate.load(Path(chat.tokenizer.name_or_path)).tokenizer
     names = ["<think>", "<|channel|>", "<start_of_turn>", "<|eom|>", token]
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
@@ -141,17 +135,16 @@ def test_a_text_shows_the_special_tokens_that_are_an_answers_own(chat: ChatTempl
         assert own.tokenizer(own.decode(ids), add_special_tokens=False)["input_ids"] == ids[:-2]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(chat: ChatTemplate) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_refused(chat):
     forgetful = with_template(chat, FORGETFUL)
     sample = forgetful.continuation((USER, ANSWER, THANKS), (BYE,), max_length=1000)  # earlier turns are only read
-    assert sample is not None
     shown = "What is 12 + 30?<|end|>...<|end|>Thank you.<|end|>Hello Maria.<|end|>"
     assert golden(forgetful, sample.token_ids) == shown
     with pytest.raises(DataError, match=r"turn 2 of 4.*prepare_data.chat_template"):
         forgetful.conversation((USER, ANSWER, THANKS, BYE), max_length=1000)
 
 
-def test_a_template_that_prints_the_date_gives_the_same_tokens_every_day(chat: ChatTemplate) -> None:
+def test_a_template_that_prints_the_date_gives_the_same_tokens_every_day(chat):
     dated = with_template(chat, "{{ strftime_now('%d %b %Y') + '\n' }}" + chat.tokenizer.chat_template)
     assert golden(dated, dated.prompt_ids((USER,))) == ("26 Jul 2024\n<|user|>What is 12 + 30?<|end|><|assistant|>")
     text = golden(dated, conversation(dated, USER, ANSWER).token_ids)
@@ -165,17 +158,17 @@ def test_a_template_that_prints_the_date_gives_the_same_tokens_every_day(chat: C
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "contains no EOS token: sampling would not stop"),
     ],
 )
-def test_a_template_that_is_missing_or_ends_no_answer_is_refused(chat: ChatTemplate, source: Any, rule: str) -> None:
+def test_a_template_that_is_missing_or_ends_no_answer_is_refused(chat, source, rule):
     with pytest.raises(ConfigError, match=rule):
         with_template(chat, source)
 
 
-def test_the_digest_changes_with_the_template_only(chat: ChatTemplate, chatml: ChatTemplate) -> None:
+def test_the_digest_changes_with_the_template_only(chat, chatml):
     again = ChatTemplate.load(Path(chat.tokenizer.name_or_path))
     assert again.digest == chat.digest != chatml.digest
 
 
-def test_the_next_turn_is_what_follows_the_end_of_an_answer(chat: ChatTemplate, chatml: ChatTemplate) -> None:
+def test_the_next_turn_is_what_follows_the_end_of_an_answer(chat, chatml):
     for template in (chat, chatml):
         whole = template.tokenizer(template.prompt_text((USER, ANSWER, THANKS)), add_special_tokens=False)["input_ids"]
         first = template.prompt_ids((USER,)) + tuple(template.tokenizer("42", add_special_tokens=False)["input_ids"])
@@ -183,7 +176,7 @@ def test_the_next_turn_is_what_follows_the_end_of_an_answer(chat: ChatTemplate, 
     assert golden(chatml, chatml.turn_ids((THANKS,))).startswith("\n")  # written after the answer's end, so not sampled
 
 
-def test_the_next_turn_is_found_where_a_template_leaves_earlier_thoughts_out(chat: ChatTemplate) -> None:
+def test_the_next_turn_is_found_where_a_template_leaves_earlier_thoughts_out(chat):
     source = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
         "{{ '(thought)' if m.role == 'assistant' and loop.last and loop.length > 1 else '' }}"
@@ -193,7 +186,7 @@ def test_the_next_turn_is_found_where_a_template_leaves_earlier_thoughts_out(cha
     assert golden(template, template.turn_ids((THANKS,))) == golden(chat, chat.turn_ids((THANKS,)))
 
 
-def test_a_template_that_changes_the_end_of_an_answer_has_no_next_turn(chat: ChatTemplate) -> None:
+def test_a_template_that_changes_the_end_of_an_answer_has_no_next_turn(chat):
     source = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}"
         "{{ 'fin' if loop.last and m.role == 'assistant' }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
@@ -239,7 +232,7 @@ def calling(chat: ChatTemplate) -> ChatTemplate:
     return with_template(chat, TOOL_TEMPLATE)
 
 
-def test_only_what_the_assistant_says_and_calls_is_trained(calling: ChatTemplate) -> None:
+def test_only_what_the_assistant_says_and_calls_is_trained(calling):
     sample = conversation(calling, *TALK)
     eos = calling.tokenizer.eos_token
     assert [golden(calling, span) for span in trained_spans(calling, sample)] == [
@@ -265,14 +258,12 @@ def test_only_what_the_assistant_says_and_calls_is_trained(calling: ChatTemplate
         (CHATML_LIKE, (Message("user", "12 + 30?"), *TALK[1:]), "the assistant's tool calls"),
     ],
 )
-def test_a_template_that_leaves_a_part_of_a_conversation_with_tools_out_is_refused(
-    chat: ChatTemplate, text: str, messages: tuple[Message, ...], missing: str
-) -> None:
+def test_a_template_that_leaves_a_part_of_a_conversation_with_tools_out_is_refused(chat, text, messages, missing):
     with pytest.raises(ConfigError, match=f"does not render {missing}.*prepare_data.chat_template"):
         with_template(chat, text).conversation(messages, max_length=4096)
 
 
-def test_a_template_without_words_beside_calls_serves_rows_that_have_none(chat: ChatTemplate) -> None:
+def test_a_template_without_words_beside_calls_serves_rows_that_have_none(chat):
     wordless = with_template(chat, NO_WORDS)
     assert len(trained_spans(wordless, conversation(wordless, ASK, *TALK[4:]))) == 2
 
@@ -288,7 +279,7 @@ SAID = (Message("system", "Add."), Message("user", "12 + 30?"), Message("assista
 
 
 @pytest.mark.parametrize("text", [PARTS, STRICT, FIRST])
-def test_a_template_that_shows_only_parts_gets_them(chat: ChatTemplate, text: str) -> None:
+def test_a_template_that_shows_only_parts_gets_them(chat, text):
     parts = with_template(chat, text)
     assert conversation(parts, *SAID) == conversation(chat, *SAID)
     assert parts.prompt_ids(SAID[:2]) == chat.prompt_ids(SAID[:2])
@@ -297,7 +288,7 @@ def test_a_template_that_shows_only_parts_gets_them(chat: ChatTemplate, text: st
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
 @pytest.mark.parametrize("text", ["{{ m['content'] }}", "{{ m['content'][0]['text'] }}"])
-def test_a_template_that_leaves_out_the_words_of_a_role_is_refused(chat: ChatTemplate, role: str, text: str) -> None:
+def test_a_template_that_leaves_out_the_words_of_a_role_is_refused(chat, role, text):
     silent = (
         f"{{% for m in messages %}}{{{{ '<|' + m['role'] + '|>' }}}}{{% if m['role'] != '{role}' %}}{text}{{% endif %}}"
         "{{ '<|end|>' }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
@@ -309,7 +300,7 @@ def test_a_template_that_leaves_out_the_words_of_a_role_is_refused(chat: ChatTem
 
 
 @pytest.mark.parametrize("shown", ["loop.first", "loop.last", "loop.index0 > 1"])
-def test_a_template_that_leaves_out_one_of_several_questions_is_refused(chat: ChatTemplate, shown: str) -> None:
+def test_a_template_that_leaves_out_one_of_several_questions_is_refused(chat, shown):
     words = f"(message.content if {shown} or message.role != 'user' or messages | length < 3 else '')"
     silent = with_template(chat, TOOL_TEMPLATE.replace("+ message.content }}", f"+ {words} }}}}"))
     assert silent.conversation(SAID[1:], max_length=64)
@@ -317,7 +308,7 @@ def test_a_template_that_leaves_out_one_of_several_questions_is_refused(chat: Ch
         silent.prompt_ids((*SAID[1:], SAID[1]))
 
 
-def test_a_table_without_tool_calls_refuses_them() -> None:
+def test_a_table_without_tool_calls_refuses_them():
     with pytest.raises(DataError, match="this table holds no tool calls; use them in demonstrations"):
         plain_messages(TALK)
 
@@ -325,14 +316,14 @@ def test_a_table_without_tool_calls_refuses_them() -> None:
 # ---------------------------------------------------------------- answers
 
 
-def test_an_answer_is_one_message_of_the_assistant_whoever_of_the_policy_s_versions_wrote_it() -> None:
+def test_an_answer_is_one_message_of_the_assistant_whoever_of_the_policy_s_versions_wrote_it():
     one = rollout("p", "text", 1.0, tokens=4)
     in_rounds = replace(one.completion, spans=(ActionSpan(0, 2, 0), ActionSpan(2, 4, 1)))
     for completion in (one.completion, in_rounds):
         assert answer_message(replace(one, completion=completion)) == Message("assistant", "text")
 
 
-def test_an_episode_is_no_answer() -> None:
+def test_an_episode_is_no_answer():
     one = rollout("p", "move, board, move", 1.0, tokens=4)
     episode = replace(one, completion=replace(one.completion, spans=(ActionSpan(0, 1, 0), ActionSpan(3, 4, 0))))
     with pytest.raises(DataError, match="rollouts = 'p': 2 of its 4 tokens come from an environment"):

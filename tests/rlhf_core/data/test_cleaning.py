@@ -1,12 +1,9 @@
 """Duplicates, contamination, near-duplicates, filters and personal data."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,7 +55,7 @@ def prompts(examples: list[Example]) -> list[str]:
     return [one.prompt[0].content for one in examples]
 
 
-def test_normalized_text_has_words_only_and_exact_text_its_signs() -> None:
+def test_normalized_text_has_words_only_and_exact_text_its_signs():
     assert normalize((Message("user", "  What IS\t２+2?!"),)) == "user what is 2 2"
     assert exact((Message("user", "3 -\n 2"),)) == exact((Message("user", "3 - 2"),))
     assert exact((Message("user", "3 - 2"),)) != exact((Message("user", "3 + 2"),))
@@ -76,7 +73,7 @@ def test_normalized_text_has_words_only_and_exact_text_its_signs() -> None:
         ("Hi {}", "Hi {} there", None),
     ],
 )
-def test_prompts_that_all_answers_repeat_are_taken_from_them(prompt: str, answer: str, rest: str | None) -> None:
+def test_prompts_that_all_answers_repeat_are_taken_from_them(prompt, answer, rest):
     def texts(form: str) -> list[str]:
         return [form.replace("{}", str(n)) for n in range(20)]
 
@@ -89,21 +86,21 @@ def test_prompts_that_all_answers_repeat_are_taken_from_them(prompt: str, answer
     assert without_repeated_prompts([*rows, *others[:1] * 2])[1] == 0  # fewer than 95 % of them
 
 
-def test_an_equal_prompt_with_an_equal_answer_is_dropped_and_the_first_one_named() -> None:
+def test_an_equal_prompt_with_an_equal_answer_is_dropped_and_the_first_one_named():
     report = DropReport()
     rows = [row("a b", "x", line=3), row("a  b", "x ", line=9), row("a b", "y"), row("a B", "x")]
     assert deduplicate(rows, report) == [rows[0], rows[2], rows[3]]
     assert [(drop.origin.line, drop.reason) for drop in report.drops] == [(9, "duplicate: of f:3")]
 
 
-def test_a_training_prompt_that_is_evaluated_is_dropped() -> None:
+def test_a_training_prompt_that_is_evaluated_is_dropped():
     report = DropReport()
     kept = decontaminate([row("What is it?"), row("other")], [row("what is  IT?")], ngram=None, report=report)
     assert prompts(kept) == ["other"]
     assert report.counts() == {"contaminated": 1}
 
 
-def test_a_conversation_that_begins_with_an_evaluation_prompt_and_its_answer_is_dropped() -> None:
+def test_a_conversation_that_begins_with_an_evaluation_prompt_and_its_answer_is_dropped():
     evaluation, report = [row("What is it?")], DropReport()
     leaking = [row(talk("what is it?", "A cat.", "Sure?"), answer) for answer in ("Yes.", "")]
     assert decontaminate(leaking, evaluation, ngram=None, report=report) == []
@@ -112,7 +109,7 @@ def test_a_conversation_that_begins_with_an_evaluation_prompt_and_its_answer_is_
     assert decontaminate(later, evaluation, ngram=None, report=report) == later  # another prompt: it has a history
 
 
-def test_turns_inside_either_answer_are_openings_too() -> None:
+def test_turns_inside_either_answer_are_openings_too():
     evaluation = [row(talk("Hello", "Hi.", "What is it?"), ())]
     plain, leaking = reply("Bye."), reply("Hi.", "What is it?", "A cat.")
     rows = [row("Hello", leaking, rejected=plain), row("Hello", plain, rejected=leaking)]
@@ -121,7 +118,7 @@ def test_turns_inside_either_answer_are_openings_too() -> None:
     assert decontaminate(kept, evaluation, ngram=None, report=DropReport()) == kept
 
 
-def test_an_ngram_of_an_evaluation_prompt_contaminates_prompts_and_answers() -> None:
+def test_an_ngram_of_an_evaluation_prompt_contaminates_prompts_and_answers():
     evaluation = [row("one two three four five")]
     rows = [row("zero two three four!"), row("x", "say: Two three, four"), row("one two three five four")]
     report = DropReport()
@@ -129,7 +126,7 @@ def test_an_ngram_of_an_evaluation_prompt_contaminates_prompts_and_answers() -> 
     assert prompts(decontaminate(rows, evaluation, ngram=4, report=report)) == prompts(rows)
 
 
-def test_roles_are_no_words_of_an_ngram() -> None:
+def test_roles_are_no_words_of_an_ngram():
     rows = [row("b c")]
     assert decontaminate(rows, [row("user b")], ngram=2, report=DropReport()) == rows
 
@@ -145,7 +142,7 @@ def distinct(*examples: Example, threshold: float = 0.7) -> tuple[list[int], lis
     return [one.origin.line for one in kept], [drop.reason for drop in report.drops]
 
 
-def test_a_row_that_differs_in_a_word_is_dropped_and_another_one_stays() -> None:
+def test_a_row_that_differs_in_a_word_is_dropped_and_another_one_stays():
     kept, reasons = distinct(
         row(LONG, line=1),
         row(f"{LONG} then", line=2),
@@ -156,13 +153,13 @@ def test_a_row_that_differs_in_a_word_is_dropped_and_another_one_stays() -> None
     assert len(reasons) == 2 and all(one.startswith("near-duplicate: ") and "f:1" in one for one in reasons)
 
 
-def test_half_of_the_words_in_common_are_too_few_and_pairs_of_one_row_never_count() -> None:
+def test_half_of_the_words_in_common_are_too_few_and_pairs_of_one_row_never_count():
     half = " ".join(LONG.split()[:10]) + " and a cow or a goat on a farm in the far north of the land"
     assert distinct(row(LONG, line=1), row(half, line=2))[0] == [1, 2]
     assert distinct(row(LONG, line=1), row(LONG, line=1))[0] == [1, 1]
 
 
-def test_a_short_text_is_one_shingle() -> None:
+def test_a_short_text_is_one_shingle():
     assert shingles("user hi") == {b"user hi"}
     assert shingles("") == {b""}
 
@@ -171,7 +168,7 @@ def with_system(text: str, line: int) -> Example:
     return row((Message("system", f"{LONG} {LONG[::-1]}"), Message("user", text)), line=line)
 
 
-def test_a_system_prompt_or_tools_that_rows_share_do_not_make_them_similar() -> None:
+def test_a_system_prompt_or_tools_that_rows_share_do_not_make_them_similar():
     assert distinct(with_system("why is it cold", 1), with_system("where do cows sleep", 2))[0] == [1, 2]
     assert distinct(with_system(LONG, 1), row(LONG, line=2))[0] == [1]
     schema = json.dumps({"tools": [{"type": "function", "function": {"name": "add", "description": LONG}}]})
@@ -182,7 +179,7 @@ def test_a_system_prompt_or_tools_that_rows_share_do_not_make_them_similar() -> 
     assert distinct(*asked)[0] == [1, 2]
 
 
-def test_rows_that_differ_in_what_they_call_are_not_similar() -> None:
+def test_rows_that_differ_in_what_they_call_are_not_similar():
     def calling(name: str, line: int) -> Example:
         calls = json.dumps({"tool_calls": [{"function": {"name": name, "arguments": {"by": name, "to": name[::-1]}}}]})
         return row("do it", (Message("assistant", "", calls),), line=line)
@@ -190,7 +187,7 @@ def test_rows_that_differ_in_what_they_call_are_not_similar() -> None:
     assert distinct(calling("mail", 1), calling("weather", 2), calling("mail", 3))[0] == [1, 2]
 
 
-def test_rows_of_system_turns_alone_are_compared_by_them() -> None:
+def test_rows_of_system_turns_alone_are_compared_by_them():
     texts = (LONG, "why is it cold", LONG)
     rows = [row((Message("system", text),), line=line) for line, text in enumerate(texts, start=1)]
     assert distinct(*rows)[0] == [1, 2]
@@ -222,14 +219,14 @@ GOOD = "a fine answer with some words"
         ({"pii": "drop"}, "ask jo@example.com for more words", "personal data"),
     ],
 )
-def test_each_filter_drops_what_it_says_and_keeps_the_rest(options: dict[str, Any], bad: str, kind: str) -> None:
+def test_each_filter_drops_what_it_says_and_keeps_the_rest(options, bad, kind):
     kept, report = filtered(example(GOOD), example(bad), **options)
     assert kept == [GOOD]
     assert report.counts() == {kind: 1}
     assert filtered(example(GOOD), example(bad))[0] == [GOOD, bad]
 
 
-def test_masks_reach_every_text_of_a_row_and_are_counted() -> None:
+def test_masks_reach_every_text_of_a_row_and_are_counted():
     tools = json.dumps({"tools": [{"function": {"name": "mail", "to": "jo@example.com"}}]})
     report = DropReport()
     (masked,) = RowFilter(Filters(pii="mask")).kept(
@@ -240,7 +237,7 @@ def test_masks_reach_every_text_of_a_row_and_are_counted() -> None:
     assert report.to_json()["masked"] == {"ip": 1, "email": 1, "phone": 1}
 
 
-def test_arguments_that_are_nested_too_deep_to_be_masked_are_malformed() -> None:
+def test_arguments_that_are_nested_too_deep_to_be_masked_are_malformed():
     arguments = json.loads("[" * 900 + "]" * 900)
     tools = json.dumps({"tool_calls": [{"function": {"name": "mail", "arguments": {"to": arguments}}}]})
     kept, report = filtered(example(GOOD, prompt="jo@example.com", tools=tools), example(GOOD), pii="mask")
@@ -248,7 +245,7 @@ def test_arguments_that_are_nested_too_deep_to_be_masked_are_malformed() -> None
     assert report.counts() == {"malformed": 1} and not report.masked
 
 
-def test_a_label_that_is_json_stays_json_and_any_other_is_masked_as_text() -> None:
+def test_a_label_that_is_json_stays_json_and_any_other_is_masked_as_text():
     def masked(label: str) -> str:
         report = DropReport()
         (one,) = RowFilter(Filters(pii="mask")).kept([replace(example(GOOD), label=label)], report)
@@ -261,7 +258,7 @@ def test_a_label_that_is_json_stays_json_and_any_other_is_masked_as_text() -> No
     assert masked("4111111111111111") == "[CARD]"
 
 
-def test_a_pair_whose_answers_differ_in_personal_data_alone_is_dropped_and_counted() -> None:
+def test_a_pair_whose_answers_differ_in_personal_data_alone_is_dropped_and_counted():
     def pair(chosen: str, rejected: str) -> Example:
         return replace(example(chosen), rejected=(Message("assistant", rejected),))
 
@@ -272,7 +269,7 @@ def test_a_pair_whose_answers_differ_in_personal_data_alone_is_dropped_and_count
     assert report.masked == {"email": 1, "ip": 1}  # of the rows that are kept
 
 
-def test_rows_of_other_languages_are_dropped_and_short_ones_stay() -> None:
+def test_rows_of_other_languages_are_dropped_and_short_ones_stay():
     pytest.importorskip("py3langid")
     german = "Guten Morgen, wie geht es Ihnen heute? Mir geht es sehr gut, danke."
     english = "Good morning, how are you doing today? I am very well, thank you."
@@ -283,14 +280,14 @@ def test_rows_of_other_languages_are_dropped_and_short_ones_stay() -> None:
         RowFilter(Filters(languages=("xx",)))
 
 
-def test_a_missing_language_package_is_named_before_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_language_package_is_named_before_rows_are_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)  # an import of it then fails
     remedy = r"needs the package py3langid; install it: pip install 'rlhf-lifecycle\[language\]'"
     with pytest.raises(ConfigError, match=remedy):
         RowFilter(Filters(languages=("en",)))
 
 
-def test_masked_rows_are_deduplicated_and_near_duplicates_of_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
+def test_masked_rows_are_deduplicated_and_near_duplicates_of_held_out_rows_are_not_trained_on(tmp_path):
     words = "tell me how a camel can live in the hot desert for many long days without water"
     rows = [{"prompt": f"{words} {'please ' * number}", "completion": "x"} for number in range(1, 12)]
     rows += [{"prompt": f"mail {number}@example.com", "completion": "x"} for number in range(4)]
@@ -307,7 +304,7 @@ def test_masked_rows_are_deduplicated_and_near_duplicates_of_held_out_rows_are_n
     assert report.masked == {"email": 4}
 
 
-def test_options_that_are_not_set_are_not_in_the_key() -> None:
+def test_options_that_are_not_set_are_not_in_the_key():
     source = {"name": "s", "path": "x.jsonl", "use": {"demonstrations": 1.0}}
     plain = Files.model_validate({"sources": [source]})
     assert "filters" not in keyed(plain) and "min_margin" not in keyed(plain)["sources"][0]
@@ -334,7 +331,7 @@ TOKEN = ".".join(("eyJ" + "hbGciOiJI", "eyJ" + "zdWIiOiIx", "c2lnbmF0dXJl"))
         ("call +49 30 901820 today", "call [PHONE] today"),
     ],
 )
-def test_each_kind_is_masked(text: str, masked: str) -> None:
+def test_each_kind_is_masked(text, masked):
     assert mask(text, phone_region="")[0] == masked
 
 
@@ -349,28 +346,28 @@ def test_each_kind_is_masked(text: str, masked: str) -> None:
         "call 650-253-0000",  # national numbers need a region
     ],
 )
-def test_what_only_looks_like_personal_data_stays(text: str) -> None:
+def test_what_only_looks_like_personal_data_stays(text):
     assert find(text, phone_region="") == []
 
 
-def test_national_numbers_are_found_in_their_region() -> None:
+def test_national_numbers_are_found_in_their_region():
     assert mask("call 650-253-0000", phone_region="US") == ("call [PHONE]", Counter(phone=1))
 
 
-def test_json_stays_json() -> None:
+def test_json_stays_json():
     counts: Counter[str] = Counter()
     value = {"to": ["jo@example.com"], "card": 4111111111111111, "yes": True, "share": 0.5, "count": 7}
     assert mask_json(value, phone_region="", counts=counts) == value | {"to": ["[EMAIL]"], "card": "[CARD]"}
     assert counts == {"email": 1, "card": 1}
 
 
-def test_keys_are_masked_and_no_value_is_lost() -> None:
+def test_keys_are_masked_and_no_value_is_lost():
     counts: Counter[str] = Counter()
     found = mask_json({"jo@example.com": 1, "ann@example.com": 2, "n": 3}, phone_region="", counts=counts)
     assert found == {"[EMAIL]": 1, "[EMAIL] 2": 2, "n": 3}
     assert counts == {"email": 2}
 
 
-def test_the_checksum_of_the_standard() -> None:
+def test_the_checksum_of_the_standard():
     assert luhn("79927398713")
     assert not any(luhn(f"7992739871{digit}") for digit in "012456789")

@@ -1,7 +1,5 @@
 """Verdicts, rankings and ratings become pairs; what can be read in two ways is refused."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -42,7 +40,7 @@ def read(one: dict[str, Any], others: list[dict[str, Any]], coding: Any = "auto"
         ("response_B", ("response_A", "response_B")),
     ],
 )
-def test_a_verdict_in_words_names_the_better_answer(said: str, names: tuple[str, str]) -> None:
+def test_a_verdict_in_words_names_the_better_answer(said, names):
     assert responses(row(said, names)) == names
     assert read(row(said, names), []) == [Example(ASK, GOOD, BAD)]
 
@@ -60,9 +58,7 @@ def test_a_verdict_in_words_names_the_better_answer(said: str, names: tuple[str,
         (2, ("response1", "response2"), [-3, 0], "signed"),
     ],
 )
-def test_a_verdict_in_numbers_is_read_as_the_source_or_the_profile_says(
-    said: Any, names: tuple[str, str], others: list[Any], coding: str
-) -> None:
+def test_a_verdict_in_numbers_is_read_as_the_source_or_the_profile_says(said, names, others, coding):
     assert read(row(said, names), [row(other, names) for other in others], coding) == [Example(ASK, GOOD, BAD)]
 
 
@@ -78,15 +74,13 @@ def test_a_verdict_in_numbers_is_read_as_the_source_or_the_profile_says(
         ([1, 2], ("response_0", "response_1")),
     ],
 )
-def test_numbers_that_can_be_read_in_two_ways_are_refused_with_the_rule(
-    said: list[Any], names: tuple[str, str]
-) -> None:
+def test_numbers_that_can_be_read_in_two_ways_are_refused_with_the_rule(said, names):
     with pytest.raises(DataError, match=r"preference_coding = 'auto'.*more than one way.*zero_based"):
         verdict_coding("s", "auto", [row(one, names) for one in said])
 
 
 @pytest.mark.parametrize("said", ["tie", "Tie (bothbad)", "both", "neither", "EQUAL"])
-def test_ties_are_neither_read_nor_malformed(said: str) -> None:
+def test_ties_are_neither_read_nor_malformed(said):
     with pytest.raises(Tie):
         compared(row(said), "auto")
     with pytest.raises(Tie):
@@ -94,7 +88,7 @@ def test_ties_are_neither_read_nor_malformed(said: str) -> None:
 
 
 @pytest.mark.parametrize(("said", "coding"), [("best", "auto"), (None, "auto"), (3, "one_based"), ([1], "auto")])
-def test_what_no_coding_knows_is_malformed(said: Any, coding: Any) -> None:
+def test_what_no_coding_knows_is_malformed(said, coding):
     with pytest.raises(DataError, match="not a preference"):
         compared(row(said), coding)
 
@@ -117,7 +111,7 @@ NECTAR = {
         ("all", [("4", "5"), ("4", "6"), ("4", "7"), ("5", "6"), ("5", "7")]),
     ],
 )
-def test_a_ranking_becomes_the_pairs_that_were_asked_for(pairs: Any, expected: list[tuple[str, str]]) -> None:
+def test_a_ranking_becomes_the_pairs_that_were_asked_for(pairs, expected):
     assert detect(NECTAR) == "ranking"
     made = convert_all(NECTAR, "ranking", coding="auto", ranking_pairs=pairs)
     assert [(content.chosen[0].content, content.rejected[0].content) for content in made] == expected
@@ -125,7 +119,7 @@ def test_a_ranking_becomes_the_pairs_that_were_asked_for(pairs: Any, expected: l
     assert {content.prompt for content in made} == {turns}
 
 
-def test_a_ranking_without_an_order_is_a_tie_and_one_without_ranks_is_malformed() -> None:
+def test_a_ranking_without_an_order_is_a_tie_and_one_without_ranks_is_malformed():
     same = [{"answer": "4", "rank": 1}, {"answer": "5", "rank": 1}]
     with pytest.raises(Tie):
         ranked({"prompt": "2+2?", "answers": same}, "all")
@@ -152,7 +146,7 @@ def test_a_ranking_without_an_order_is_a_tie_and_one_without_ranks_is_malformed(
         {"winner": 0},
     ],
 )
-def test_a_row_with_answers_is_no_bare_prompt(extra: dict[str, Any]) -> None:
+def test_a_row_with_answers_is_no_bare_prompt(extra):
     with pytest.raises(DataError, match=r"answers beside a bare prompt: \['.*format = 'prompt'"):
         detect({"prompt": "2+2?"} | extra)
 
@@ -160,11 +154,11 @@ def test_a_row_with_answers_is_no_bare_prompt(extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "extra", [{}, {"label": "4"}, {"num_responses": 7, "response": None, "answers": []}, {"source": "x", "level": 3}]
 )
-def test_a_prompt_with_other_columns_is_a_prompt(extra: dict[str, Any]) -> None:
+def test_a_prompt_with_other_columns_is_a_prompt(extra):
     assert detect({"prompt": "2+2?"} | extra) == "prompt"
 
 
-def test_a_verdict_of_four_hundred_digits_is_no_number() -> None:
+def test_a_verdict_of_four_hundred_digits_is_no_number():
     with pytest.raises(DataError, match="not a preference: 1000"):
         read(row(10**400), [row("response1")])
     with pytest.raises(DataError, match="not a rank: 1000"):
@@ -216,9 +210,7 @@ def answers(contents: list[Example]) -> list[tuple[str, str, float]]:
         ),
     ],
 )
-def test_the_pairs_of_overall_scores_have_their_difference_as_margin(
-    mode: RankingPairs, expected: list[tuple[str, str, float]], tied: int
-) -> None:
+def test_the_pairs_of_overall_scores_have_their_difference_as_margin(mode, expected, tied):
     made = pairs_of(FOUR, mode)
     assert detect(FOUR) == "ratings"
     assert answers(made) == expected
@@ -226,7 +218,7 @@ def test_the_pairs_of_overall_scores_have_their_difference_as_margin(
     assert sum(one.tied for one in made) == tied
 
 
-def test_closer_ratings_than_the_smallest_margin_are_ties() -> None:
+def test_closer_ratings_than_the_smallest_margin_are_ties():
     made = pairs_of(FOUR, "all", min_margin=1.0)
     assert [margin for *_, margin in answers(made)] == [7.0, 7.0, 6.5]
     assert made[0].tied == 3
@@ -234,7 +226,7 @@ def test_closer_ratings_than_the_smallest_margin_are_ties() -> None:
         pairs_of(FOUR, min_margin=7.5)
 
 
-def test_weights_rate_by_aspects_in_place_of_the_overall_score() -> None:
+def test_weights_rate_by_aspects_in_place_of_the_overall_score():
     row = ultrafeedback(("wrong overall score", 10, 1), ("good", 2, 5))
     assert answers(pairs_of(row, rating_weights={"helpfulness": 0.5, "honesty": 1.0})) == [
         ("good", "wrong overall score", 2.0)
@@ -243,7 +235,7 @@ def test_weights_rate_by_aspects_in_place_of_the_overall_score() -> None:
         pairs_of(row, rating_weights={"wit": 1.0})
 
 
-def test_equal_ratings_are_a_tie_and_missing_ones_are_not_judged() -> None:
+def test_equal_ratings_are_a_tie_and_missing_ones_are_not_judged():
     with pytest.raises(Tie):
         pairs_of(ultrafeedback(("a", 5, 3), ("b", 5.0, 4)))
     with pytest.raises(Unrated):
@@ -251,7 +243,7 @@ def test_equal_ratings_are_a_tie_and_missing_ones_are_not_judged() -> None:
     assert answers(pairs_of(ultrafeedback(("a", "N/A", 3), ("b", 5, 4), ("c", "4", 4)))) == [("b", "c", 1.0)]
 
 
-def test_a_rating_that_is_nan_is_missing_and_an_infinite_one_is_refused() -> None:
+def test_a_rating_that_is_nan_is_missing_and_an_infinite_one_is_refused():
     rows = ultrafeedback(("a", math.nan, 3), ("b", 5, 4), ("c", 4.0, 4))
     assert answers(pairs_of(rows)) == [("b", "c", 1.0)]
     with pytest.raises(Unrated):
@@ -270,9 +262,7 @@ def test_a_rating_that_is_nan_is_missing_and_an_infinite_one_is_refused() -> Non
         ({"ranks": [2.5, "0", 2]}, [("4", "five", 0.0)]),
     ],
 )
-def test_two_lists_of_answers_and_numbers_are_read(
-    numbers: dict[str, Any], expected: list[tuple[str, str, float]]
-) -> None:
+def test_two_lists_of_answers_and_numbers_are_read(numbers, expected):
     row = {"instruction": "2+2?", "generations": ["five", "4", {"text": "three"}], **numbers}
     name = detect(row)
     assert name == ("ranking" if [*numbers] == ["ranks"] else "ratings")
@@ -287,7 +277,7 @@ def test_two_lists_of_answers_and_numbers_are_read(
 
 
 @pytest.mark.parametrize("name", ["ranking", "rankings"])
-def test_numbers_that_may_be_ranks_or_scores_are_refused_with_the_line_to_paste(name: str) -> None:
+def test_numbers_that_may_be_ranks_or_scores_are_refused_with_the_line_to_paste(name):
     row = {"prompt": "2+2?", "responses": ["five", "4"], name: [1, 2]}
     with pytest.raises(
         DataError, match=rf"unclear numbers: .*set columns = \{{ranks = '{name}'\}} or \{{scores = '{name}'\}}"
@@ -300,7 +290,7 @@ def test_numbers_that_may_be_ranks_or_scores_are_refused_with_the_line_to_paste(
 
 
 @pytest.mark.parametrize("name", ["scores", "ranks", "rankings"])
-def test_numbers_beside_rows_of_another_format_do_not_change_it(name: str) -> None:
+def test_numbers_beside_rows_of_another_format_do_not_change_it(name):
     steps = {"prompt": "2+2?", "completions": ["2+2", "is 4"], "labels": [1, 1], name: [2, 1]}
     assert detect(steps) == "stepwise"
     assert detect(steps | {"ratings": [1, 2]}) == "ratings"
@@ -323,13 +313,13 @@ def test_numbers_beside_rows_of_another_format_do_not_change_it(name: str) -> No
         ("plain", "not rated: an answer is plain text"),
     ],
 )
-def test_ambiguous_ratings_are_refused(answer: Any, reason: str) -> None:
+def test_ambiguous_ratings_are_refused(answer, reason):
     row = {"prompt": "2+2?", "completions": [{"response": "five", "overall_score": 1}, answer]}
     with pytest.raises(DataError, match=reason):
         pairs_of(row)
 
 
-def test_a_pair_with_two_scores_has_their_difference_as_margin_and_equal_scores_are_a_tie() -> None:
+def test_a_pair_with_two_scores_has_their_difference_as_margin_and_equal_scores_are_a_tie():
     pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "score_chosen": 8.0, "score_rejected": 6.5}
     assert pairs_of(pair)[0].margin == 1.5
     assert pairs_of(pair | {"margin": 3})[0].margin == 3.0
@@ -339,7 +329,7 @@ def test_a_pair_with_two_scores_has_their_difference_as_margin_and_equal_scores_
         pairs_of(pair | {"score_rejected": 9})
 
 
-def test_aspects_in_columns_are_a_reward_with_weights() -> None:
+def test_aspects_in_columns_are_a_reward_with_weights():
     row = {"prompt": "2+2?", "completion": "4", "helpfulness": 4, "verbosity": 1}
     weights = {"helpfulness": 1.0, "verbosity": -0.5}
     (scored,) = convert_all(row, "scored", coding="auto", ranking_pairs="max_min", rating_weights=weights)
@@ -349,7 +339,7 @@ def test_aspects_in_columns_are_a_reward_with_weights() -> None:
 @pytest.mark.parametrize(
     ("thumbs", "good"), [("up", True), ("thumbs-down", False), ("👍", True), (-1, False), (True, True)]
 )
-def test_thumbs_are_unpaired_feedback(thumbs: Any, good: bool) -> None:
+def test_thumbs_are_unpaired_feedback(thumbs, good):
     row = {"prompt": "2+2?", "completion": "4", "thumbs": thumbs, "annotator": 7}
     (content,) = pairs_of(row)
     assert detect(row) == "unpaired_preference"
@@ -357,7 +347,7 @@ def test_thumbs_are_unpaired_feedback(thumbs: Any, good: bool) -> None:
     assert content.annotator == "7"
 
 
-def test_no_thumb_is_not_judged_and_an_unclear_one_is_refused() -> None:
+def test_no_thumb_is_not_judged_and_an_unclear_one_is_refused():
     with pytest.raises(Unrated):
         pairs_of({"prompt": "2+2?", "completion": "4", "thumbs": ""})
     with pytest.raises(DataError, match=r"not a thumb: 0; .*for 1 and 0: columns"):

@@ -1,9 +1,6 @@
 """Exports of Label Studio and Argilla become preferences, and what can be read in two ways is refused."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ from rlhf_core.errors import DataError
 
 
 def source(**options: Any) -> Source:
-    return Source(name="s", path="export.json", use={"preferences": 1.0}, **options)  # type: ignore[arg-type]
+    return Source(name="s", path="export.json", use={"preferences": 1.0}, **options)
 
 
 def pairs_of(row: dict[str, Any], **options: Any) -> list[tuple[str, str, float, str]]:
@@ -45,7 +42,7 @@ def task(*annotations: dict[str, Any], data: dict[str, Any] = DATA) -> dict[str,
     return {"id": 7, "data": data, "annotations": list(annotations), "predictions": [{"result": []}]}
 
 
-def test_a_pairwise_task_is_a_preference_for_the_selected_side() -> None:
+def test_a_pairwise_task_is_a_preference_for_the_selected_side():
     assert detect(task()) == "label_studio"
     assert pairs_of(task(annotation({"selected": "left"}))) == [("4", "5", 1.0, "1")]
     assert pairs_of(task(annotation({"selected": "right"}))) == [("5", "4", 1.0, "1")]
@@ -54,7 +51,7 @@ def test_a_pairwise_task_is_a_preference_for_the_selected_side() -> None:
     assert pairs_of(task(swapped), columns=TWO) == [("5", "4", 1.0, "1")]
 
 
-def test_the_readers_give_the_choice_and_the_time_of_each_annotator() -> None:
+def test_the_readers_give_the_choice_and_the_time_of_each_annotator():
     rows = annotation({"selected": "right"}, who={"id": 3, "email": "jo@example.com"}), annotation({"selected": "left"})
     judged = read_record(task(*rows), "label_studio", source())
     assert (judged.id, judged.prompt, judged.answers) == ("7", "2+2?", ("4", "5"))
@@ -62,7 +59,7 @@ def test_the_readers_give_the_choice_and_the_time_of_each_annotator() -> None:
     assert said == [("3", "second", 4.5), ("1", "first", 4.5)]
 
 
-def test_several_annotators_vote_and_an_even_vote_is_a_tie() -> None:
+def test_several_annotators_vote_and_an_even_vote_is_a_tie():
     left, right = annotation({"selected": "left"}), annotation({"selected": "right"}, who=2)
     with pytest.raises(Tie):
         pairs_of(task(left, right))
@@ -80,7 +77,7 @@ def test_several_annotators_vote_and_an_even_vote_is_a_tie() -> None:
     ],
     ids=["cancelled", "empty", "a comment alone"],
 )
-def test_an_annotation_without_a_judgment_judges_nothing(one: dict[str, Any]) -> None:
+def test_an_annotation_without_a_judgment_judges_nothing(one):
     with pytest.raises(Unrated):
         pairs_of(task(one), columns=TWO)
 
@@ -91,7 +88,7 @@ def rated(first: int, second: int, who: int = 1) -> dict[str, Any]:
     return found
 
 
-def test_choices_and_ratings_are_read() -> None:
+def test_choices_and_ratings_are_read():
     assert pairs_of(task(annotation({"choices": ["answer2"]}, kind="choices")), columns=TWO) == [("5", "4", 1.0, "1")]
     with pytest.raises(Tie):
         pairs_of(task(annotation({"choices": ["Tie"]}, kind="choices")), columns=TWO)
@@ -126,9 +123,7 @@ TEXT = annotation({"text": ["4"]}, kind="textarea", name="q1")
         (task(TEXT), {"rating_questions": QUESTIONS}, r"not a comparison: \['q1 \(textarea\)'\]"),
     ],
 )  # fmt: skip
-def test_an_ambiguous_task_is_refused_with_the_option_that_decides_it(
-    row: dict[str, Any], options: dict[str, Any], reason: str
-) -> None:
+def test_an_ambiguous_task_is_refused_with_the_option_that_decides_it(row, options, reason):
     with pytest.raises(DataError, match=reason):
         pairs_of(row, **options)
 
@@ -153,7 +148,7 @@ RANKED = [{"value": "response-2", "rank": 1}, {"value": "response-1", "rank": 2}
     ],
     ids=["version 2", "version 1", "dataset of version 1", "dataset with structs of lists", "dataset of version 2"],
 )
-def test_every_layout_of_argilla_gives_the_same_ranking(row: dict[str, Any]) -> None:
+def test_every_layout_of_argilla_gives_the_same_ranking(row):
     judged = read_record(row, "argilla", source())
     rows, _ = preference_rows(judged, pairs="max_min", min_margin=0.0)
     assert [(one["chosen"], one["rejected"], one["annotator"]) for one in rows] == [("4", "5", "u")]
@@ -164,7 +159,7 @@ def record(question: str, *values: Any, **states: str) -> dict[str, Any]:
     return {"id": "r", "fields": FIELDS, "responses": {question: [one | states for one in given]}}
 
 
-def test_equal_ranks_and_a_label_tie_are_ties_and_drafts_do_not_count() -> None:
+def test_equal_ranks_and_a_label_tie_are_ties_and_drafts_do_not_count():
     with pytest.raises(Tie):
         pairs_of(record("ranking", [{"value": "response-1", "rank": 1}, {"value": "response-2", "rank": 1}]))
     with pytest.raises(Tie):
@@ -174,21 +169,21 @@ def test_equal_ranks_and_a_label_tie_are_ties_and_drafts_do_not_count() -> None:
     assert pairs_of(record("preference", "response_2", "response_2", "tie")) == [("4", "5", pytest.approx(2 / 3), "")]
 
 
-def test_a_ranking_without_ranks_needs_a_decision() -> None:
+def test_a_ranking_without_ranks_needs_a_decision():
     bare = record("ranking", ["response_2", "response_1"])
     with pytest.raises(DataError, match=r"ranking without ranks: .*ties cannot be seen; set bare_rankings = true"):
         pairs_of(bare)
     assert pairs_of(bare, bare_rankings=True) == [("4", "5", 1.0, "u0")]
 
 
-def test_a_ranking_of_other_answers_is_refused() -> None:
+def test_a_ranking_of_other_answers_is_refused():
     others = record("ranking", [{"value": "a", "rank": 1}, {"value": "b", "rank": 2}])
     rule = r"no such answer: the ranking names \['a', 'b'\], the answers are \['response_1'"
     with pytest.raises(DataError, match=rule):
         pairs_of(others, columns={"response1": "response_1", "response2": "response_2"})
 
 
-def test_a_rating_of_no_named_answer_is_refused() -> None:
+def test_a_rating_of_no_named_answer_is_refused():
     with pytest.raises(DataError, match=r"not a comparison: question 'quality' has rating '4'.*rating_questions"):
         pairs_of(record("quality", 4))
     rated = record("quality", 4)
@@ -206,7 +201,7 @@ def test_a_rating_of_no_named_answer_is_refused() -> None:
         {"fields": FIELDS, "responses": {"ranking": [{"value": {"rank": [1], "value": ["a", "b"]}}]}},
     ],
 )
-def test_responses_of_unequal_length_or_kind_are_malformed(row: dict[str, Any]) -> None:
+def test_responses_of_unequal_length_or_kind_are_malformed(row):
     with pytest.raises(DataError, match=r"not responses|not a response"):
         read_record(row, "argilla", source())
 
@@ -214,7 +209,7 @@ def test_responses_of_unequal_length_or_kind_are_malformed(row: dict[str, Any]) 
 # ---------------------------------------------------------------- as sources
 
 
-def test_an_export_is_a_source_whose_ties_and_malformed_records_are_reported(tmp_path: Path) -> None:
+def test_an_export_is_a_source_whose_ties_and_malformed_records_are_reported(tmp_path):
     def about(number: int, *annotations: dict[str, Any]) -> dict[str, Any]:
         return task(*annotations, data=DATA | {"prompt": f"{number}+2?"})
 
@@ -223,7 +218,7 @@ def test_an_export_is_a_source_whose_ties_and_malformed_records_are_reported(tmp
     path = tmp_path / "project-1.json"
     path.write_text(json.dumps([*rows, about(20, annotation({"selected": "up"}))]))
     report = DropReport()
-    config = Files(sources=({"name": "desk", "path": str(path), "use": {"preferences": 1.0}},))  # type: ignore[arg-type]
+    config = Files(sources=({"name": "desk", "path": str(path), "use": {"preferences": 1.0}},))
     tables, _ = make_tables(config, seed=1, report=report)
     pairs = [*tables.preferences, *tables.eval_preferences]
     assert len(pairs) == 18 and {pair.chosen[0].content for pair in pairs} == {"4"}

@@ -1,7 +1,5 @@
 """From files to tables: the whole way, on rows of our own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,7 @@ def questions(count: int, prefix: str = "q") -> list[dict[str, str]]:
     return [{"question": f"{prefix} {number}", "answer": f"so\n#### {number}"} for number in range(count)]
 
 
-def test_one_source_serves_several_tables_and_no_prompt_is_in_two(tmp_path: Path) -> None:
+def test_one_source_serves_several_tables_and_no_prompt_is_in_two(tmp_path):
     use = {"demonstrations": 0.5, "prompts": 0.3, "eval_prompts": 0.2}
     path = write(tmp_path / "q.jsonl", questions(200))
     tables, origins, report = tables_of(sources=[{"name": "q", "path": path, "use": use}])
@@ -79,15 +77,13 @@ PAIR_OF_TURNS = {
         (PAIR_OF_TURNS, True),
     ],
 )
-def test_a_prompt_is_conversational_where_the_row_has_it_as_turns(
-    tmp_path: Path, row: dict[str, Any], conversational: bool
-) -> None:
+def test_a_prompt_is_conversational_where_the_row_has_it_as_turns(tmp_path, row, conversational):
     one = source(tmp_path, [row], "prompts")
     tables = tables_of(sources=[one])[0]
     assert [prompt.conversational for prompt in tables.prompts] == [conversational]
 
 
-def test_splits_do_not_depend_on_the_seed_and_the_order_does(tmp_path: Path) -> None:
+def test_splits_do_not_depend_on_the_seed_and_the_order_does(tmp_path):
     use = {"demonstrations": 0.5, "prompts": 0.5}
     config = {"sources": [{"name": "q", "path": write(tmp_path / "q.jsonl", questions(100)), "use": use}]}
     first, second = tables_of(seed=1, **config)[0], tables_of(seed=2, **config)[0]
@@ -96,7 +92,7 @@ def test_splits_do_not_depend_on_the_seed_and_the_order_does(tmp_path: Path) -> 
     assert tables_of(seed=1, **config)[0] == first
 
 
-def test_malformed_rows_are_reported_with_file_line_and_reason(tmp_path: Path) -> None:
+def test_malformed_rows_are_reported_with_file_line_and_reason(tmp_path):
     rows: list[Any] = [*questions(30), "{oops", {"question": "x", "answer": None}]
     path = write(tmp_path / "q.jsonl", rows)
     one = {"name": "q", "path": path, "use": {"demonstrations": 1.0}}
@@ -108,7 +104,7 @@ def test_malformed_rows_are_reported_with_file_line_and_reason(tmp_path: Path) -
         tables_of(sources=[one], max_bad_fraction=0.05)
 
 
-def test_duplicates_and_contaminated_rows_are_reported(tmp_path: Path) -> None:
+def test_duplicates_and_contaminated_rows_are_reported(tmp_path):
     shown = [{"prompt": f"what is {n}", "completion": "x"} for n in range(20)]
     sources = [
         source(tmp_path, [*shown, shown[4]], "demonstrations", name="train"),
@@ -123,14 +119,14 @@ def test_duplicates_and_contaminated_rows_are_reported(tmp_path: Path) -> None:
     assert len(both(kept, "demonstrations")) == len({row.id for row in both(kept, "demonstrations")}) == 21
 
 
-def test_what_is_in_two_sources_is_taken_from_the_first(tmp_path: Path) -> None:
+def test_what_is_in_two_sources_is_taken_from_the_first(tmp_path):
     sources = [source(tmp_path, [{"prompt": "p"}], "prompts", name=name) for name in ("one", "two")]
     tables, _, report = tables_of(sources=sources)
     assert [row.source for row in tables.prompts] == ["one"]
     assert [(drop.source, drop.kind) for drop in report.drops] == [("two", "duplicate")]
 
 
-def test_weights_set_the_shares_of_a_table(tmp_path: Path) -> None:
+def test_weights_set_the_shares_of_a_table(tmp_path):
     sources = [
         source(tmp_path, [{"prompt": f"{name} {n}"} for n in range(count)], "prompts", name=name, weight=weight)
         for name, count, weight in (("small", 10, 1.0), ("large", 90, 2.0))
@@ -156,9 +152,7 @@ def kto(prompt: str, answer: str, label: bool | None) -> dict[str, Any]:
         ([kto("p", "a", True), kto("p", "a", False)], [], [("a", False), ("a", True)]),
     ],
 )
-def test_judged_answers_to_one_prompt_become_pairs_and_the_others_feedback(
-    tmp_path: Path, rows: list[Any], pairs: list[Any], feedback: list[Any]
-) -> None:
+def test_judged_answers_to_one_prompt_become_pairs_and_the_others_feedback(tmp_path, rows, pairs, feedback):
     tables, origins, report = tables_of(sources=[source(tmp_path, rows, "preferences")])
     assert [(row.chosen[0].content, row.rejected[0].content) for row in both(tables, "preferences")] == pairs
     made = both(tables, "feedback")
@@ -167,7 +161,7 @@ def test_judged_answers_to_one_prompt_become_pairs_and_the_others_feedback(
     assert report.drops == []
 
 
-def test_an_answer_that_nobody_judged_is_no_feedback(tmp_path: Path) -> None:
+def test_an_answer_that_nobody_judged_is_no_feedback(tmp_path):
     tables, _, report = tables_of(sources=[source(tmp_path, questions(2), "preferences")])
     assert not any(tables.named().values()) and report.counts() == {"no pair of answers": 2}
 
@@ -179,7 +173,7 @@ def comparisons(said: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def test_what_a_number_prefers_is_decided_over_the_whole_source(tmp_path: Path) -> None:
+def test_what_a_number_prefers_is_decided_over_the_whole_source(tmp_path):
     def chosen(tables: Tables) -> set[str]:
         return {row.chosen[0].content for row in both(tables, "preferences")}
 
@@ -193,7 +187,7 @@ def test_what_a_number_prefers_is_decided_over_the_whole_source(tmp_path: Path) 
     assert chosen(tables) == {"one 0", "two 1", "one 2"}
 
 
-def test_a_ranking_gives_its_pairs_to_preferences_and_its_best_answer_to_demonstrations(tmp_path: Path) -> None:
+def test_a_ranking_gives_its_pairs_to_preferences_and_its_best_answer_to_demonstrations(tmp_path):
     rows = [
         {"prompt": f"p {n}", "answers": [{"answer": f"{place}", "rank": place} for place in (3, 1, 2)]}
         for n in range(40)
@@ -207,7 +201,7 @@ def test_a_ranking_gives_its_pairs_to_preferences_and_its_best_answer_to_demonst
     assert report.drops == []
 
 
-def test_rewarded_answers_become_the_best_against_the_worst_of_each_prompt(tmp_path: Path) -> None:
+def test_rewarded_answers_become_the_best_against_the_worst_of_each_prompt(tmp_path):
     rewards = [(0, 0.5), (0, 2.0), (0, -1.0), (1, 1.0), (1, 1.0), (2, 3.0)]
     rows = [{"input": f"p {n}", "output": f"worth {r}, {i}", "reward": r} for i, (n, r) in enumerate(rewards)]
     tables, _, report = tables_of(sources=[source(tmp_path, rows, "preferences", name="r")])
@@ -223,7 +217,7 @@ def test_rewarded_answers_become_the_best_against_the_worst_of_each_prompt(tmp_p
     assert sorted(row.messages[0].content for row in tables.prompts) == ["p 0", "p 1", "p 2"]
 
 
-def test_answers_beside_a_bare_prompt_are_refused_wherever_they_are(tmp_path: Path) -> None:
+def test_answers_beside_a_bare_prompt_are_refused_wherever_they_are(tmp_path):
     rows: list[Any] = [{"prompt": f"p {n}", "response": None} for n in range(30)] + [{"prompt": "q", "response": "a"}]
     one = source(tmp_path, rows, "prompts")
     tables, _, report = tables_of(sources=[one])
@@ -246,9 +240,7 @@ def test_answers_beside_a_bare_prompt_are_refused_wherever_they_are(tmp_path: Pa
         ([{"prompt": "p", "completion": "c", "images": ["x.png"]}], "a part of the prompt: .'images'"),
     ],
 )  # fmt: skip
-def test_a_row_with_more_than_the_format_of_the_first_reads_is_refused(
-    tmp_path: Path, rows: list[Any], reason: str
-) -> None:
+def test_a_row_with_more_than_the_format_of_the_first_reads_is_refused(tmp_path, rows, reason):
     one = source(tmp_path, rows, "demonstrations")
     with pytest.raises(DataError, match=f"malformed: {reason}"):
         tables_of(sources=[one])
@@ -274,12 +266,12 @@ DATA = {"prompt": "\n\nHuman: p\n\nAssistant:", "response1": "a", "response2": "
     ],
     ids=["columns", "fields of an export"],
 )
-def test_what_is_not_read_is_counted(tmp_path: Path, rows: list[Any], table: str, unread: dict[str, int]) -> None:
+def test_what_is_not_read_is_counted(tmp_path, rows, table, unread):
     report = tables_of(sources=[source(tmp_path, rows, table)])[2]
     assert report.to_json()["not_read"] == {"s": unread}
 
 
-def test_bad_conversations_are_not_imitated(tmp_path: Path) -> None:
+def test_bad_conversations_are_not_imitated(tmp_path):
     def talk(n: int) -> dict[str, Any]:
         turns = [{"role": "user", "content": "p"}, {"role": "assistant", "content": f"{n}"}]
         return {"messages": turns, "label": n % 3 == 1}
@@ -291,7 +283,7 @@ def test_bad_conversations_are_not_imitated(tmp_path: Path) -> None:
     assert {row.rejected[0].content for row in both(tables, "preferences")} == {"2", "5", "8"}
 
 
-def test_shares_below_one_leave_rows_unused_and_counted(tmp_path: Path) -> None:
+def test_shares_below_one_leave_rows_unused_and_counted(tmp_path):
     path = write(tmp_path / "q.jsonl", questions(100))
     tables, _, report = tables_of(sources=[{"name": "q", "path": path, "use": {"prompts": 0.25}}])
     assert len(tables.prompts) + report.unused["q"] == 100
@@ -305,7 +297,7 @@ def stepwise(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_stepwise_rows_become_judged_answers_each_by_itself(tmp_path: Path) -> None:
+def test_stepwise_rows_become_judged_answers_each_by_itself(tmp_path):
     rows = [*stepwise(80), {"prompt": "q", "completions": ["a", " "], "labels": [1, 0.5]}]
     one = source(tmp_path, rows, "steps")
     tables, origins, report = tables_of(sources=[one], eval_fraction=0.2)
@@ -320,7 +312,7 @@ def test_stepwise_rows_become_judged_answers_each_by_itself(tmp_path: Path) -> N
     assert [drop.reason for drop in report.drops] == ["blank step"]
 
 
-def test_stepwise_rows_still_serve_the_tables_of_answers_and_shares_keep_their_prompts(tmp_path: Path) -> None:
+def test_stepwise_rows_still_serve_the_tables_of_answers_and_shares_keep_their_prompts(tmp_path):
     path = write(tmp_path / "s.jsonl", stepwise(200))
     use = {"preferences": 0.5}
     pairs = tables_of(sources=[{"name": "s", "path": path, "use": use}])[0]
@@ -331,7 +323,7 @@ def test_stepwise_rows_still_serve_the_tables_of_answers_and_shares_keep_their_p
     assert len(asked) + len((*both.preferences, *both.eval_preferences)) == 100
 
 
-def test_rows_without_judged_steps_cannot_serve_them_and_held_out_prompts_are_kept_out(tmp_path: Path) -> None:
+def test_rows_without_judged_steps_cannot_serve_them_and_held_out_prompts_are_kept_out(tmp_path):
     sources = [
         source(tmp_path, stepwise(20), "steps"),
         source(tmp_path, questions(1), "steps", name="q"),
@@ -344,7 +336,7 @@ def test_rows_without_judged_steps_cannot_serve_them_and_held_out_prompts_are_ke
     assert len(both(tables, "steps")) == 18
 
 
-def test_rows_that_cannot_be_read_are_counted_and_the_others_stay(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_read_are_counted_and_the_others_stay(tmp_path):
     good = [{"prompt": f"what is {n}", "label": {"tests": [f"assert f({n}) == {n}"]}} for n in range(40)]
     bad = ['{"prompt": "\\ud83d"}', "[" * 100_000, '{"prompt": "x", "label": ' + "[" * 900 + "]" * 900 + "}"]
     path = tmp_path / "p.jsonl"
@@ -359,7 +351,7 @@ def test_rows_that_cannot_be_read_are_counted_and_the_others_stay(tmp_path: Path
     assert labels["what is 7"] == '{"tests": ["assert f(7) == 7"]}'
 
 
-def test_a_reason_is_not_as_long_as_the_row(tmp_path: Path) -> None:
+def test_a_reason_is_not_as_long_as_the_row(tmp_path):
     rows = [{"prompt": "x", "completion": "y", "reward": "z" * 10_000}, {"prompt": "x", "completion": "y", "reward": 1}]
     one = source(tmp_path, rows, "demonstrations", name="p")
     *_, report = tables_of(sources=[one], max_bad_fraction=0.5)
@@ -367,7 +359,7 @@ def test_a_reason_is_not_as_long_as_the_row(tmp_path: Path) -> None:
     assert len(report.drops[0].reason) < 600
 
 
-def test_ratings_become_pairs_with_margins_and_pseudonyms_and_ties_are_counted(tmp_path: Path) -> None:
+def test_ratings_become_pairs_with_margins_and_pseudonyms_and_ties_are_counted(tmp_path):
     def rated(number: int, *scores: float) -> dict[str, Any]:
         answers = [{"response": f"answer {place}", "overall_score": score} for place, score in enumerate(scores)]
         return {"instruction": f"question {number}", "completions": answers, "annotator": "jo@example.com"}
@@ -382,7 +374,7 @@ def test_ratings_become_pairs_with_margins_and_pseudonyms_and_ties_are_counted(t
     assert report.to_json()["tied_pairs"] == {"u": 10}
 
 
-def test_a_pair_of_answers_that_two_people_judged_has_no_annotator(tmp_path: Path) -> None:
+def test_a_pair_of_answers_that_two_people_judged_has_no_annotator(tmp_path):
     def thumbs(number: int, way: str, who: int) -> dict[str, Any]:
         return {"prompt": f"q {number}", "completion": f"{way} {number}", "thumbs": way, "annotator": who}
 

@@ -1,7 +1,5 @@
 """Rows of every format: what is read, by which columns, and what a label means."""
 
-from __future__ import annotations
-
 import json
 from datetime import date, datetime
 from decimal import Decimal
@@ -96,7 +94,7 @@ ROWS: list[tuple[str, dict[str, Any], Example]] = [
 
 
 @pytest.mark.parametrize(("name", "row", "content"), ROWS)
-def test_each_format_is_detected_and_read(name: str, row: dict[str, Any], content: Example) -> None:
+def test_each_format_is_detected_and_read(name, row, content):
     assert detect(row) == name
     assert convert(row, name) == content
 
@@ -112,7 +110,7 @@ def test_each_format_is_detected_and_read(name: str, row: dict[str, Any], conten
         ("question_answer", {"question": "2+2?", "answer": "5"}),
     ],
 )
-def test_a_bad_answer_is_none_to_imitate_in_any_format(name: str, row: dict[str, Any], label: Any) -> None:
+def test_a_bad_answer_is_none_to_imitate_in_any_format(name, row, label):
     (content,) = convert_all(row | {"label": label}, name, coding="auto", ranking_pairs="max_min", labels="verdict")
     assert (content.chosen, content.rejected, content.judged, content.label) == ((), BAD, True, "")
 
@@ -122,7 +120,7 @@ BAD_ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("messages", {"messages": [{"text": "x"}]}, "not a turn"),
     ("messages", {"messages": [turn("wizard", "x")]}, "unknown role: 'wizard'"),
     ("messages", {"messages": [turn("user", " "), A]}, "empty turn: role user"),
-    ("messages", {"messages": [U, turn("assistant", 3)]}, "not text: content is int"),  # type: ignore[arg-type]
+    ("messages", {"messages": [U, turn("assistant", 3)]}, "not text: content is int"),
     ("messages", {"text": "x"}, "missing column: 'conversations'"),
     ("prompt_completion", {"prompt": "2+2?"}, "missing column: 'completion'"),
     ("prompt_completion", {"prompt": "2+2?", "completion": [U]}, "answer is not the assistant's"),
@@ -176,7 +174,7 @@ BAD_ROWS: list[tuple[str, dict[str, Any], str]] = [
         (None, ""),
     ],
 )
-def test_a_label_keeps_its_json(label: Any, text: str) -> None:
+def test_a_label_keeps_its_json(label, text):
     assert convert({"prompt": "2+2?", "label": label}, "prompt").label == text
     assert convert({"messages": [U, A], "label": label}, "messages").label == text
 
@@ -197,7 +195,7 @@ def read_as(row: dict[str, Any], name: str) -> list[Example]:
         ("messages", {"messages": [turn("system", "Add. "), U, A]}),
     ],
 )
-def test_the_system_of_a_row_is_its_system_message(name: str, row: dict[str, Any]) -> None:
+def test_the_system_of_a_row_is_its_system_message(name, row):
     (content,) = read_as(row | {"system": "Add."}, name)
     assert [message.role for message in content.prompt] == ["system", "user"]
     assert content.prompt[0].content.strip() == "Add."
@@ -205,14 +203,14 @@ def test_the_system_of_a_row_is_its_system_message(name: str, row: dict[str, Any
     assert without == read_as(row | {"system": None}, name) == read_as(row, name)
 
 
-def test_two_system_messages_that_differ_are_refused() -> None:
+def test_two_system_messages_that_differ_are_refused():
     with pytest.raises(DataError, match="two system messages: the column system and the first turn differ"):
         read_as({"messages": [turn("system", "Add."), U, A], "system": "Subtract."}, "messages")
     with pytest.raises(DataError, match="not text: system is list"):
         read_as({"prompt": "2+2?", "system": ["Add."]}, "prompt")
 
 
-def test_tool_calls_beside_the_turns_are_refused_and_empty_ones_are_none() -> None:
+def test_tool_calls_beside_the_turns_are_refused_and_empty_ones_are_none():
     for value in ([{"type": "function"}], '[{"type": "function"}]', {"name": "add"}):
         with pytest.raises(DataError, match="tool_calls: a row has them beside its turns; write them into"):
             read_as({"prompt": "2+2?", "completion": "4", "tool_calls": value}, "prompt_completion")
@@ -223,12 +221,12 @@ def test_tool_calls_beside_the_turns_are_refused_and_empty_ones_are_none() -> No
 
 
 @pytest.mark.parametrize(("name", "row", "reason"), BAD_ROWS)
-def test_a_bad_row_says_what_is_wrong(name: str, row: dict[str, Any], reason: str) -> None:
+def test_a_bad_row_says_what_is_wrong(name, row, reason):
     with pytest.raises(DataError, match=reason):
         convert(row, name)
 
 
-def test_columns_of_no_format_are_refused_with_the_known_ones() -> None:
+def test_columns_of_no_format_are_refused_with_the_known_ones():
     rule = r"unknown columns: \['foo'\]; known formats are \['alpaca', 'argilla', 'comparison'"
     with pytest.raises(DataError, match=rule):
         detect({"foo": 1})
@@ -236,19 +234,19 @@ def test_columns_of_no_format_are_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("more", [{}, {"post": "2+2?"}, {"title": "Sums", "system": "Add."}])
 @pytest.mark.parametrize(("chosen", "rejected"), [("2+2? 4", "2+2? 5"), ([A], [B]), (HH + "4", "5")])
-def test_no_prompt_is_made_of_what_two_answers_have_in_common(chosen: Any, rejected: Any, more: dict[str, Any]) -> None:
+def test_no_prompt_is_made_of_what_two_answers_have_in_common(chosen, rejected, more):
     with pytest.raises(DataError, match=r"no prompt: chosen and rejected are answers alone.*set columns = \{prompt"):
         detect({"chosen": chosen, "rejected": rejected, **more})
     said = {"chosen": "2+2? 4", "rejected": "2+2? 5"}  # the format is set
     assert convert(said, "implicit_preference") == PAIR
 
 
-def test_an_empty_column_does_not_decide_the_format() -> None:
+def test_an_empty_column_does_not_decide_the_format():
     assert detect({"prompt": "2+2?", "completion": None}) == "prompt"
 
 
 @pytest.mark.parametrize("said", ["no", 7, None])
-def test_a_column_called_tied_is_one_like_any_other(said: Any) -> None:
+def test_a_column_called_tied_is_one_like_any_other(said):
     (content,) = read_as({"prompt": "2+2?", "chosen": "4", "rejected": "5", "tied": said}, "preference")
     assert content.tied == 0
 
@@ -280,18 +278,18 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
         ({"chosen": [U, A], "rejected": [U, A | {"content": "5"}], "chosen_rating": 4, "rejected_rating": 2, "score": 1}, ["score"]),
     ],
 )  # fmt: skip
-def test_what_is_not_read_is_listed(row: dict[str, Any], unread: list[str]) -> None:
+def test_what_is_not_read_is_listed(row, unread):
     reading = Reading(row, Columns())
     contents = convert_all(reading, detect(reading), coding="auto", ranking_pairs="max_min")
     assert list(contents[0].unread) == unread
 
 
-def test_a_column_that_the_profile_names_as_prompt_goes_before_an_instruction() -> None:
+def test_a_column_that_the_profile_names_as_prompt_goes_before_an_instruction():
     row = {"instruction": "Add.", "task": "2+2?", "output": "4"}
     assert convert(Reading(row, Columns(prompt="task")), "alpaca").prompt == (Message("user", "2+2?"),)
 
 
-def test_columns_have_the_names_of_the_formats_and_those_left_out_their_own() -> None:
+def test_columns_have_the_names_of_the_formats_and_those_left_out_their_own():
     row = {"instruction": "2+2?", "output": "4", "prompt": "old", "meta": {"answer": {"value": "4"}}}
     names = Columns(prompt="instruction", completion="output", label="meta.answer.value")
     reading = Reading(row, names)
@@ -302,7 +300,7 @@ def test_columns_have_the_names_of_the_formats_and_those_left_out_their_own() ->
 
 
 @pytest.mark.parametrize("name", ["query", "prompt.text"])
-def test_a_mapped_column_that_is_not_there_is_named(name: str) -> None:
+def test_a_mapped_column_that_is_not_there_is_named(name):
     with pytest.raises(DataError, match=f"no such column: '{name}'; the row has"):
         Reading({"prompt": "x"}, Columns(prompt=name))
 
@@ -339,7 +337,7 @@ def rows(*labels: Any) -> list[dict[str, Any]]:
         (("4", "5", "true"), "answer"),
     ],
 )
-def test_all_labels_decide(labels: tuple[Any, ...], reading: str) -> None:
+def test_all_labels_decide(labels, reading):
     for order in (labels, labels[::-1]):
         assert label_reading(source(), "messages", rows(*order)) == reading
 
@@ -351,7 +349,7 @@ def test_all_labels_decide(labels: tuple[Any, ...], reading: str) -> None:
         *(("bad",) * 8, ("good", "bad", "neutral") * 3, ("correct", "incorrect", "4", "5") * 2),
     ],
 )
-def test_labels_that_can_be_read_both_ways_need_a_word_of_the_profile(labels: tuple[Any, ...]) -> None:
+def test_labels_that_can_be_read_both_ways_need_a_word_of_the_profile(labels):
     with pytest.raises(DataError, match=r"sources\[s\].label_coding = 'auto': the labels are .*; set it to 'verdict'"):
         label_reading(source(), "prompt_completion", rows(*labels))
     for coding in ("verdict", "answer"):
@@ -360,7 +358,7 @@ def test_labels_that_can_be_read_both_ways_need_a_word_of_the_profile(labels: tu
     assert label_reading(source(format="prompt_completion"), "prompt_completion", rows(*labels)) == "answer"
 
 
-def test_where_only_one_reading_is_of_use_it_is_taken() -> None:
+def test_where_only_one_reading_is_of_use_it_is_taken():
     for labels in ((0, 1), ("good", "bad", "neutral") * 3):
         assert label_reading(source(SAMPLE), "prompt_completion", rows(*labels)) == "answer"
     assert label_reading(source(SAMPLE), "prompt_completion", rows(True, False)) == "verdict"
@@ -370,7 +368,7 @@ def test_where_only_one_reading_is_of_use_it_is_taken() -> None:
     assert label_reading(source(), "prompt", rows(True, False)) == "answer"  # there is no answer to judge
 
 
-def test_a_verdict_among_expected_answers_is_refused() -> None:
+def test_a_verdict_among_expected_answers_is_refused():
     with pytest.raises(DataError, match="mixed labels: True is a verdict, where most labels are expected answers"):
         refuse_verdict({"label": True}, source())
     refuse_verdict({"label": True}, source(label_coding="answer"))

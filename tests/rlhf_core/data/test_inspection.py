@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ def report(folder: Path, rows: list[dict[str, Any]], **options: Any) -> SourceRe
     return inspect(Source(name="s", path=str(path), use=use, **options))
 
 
-def test_rows_are_counted_by_the_reason_that_drops_them_with_their_first_lines(tmp_path: Path) -> None:
+def test_rows_are_counted_by_the_reason_that_drops_them_with_their_first_lines(tmp_path):
     pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "seen": 1}
     same = [pair | {"chosen": "5", "prompt": f"{n}?"} for n in range(4)]
     found = report(tmp_path, [pair, *same, pair, pair | {"chosen": "Four"}])
@@ -36,7 +34,7 @@ def test_rows_are_counted_by_the_reason_that_drops_them_with_their_first_lines(t
     assert found.rows[0] == "user: 2+2?\nchosen:\nassistant: 【4】\nrejected:\nassistant: 【5】"
 
 
-def test_a_demonstration_is_shown_with_every_answer_trained(tmp_path: Path) -> None:
+def test_a_demonstration_is_shown_with_every_answer_trained(tmp_path):
     turns = [("user", "2+2?"), ("assistant", "4"), ("user", "sure?"), ("assistant", "y" * 401)]
     found = report(tmp_path, [{"messages": [{"role": role, "content": said} for role, said in turns]}])
     assert found.rows == (
@@ -64,14 +62,12 @@ def test_a_demonstration_is_shown_with_every_answer_trained(tmp_path: Path) -> N
         ),
     ],
 )
-def test_columns_of_other_names_are_guessed_and_the_rows_read_with_them(
-    row: dict[str, Any], columns: dict[str, str], format_name: str, tmp_path: Path
-) -> None:
+def test_columns_of_other_names_are_guessed_and_the_rows_read_with_them(row, columns, format_name, tmp_path):
     found = report(tmp_path, [row])
     assert (found.guessed, found.format, found.usable) == (columns, format_name or "prompt_completion", 1)
 
 
-def test_nothing_is_guessed_for_rows_that_can_be_read_or_whose_names_mean_nothing(tmp_path: Path) -> None:
+def test_nothing_is_guessed_for_rows_that_can_be_read_or_whose_names_mean_nothing(tmp_path):
     assert report(tmp_path, [QA]).guessed == {}
     found = report(tmp_path, [{"a": "x", "b": "y", "c": "z"}])
     assert (found.guessed, found.usable, found.format, found.columns_read) == ({}, 0, "", ())
@@ -81,7 +77,7 @@ def test_nothing_is_guessed_for_rows_that_can_be_read_or_whose_names_mean_nothin
     assert "set columns = {ranks = 'rankings'} or {scores = 'rankings'}" in str(found.dropped[0])
 
 
-def test_a_source_that_cannot_be_read_has_the_error(tmp_path: Path) -> None:
+def test_a_source_that_cannot_be_read_has_the_error(tmp_path):
     rows = [{"prompt": "2+2?", "completion": "4", "label": number} for number in (0, 1)]
     found = report(tmp_path, rows)
     assert found.problem.startswith("data.sources[s].label_coding = 'auto': the labels are 0, 1")

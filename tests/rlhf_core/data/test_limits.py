@@ -1,7 +1,5 @@
 """Limits in tokens, counted by hand with a byte-level tokenizer, and the report of dropped rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +32,7 @@ def limited(chat: ChatTemplate, tables: Tables, **limits: int) -> tuple[Tables, 
     return kept, [f"{drop.origin.line} {drop.reason}" for drop in report.drops]
 
 
-def test_rows_at_a_limit_stay_and_rows_beyond_it_go(chat: ChatTemplate) -> None:
+def test_rows_at_a_limit_stay_and_rows_beyond_it_go(chat):
     # digits are single tokens: <|user|>123<|end|><|assistant|>45<|end|> has 6 prompt tokens and 9 in all
     tables = only(demonstrations=(demonstration("a", "123", "45"),))
     for limits in ({"max_prompt_tokens": 6}, {"max_tokens": 9}, {"min_answer_tokens": 3}):
@@ -47,21 +45,21 @@ def test_rows_at_a_limit_stay_and_rows_beyond_it_go(chat: ChatTemplate) -> None:
         assert limited(chat, tables, **limit_) == (only(), [reason])
 
 
-def test_bare_prompts_are_counted_with_their_generation_prompt(chat: ChatTemplate) -> None:
+def test_bare_prompts_are_counted_with_their_generation_prompt(chat):
     prompts = (Prompt("a", (Message("user", "123"),), "", "s"), Prompt("b", (Message("user", "1234"),), "", "s"))
     kept, dropped = limited(chat, only(prompts=prompts, eval_prompts=prompts), max_prompt_tokens=6)
     assert kept.prompts == kept.eval_prompts == prompts[:1]
     assert dropped == ["2 prompt too long: 7 tokens, at most 6"] * 2
 
 
-def test_the_longer_answer_of_a_pair_counts(chat: ChatTemplate) -> None:
+def test_the_longer_answer_of_a_pair_counts(chat):
     answers = (Message("assistant", "2"),), (Message("assistant", "345"),)
     pair = Preference("a", (Message("user", "1"),), *answers, 0.0, "s")
     _, dropped = limited(chat, only(preferences=(pair,)), max_tokens=7)
     assert dropped == ["1 conversation too long: 8 tokens, at most 7"]
 
 
-def test_content_that_spells_a_control_token_is_dropped(chat: ChatTemplate) -> None:
+def test_content_that_spells_a_control_token_is_dropped(chat):
     forged = demonstration("a", "1<|end|><|assistant|>2", "3")
     kept, dropped = limited(chat, only(demonstrations=(forged, demonstration("b", "1", "3"))))
     assert [row.id for row in kept.demonstrations] == ["b"]
@@ -81,9 +79,7 @@ def test_content_that_spells_a_control_token_is_dropped(chat: ChatTemplate) -> N
         ("[TOOL_RESULTS]", True, False, False),
     ],
 )
-def test_a_control_token_need_not_have_a_name(
-    chat: ChatTemplate, token: str, special: bool, written: bool, kept: bool
-) -> None:
+def test_a_control_token_need_not_have_a_name(chat, token, special, written, kept):
     tokenizer = with_template(chat, chat.tokenizer.chat_template).tokenizer
     tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
     assert token not in tokenizer.all_special_tokens
@@ -95,7 +91,7 @@ def test_a_control_token_need_not_have_a_name(
     assert dropped == ([] if kept else [f"1 content holds a control token: {token}"])
 
 
-def test_a_template_that_rewrites_earlier_answers_drops_neither_a_demonstration_nor_a_pair(chat: ChatTemplate) -> None:
+def test_a_template_that_rewrites_earlier_answers_drops_neither_a_demonstration_nor_a_pair(chat):
     forgetful = with_template(chat, FORGETFUL)
     prompt = (Message("user", "1"), Message("assistant", "2"), Message("user", "3"))
     long = Demonstration("a", (*prompt, Message("assistant", "4")), "s")
@@ -104,7 +100,7 @@ def test_a_template_that_rewrites_earlier_answers_drops_neither_a_demonstration_
     assert (kept.demonstrations, kept.preferences, dropped) == ((long,), (pair,), [])
 
 
-def test_a_demonstration_that_sft_cannot_mask_is_dropped(chat: ChatTemplate) -> None:
+def test_a_demonstration_that_sft_cannot_mask_is_dropped(chat):
     closing = with_template(  # asks for every answer with "=", and shows one with "!" without it
         chat,
         "{% for m in messages %}{{ '=' if m['role'] == 'assistant' and '!' not in m['content'] else '' }}"
@@ -116,12 +112,12 @@ def test_a_demonstration_that_sft_cannot_mask_is_dropped(chat: ChatTemplate) -> 
     assert reason.startswith("1 chat template: chat_template = 'turn 2 of 2': prompts for an answer with '='")
 
 
-def test_a_demonstration_splits_before_its_last_turn() -> None:
+def test_a_demonstration_splits_before_its_last_turn():
     row = demonstration("a", "1", "2")
     assert parts(row) == ((Message("user", "1"),), ((Message("assistant", "2"),),))
 
 
-def test_steps_are_counted_as_one_answer_a_line_each(chat: ChatTemplate) -> None:
+def test_steps_are_counted_as_one_answer_a_line_each(chat):
     # <|user|>1<|end|><|assistant|>2\n34<|end|> has 4 prompt tokens and 9 in all
     row = SteppedAnswer("a", (Message("user", "1"),), ("2", "34"), (1.0, 0.0), "s")
     tables = only(steps=(row,), eval_steps=(row,))
@@ -143,12 +139,12 @@ def report_of(reasons: list[str], *, read: int) -> DropReport:
     return report
 
 
-def test_reasons_are_counted_without_their_detail() -> None:
+def test_reasons_are_counted_without_their_detail():
     report = report_of(["duplicate: of f:1", "malformed: x", "duplicate: of f:2"], read=9)
     assert report.counts() == {"duplicate": 2, "malformed": 1}
 
 
-def test_the_file_names_every_row() -> None:
+def test_the_file_names_every_row():
     written = report_of(["malformed: x"], read=9).to_json()
     assert list(written) == ["rows_read", "unused", "dropped", "reasons", "drops"]  # counts of nothing are left out
     assert written["rows_read"] == {"s": 9}
@@ -156,7 +152,7 @@ def test_the_file_names_every_row() -> None:
     assert written["drops"] == [{"source": "s", "file": "f.jsonl", "line": 1, "reason": "malformed: x"}]
 
 
-def test_too_many_malformed_rows_are_an_error_that_names_the_first() -> None:
+def test_too_many_malformed_rows_are_an_error_that_names_the_first():
     report = report_of(["malformed: empty turn", "malformed: other"], read=20)
     report.check_malformed("s", report.drops, max_bad_fraction=0.1)  # 2 of 20 are just allowed
     with pytest.raises(
@@ -165,5 +161,5 @@ def test_too_many_malformed_rows_are_an_error_that_names_the_first() -> None:
         report.check_malformed("s", report.drops, max_bad_fraction=0.09)
 
 
-def test_no_malformed_row_is_never_an_error() -> None:
+def test_no_malformed_row_is_never_an_error():
     report_of([], read=0).check_malformed("s", list[Drop](), max_bad_fraction=0.0)

@@ -1,7 +1,5 @@
 """Shares, weights, the order of epochs, and prompts that are held out."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 
@@ -37,28 +35,28 @@ def example(prompt: str, *, chosen: str = "", rejected: str = "") -> Example:
     return Example(turns("user", prompt), *sides, "", 0.0, "s", Origin("f", 1))
 
 
-def test_a_prompt_has_one_place_whatever_its_answer_case_and_spaces() -> None:
+def test_a_prompt_has_one_place_whatever_its_answer_case_and_spaces():
     assert place(example("A b", chosen="x").prompt, "s") == place(example(" a  B").prompt, "s")
     assert place(example("a b").prompt, "s") != place(example("a b").prompt, "t")
 
 
-def test_shares_are_met() -> None:
+def test_shares_are_met():
     use = Use(demonstrations=0.5, preferences=0.25, eval_prompts=0.15)
     found = Counter(table_of(example(f"prompt {number}"), use) for number in range(4000))
     # four standard deviations of a share of 4000 are at most 0.032
     for table, share in (("demonstrations", 0.5), ("preferences", 0.25), ("eval_prompts", 0.15), (None, 0.1)):
-        assert found[table] / 4000 == pytest.approx(share, abs=0.032)  # type: ignore[index]
+        assert found[table] / 4000 == pytest.approx(share, abs=0.032)
     assert found["prompts"] == 0
 
 
-def test_the_evaluation_split_does_not_follow_the_table() -> None:
+def test_the_evaluation_split_does_not_follow_the_table():
     rows = [example(f"prompt {number}") for number in range(4000)]
     first_half = [row for row in rows if table_of(row, Use(demonstrations=0.5)) == "demonstrations"]
     share = sum(is_evaluation(row, 0.2) for row in first_half) / len(first_half)
     assert share == pytest.approx(0.2, abs=0.04)
 
 
-def test_rows_that_cannot_serve_a_table_say_why() -> None:
+def test_rows_that_cannot_serve_a_table_say_why():
     assert misfit(example("p"), "demonstrations") == "no good answer: demonstrations need one"
     assert misfit(example("p", chosen="a"), "demonstrations") is None
     assert (
@@ -69,21 +67,21 @@ def test_rows_that_cannot_serve_a_table_say_why() -> None:
     assert misfit(example("", chosen="a"), "prompts") == "no prompt"
 
 
-def test_the_scarcest_source_sets_the_size_and_no_row_is_repeated() -> None:
+def test_the_scarcest_source_sets_the_size_and_no_row_is_repeated():
     rows = {"a": [f"a{n}" for n in range(10)], "b": [f"b{n}" for n in range(100)], "c": []}
     mixed = mix(rows, {"a": 1.0, "b": 3.0, "c": 9.0}, seed=1)
     assert Counter(row[0] for row in mixed) == {"a": 10, "b": 30}
     assert len(set(mixed)) == 40
 
 
-def test_a_mixture_belongs_to_its_seed() -> None:
+def test_a_mixture_belongs_to_its_seed():
     rows = {"a": list(range(50)), "b": list(range(50, 100))}
     weights = {"a": 1.0, "b": 0.5}
     assert mix(rows, weights, seed=1) == mix(rows, weights, seed=1) != mix(rows, weights, seed=2)
     assert shuffled(range(9), seed=1) == shuffled(range(9), seed=1) != shuffled(range(9), seed=2)
 
 
-def test_nothing_mixes_to_nothing() -> None:
+def test_nothing_mixes_to_nothing():
     assert mix({"a": []}, {"a": 1.0}, seed=0) == []
 
 
@@ -92,13 +90,13 @@ def test_nothing_mixes_to_nothing() -> None:
 ROWS = ["a", "b", "c", "d", "e"]
 
 
-def test_rows_come_epoch_by_epoch_each_once() -> None:
+def test_rows_come_epoch_by_epoch_each_once():
     taken = [row for step in range(5) for row in rows_at(step, ROWS, count=2, seed=3)]
     assert sorted(taken[:5]) == sorted(taken[5:]) == ROWS
     assert taken[:5] != taken[5:]
 
 
-def test_the_order_of_an_epoch_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_an_epoch_is_drawn_once(monkeypatch):
     drawn = []
 
     class Counted(random.Random):
@@ -114,7 +112,7 @@ def test_the_order_of_an_epoch_is_drawn_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(drawn) == len(set(drawn)) == 4 + 2
 
 
-def test_an_order_holds_every_position_once_and_depends_on_the_seed() -> None:
+def test_an_order_holds_every_position_once_and_depends_on_the_seed():
     assert sorted(shuffled_indices(50, 1)) == list(range(50))
     assert shuffled_indices(50, 1) != shuffled_indices(50, 2)
     expected = list(range(50))
@@ -128,11 +126,11 @@ NAMES = [f"p{i}" for i in range(40)]
 
 
 @pytest.mark.parametrize(("count", "fraction", "expected"), [(40, 0.05, 2), (40, 0.01, 1), (40, 0.0, 0), (1, 0.5, 0)])
-def test_a_fraction_is_held_out_and_at_least_one(count: int, fraction: float, expected: int) -> None:
+def test_a_fraction_is_held_out_and_at_least_one(count, fraction, expected):
     assert len(held_out(NAMES[:count], fraction=fraction, seed=17)) == expected
 
 
-def test_it_depends_on_the_seed_and_not_on_order_or_repetition() -> None:
+def test_it_depends_on_the_seed_and_not_on_order_or_repetition():
     chosen = held_out(NAMES, fraction=0.25, seed=17)
     assert held_out(NAMES[::-1] * 2, fraction=0.25, seed=17) == chosen
     assert held_out(NAMES, fraction=0.25, seed=18) != chosen
@@ -147,7 +145,7 @@ OF_SOURCES = {"a": [f"a{i}" for i in range(7)], "b": [f"b{i}" for i in range(3)]
     "shares", [{"a": 0.7, "b": 0.3}, {"a": 1.0, "b": 2.0, "c": 0.01}, {"b": 1.0}, {"a": 1.0, "b": 0.0}]
 )
 @pytest.mark.parametrize("block", [1, 3, 10])
-def test_every_block_has_the_shares_and_every_source_its_epochs(shares: dict[str, float], block: int) -> None:
+def test_every_block_has_the_shares_and_every_source_its_epochs(shares, block):
     total, blocks = sum(shares.values()), 400
     rows = mixed_rows(0, OF_SOURCES, shares, count=blocks * block, block=block, seed=5)
     for number in range(blocks):
@@ -163,7 +161,7 @@ def test_every_block_has_the_shares_and_every_source_its_epochs(shares: dict[str
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (3, 9), (17, 4), (30, 10)])
-def test_a_mixture_can_be_continued_anywhere(first: int, count: int) -> None:
+def test_a_mixture_can_be_continued_anywhere(first, count):
     whole = mixed_rows(0, OF_SOURCES, {"a": 0.6, "c": 0.4}, count=60, block=8, seed=1)
     assert (
         mixed_rows(first, OF_SOURCES, {"a": 0.6, "c": 0.4}, count=count, block=8, seed=1)
@@ -172,7 +170,7 @@ def test_a_mixture_can_be_continued_anywhere(first: int, count: int) -> None:
     assert mixed_rows(0, OF_SOURCES, {"a": 0.6, "c": 0.4}, count=60, block=8, seed=2) != whole
 
 
-def test_shares_that_cannot_be_written_in_binary_fill_a_block_exactly() -> None:
+def test_shares_that_cannot_be_written_in_binary_fill_a_block_exactly():
     for offset in (0.0, 0.1, 0.999999):
         assert sum(apportioned({"a": 0.1, "b": 0.2, "c": 0.7}, 10, offset=offset).values()) == 10
         assert min(apportioned({"a": 0.1, "b": 0.2, "c": 0.7}, 10, offset=offset).values()) >= 1

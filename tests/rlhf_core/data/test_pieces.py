@@ -3,8 +3,6 @@
 The reference is the rendered conversation, tokenized whole: what the policy is given when it samples.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -22,12 +20,12 @@ TEMPLATES = {"llama2": LLAMA2, "zephyr": ZEPHYR}
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request) -> str:
     return str(request.param)
 
 
 @pytest.fixture(params=sorted(TEMPLATES))
-def chat(kind: str, request: pytest.FixtureRequest) -> ChatTemplate:
+def chat(kind: str, request) -> ChatTemplate:
     return ChatTemplate(tokenizer_of(kind, TEMPLATES[request.param]))
 
 
@@ -49,7 +47,7 @@ def made(sample: TokenSample | None) -> TokenSample:
     return sample
 
 
-def test_a_conversation_has_the_tokens_of_the_whole_text(chat: ChatTemplate) -> None:
+def test_a_conversation_has_the_tokens_of_the_whole_text(chat):
     whole = ids(chat, rendered(chat, WHOLE))
     assert made(chat.conversation(WHOLE, max_length=1000)).token_ids == whole
     assert made(chat.transcript(WHOLE, max_length=1000)).token_ids == whole
@@ -58,7 +56,7 @@ def test_a_conversation_has_the_tokens_of_the_whole_text(chat: ChatTemplate) -> 
         assert chat.prompt_ids(WHOLE[:length]) == ids(chat, chat.prompt_text(WHOLE[:length]))
 
 
-def test_the_answers_are_trained_up_to_their_end_of_turn(chat: ChatTemplate) -> None:
+def test_the_answers_are_trained_up_to_their_end_of_turn(chat):
     sample = made(chat.conversation(WHOLE, max_length=1000))
     trained = [token for token, mask in zip(sample.token_ids, sample.loss_mask, strict=True) if mask]
     space = " " if chat.tokenizer.chat_template == LLAMA2 else ""
@@ -67,21 +65,21 @@ def test_the_answers_are_trained_up_to_their_end_of_turn(chat: ChatTemplate) -> 
     assert trained.count(chat.eos_id) == 2 and trained[-1] == chat.eos_id
 
 
-def test_an_episode_has_the_tokens_of_the_whole_text(chat: ChatTemplate) -> None:
+def test_an_episode_has_the_tokens_of_the_whole_text(chat):
     prompt = chat.prompt_ids((USER,))
     said = made(chat.continuation((USER,), (ANSWER,), max_length=1000)).token_ids[len(prompt) :]
     sampled = said[: said.index(chat.eos_id) + 1]
     assert prompt + sampled + chat.turn_ids((THANKS,)) == ids(chat, chat.prompt_text(WHOLE[:3]))
 
 
-def test_a_query_to_a_reward_service_has_the_tokens_of_training(chat: ChatTemplate) -> None:
+def test_a_query_to_a_reward_service_has_the_tokens_of_training(chat):
     sample = made(chat.continuation((USER,), (ANSWER,), max_length=1000))
     end = len(sample.loss_mask) - sample.loss_mask[::-1].index(1)
     assert chat.answered_ids(USER.content, ANSWER.content) == sample.token_ids[:end]
 
 
 @pytest.fixture(scope="module")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def byte_level(tmp_path_factory) -> Any:
     from transformers import AutoTokenizer
 
     from rlhf_core.models.initialise import train_tokenizer
@@ -99,7 +97,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", *KINDS])
-def test_each_answer_follows_the_tokens_that_the_sampler_is_given(kind: str, byte_level: Any) -> None:
+def test_each_answer_follows_the_tokens_that_the_sampler_is_given(kind, byte_level):
     for template in (VICUNA, *TEMPLATES.values()):
         chat = byte_level(template) if kind == "byte-level" else ChatTemplate(tokenizer_of(kind, template))
         whole = (*WHOLE, Message("user", "Hello"), Message("assistant", "Hello"))
@@ -119,7 +117,7 @@ def test_each_answer_follows_the_tokens_that_the_sampler_is_given(kind: str, byt
             assert first == ids(chat, chat.prompt_text((USER,))) != ids(chat, rendered(chat, whole))[: len(first)]
 
 
-def test_a_prompt_whose_earlier_answers_the_template_rewrites_is_one_text(byte_level: Any) -> None:
+def test_a_prompt_whose_earlier_answers_the_template_rewrites_is_one_text(byte_level):
     source = (
         "{% for m in messages %}{{ m['role'] + ': ' + ('<think></think>' if m['role'] == 'assistant' and loop.last else '')"
         " + m['content'] + eos_token }}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
@@ -130,7 +128,7 @@ def test_a_prompt_whose_earlier_answers_the_template_rewrites_is_one_text(byte_l
     assert made(chat.continuation(WHOLE[:3], WHOLE[3:], max_length=1000)).token_ids[: len(prompt)] == prompt
 
 
-def test_a_prompt_whose_beginnings_the_template_refuses_is_one_text(byte_level: Any) -> None:
+def test_a_prompt_whose_beginnings_the_template_refuses_is_one_text(byte_level):
     source = (
         "{% if messages|length < 3 and messages|length > 1 and messages[0]['content'] != 'Hi' %}"
         "{{ raise_exception('a question comes last') }}{% endif %}" + VICUNA
@@ -139,7 +137,7 @@ def test_a_prompt_whose_beginnings_the_template_refuses_is_one_text(byte_level: 
     assert chat.prompt_ids(WHOLE[:3]) == ids(chat, chat.prompt_text(WHOLE[:3]))
 
 
-def test_text_that_follows_sampled_tokens_gains_no_mark(kind: str) -> None:
+def test_text_that_follows_sampled_tokens_gains_no_mark(kind):
     chat = ChatTemplate(tokenizer_of(kind, ZEPHYR))
     first = ids(chat, "Hello")
     for text in ("Maria", " Maria", "\nMaria", ", how are you?"):
@@ -149,7 +147,7 @@ def test_text_that_follows_sampled_tokens_gains_no_mark(kind: str) -> None:
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_text_follows_an_added_token_without_a_name_as_in_the_whole_text(kind: str, special: bool) -> None:
+def test_text_follows_an_added_token_without_a_name_as_in_the_whole_text(kind, special):
     tokenizer = tokenizer_of(kind, ZEPHYR)
     tokenizer.add_tokens([AddedToken("<|end|>", special=special, normalized=False)])  # as Phi-3's end of a turn
     chat, end = ChatTemplate(tokenizer), tokenizer.convert_tokens_to_ids("<|end|>")
@@ -158,7 +156,7 @@ def test_text_follows_an_added_token_without_a_name_as_in_the_whole_text(kind: s
         assert chat.following_ids(text, after=end) == whole[whole.index(end) + 1 :]
 
 
-def test_steps_are_found_by_what_they_are_separated_with(kind: str) -> None:
+def test_steps_are_found_by_what_they_are_separated_with(kind):
     chat = ChatTemplate(tokenizer_of(kind, ZEPHYR))
     answer = ids(chat, "12 + 30\nHello Maria\n42")
     ends = StepSplitter(chat, "\n").ends(answer)

@@ -1,13 +1,11 @@
 """Files of the store: there as a whole or not at all, and what is written is what is read."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.data import shards as files
@@ -42,7 +40,7 @@ EPISODE = Completion(
 BROKEN = Completion((), (), "", "stop", 4, 2, (), "the environment crashed")
 
 
-def test_generations_of_all_shards_come_back_in_order(tmp_path: Path) -> None:
+def test_generations_of_all_shards_come_back_in_order(tmp_path):
     rows = [Generation(PROMPT, (1, number), COMPLETION) for number in range(3)]
     write_generations(tmp_path, 1, rows[2:])
     write_generations(tmp_path, 0, rows[:2])
@@ -50,14 +48,14 @@ def test_generations_of_all_shards_come_back_in_order(tmp_path: Path) -> None:
     assert read_generations(tmp_path) == rows
 
 
-def test_rollouts_come_back_with_exact_logprobs_and_components(tmp_path: Path) -> None:
+def test_rollouts_come_back_with_exact_logprobs_and_components(tmp_path):
     turns = replace(PROMPT, conversational=True)
     rows = [Rollout(turns, (1, 2), COMPLETION, 1 / 7, {"b": 2.0, "a": -1.0}), Rollout(PROMPT, (), EPISODE, 0.0, {})]
     write_rollouts(tmp_path, 0, rows)
     assert read_rollouts(tmp_path) == rows
 
 
-def test_scores_come_back_and_are_none_in_shards_from_before_there_were_any(tmp_path: Path) -> None:
+def test_scores_come_back_and_are_none_in_shards_from_before_there_were_any(tmp_path):
     graded = replace(EPISODE, score=0.5)
     write_rollouts(tmp_path / "new", 0, [Rollout(PROMPT, (), graded, 0.0, {}, score=1.0)])
     assert read_rollouts(tmp_path / "new") == [Rollout(PROMPT, (), graded, 0.0, {}, score=1.0)]
@@ -67,15 +65,15 @@ def test_scores_come_back_and_are_none_in_shards_from_before_there_were_any(tmp_
     assert read_rollouts(tmp_path / "old") == [Rollout(PROMPT, (), EPISODE, 0.0, {})]
 
 
-def test_an_interrupted_write_leaves_no_shard(tmp_path: Path) -> None:
-    unwritable = Generation(PROMPT, ("not a number",), COMPLETION)  # type: ignore[arg-type]
+def test_an_interrupted_write_leaves_no_shard(tmp_path):
+    unwritable = Generation(PROMPT, ("not a number",), COMPLETION)
     with pytest.raises(Exception, match="not a number"):
         write_generations(tmp_path, 0, [unwritable])
     assert not shard_path(tmp_path, 0).exists()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_invalid_rollout_keeps_its_reason_and_has_no_reward(tmp_path: Path) -> None:
+def test_an_invalid_rollout_keeps_its_reason_and_has_no_reward(tmp_path):
     write_rollouts(tmp_path, 0, [Rollout(PROMPT, (1,), BROKEN, math.nan, {}, "no reward: the environment crashed")])
     (row,) = read_rollouts(tmp_path)
     assert math.isnan(row.reward)
@@ -83,7 +81,7 @@ def test_an_invalid_rollout_keeps_its_reason_and_has_no_reward(tmp_path: Path) -
     assert row.completion == BROKEN
 
 
-def test_a_folder_without_shards_or_index_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_shards_or_index_is_named(tmp_path):
     with pytest.raises(DataError, match="has no shard"):
         read_generations(tmp_path)
     with pytest.raises(DataError, match="index"):
@@ -102,7 +100,7 @@ def talks(*ids: str) -> list[dict[str, object]]:
     return [{"id": one, "messages": plain_messages(TALK)} for one in ids]
 
 
-def test_the_columns_that_were_asked_for_come_back(tmp_path: Path) -> None:
+def test_the_columns_that_were_asked_for_come_back(tmp_path):
     path = tmp_path / "new" / "a.parquet"
     for rows in ([], talks("1", "2")):
         write_table(path, SCHEMA, rows)
@@ -111,7 +109,7 @@ def test_the_columns_that_were_asked_for_come_back(tmp_path: Path) -> None:
     assert read_table(path, pa.schema([("id", pa.string())])) == [{"id": "1"}, {"id": "2"}]
 
 
-def test_a_missing_table_and_a_foreign_table_are_named(tmp_path: Path) -> None:
+def test_a_missing_table_and_a_foreign_table_are_named(tmp_path):
     with pytest.raises(DataError, match=r"a\.parquet.*must exist"):
         read_table(tmp_path / "a.parquet", SCHEMA)
     write_table(tmp_path / "a.parquet", pa.schema([("id", pa.string())]), [{"id": "1"}])
@@ -119,7 +117,7 @@ def test_a_missing_table_and_a_foreign_table_are_named(tmp_path: Path) -> None:
         read_table(tmp_path / "a.parquet", SCHEMA)
 
 
-def test_a_write_that_is_interrupted_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_is_interrupted_leaves_what_was_there(tmp_path, monkeypatch):
     write_table(tmp_path / "a.parquet", SCHEMA, talks("old"))
     replace_file(tmp_path / "b.json", b"old")
 
@@ -136,7 +134,7 @@ def test_a_write_that_is_interrupted_leaves_what_was_there(tmp_path: Path, monke
     assert [path.name for path in tmp_path.glob("*.parquet")] == ["a.parquet"]  # half a file is not taken for a table
 
 
-def test_a_file_has_its_name_only_once_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_has_its_name_only_once_it_is_on_the_disk(tmp_path, monkeypatch):
     synced: list[tuple[str, bool]] = []
     target = tmp_path / "b.json"
     monkeypatch.setattr(files, "fsync_path", lambda path: synced.append((path.name, target.exists())))
@@ -157,7 +155,7 @@ ROLLOUTS = [
 SCORER = {"count": 2, "mean": 0.1 + 0.2}
 
 
-def test_what_a_policy_made_comes_back_bit_for_bit_for_its_step_and_policy_alone(tmp_path: Path) -> None:
+def test_what_a_policy_made_comes_back_bit_for_bit_for_its_step_and_policy_alone(tmp_path):
     log = RolloutLog(tmp_path / "log")
     log.write(7, ROLLOUTS, SCORER, policy="abc")
     assert RolloutLog(tmp_path / "log").read(7, policy="abc") == ScoredStep(ROLLOUTS, SCORER)
@@ -166,7 +164,7 @@ def test_what_a_policy_made_comes_back_bit_for_bit_for_its_step_and_policy_alone
     assert log.read(7, policy="new") == ScoredStep(ROLLOUTS[:1], SCORER)
 
 
-def test_a_write_that_was_cut_short_is_nothing_and_is_written_over(tmp_path: Path) -> None:
+def test_a_write_that_was_cut_short_is_nothing_and_is_written_over(tmp_path):
     log = RolloutLog(tmp_path / "log")
     half = tmp_path / "log" / ".step-000007"
     half.mkdir(parents=True)
@@ -177,7 +175,7 @@ def test_a_write_that_was_cut_short_is_nothing_and_is_written_over(tmp_path: Pat
     assert not half.exists()
 
 
-def test_steps_before_are_forgotten(tmp_path: Path) -> None:
+def test_steps_before_are_forgotten(tmp_path):
     log = RolloutLog(tmp_path / "log")
     for step in (8, 9, 10, 100):
         log.write(step, ROLLOUTS, SCORER, policy="abc")

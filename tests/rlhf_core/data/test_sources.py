@@ -1,7 +1,5 @@
 """Every kind of file gives the same rows, each with the line it came from."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -55,7 +53,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_kind_of_file_gives_the_same_rows(name: str, tmp_path: Path) -> None:
+def test_every_kind_of_file_gives_the_same_rows(name, tmp_path):
     WRITERS[name](tmp_path / name)
     assert rows_of(tmp_path / name) == ROWS
 
@@ -88,15 +86,13 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\
         ("x.jsonl", b"\n<!DOCTYPE html><html></html>", "is a web page; download the file itself"),
     ],
 )
-def test_a_file_of_another_type_is_refused_with_what_it_is(
-    name: str, content: bytes, reason: str, tmp_path: Path
-) -> None:
+def test_a_file_of_another_type_is_refused_with_what_it_is(name, content, reason, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"sources\[s\]\.path = '.*{name}': {reason}"):
         problems(tmp_path / name)
 
 
-def test_a_folder_and_a_pattern_are_read_file_by_file(tmp_path: Path) -> None:
+def test_a_folder_and_a_pattern_are_read_file_by_file(tmp_path):
     (tmp_path / "deep").mkdir()
     names = ("deep/part-0.jsonl", "part-1.jsonl.gz", "part-2.jsonl", "README.md", ".part.jsonl", "_part.jsonl")
     for name in names:
@@ -122,9 +118,7 @@ def test_a_folder_and_a_pattern_are_read_file_by_file(tmp_path: Path) -> None:
         (["part-0.jsonl", "eval.jsonl"], r"has files of several splits, \['none in the name', 'eval'\]"),
     ],
 )
-def test_a_folder_of_which_files_are_meant_is_not_clear_is_refused(
-    names: list[str], reason: str, tmp_path: Path
-) -> None:
+def test_a_folder_of_which_files_are_meant_is_not_clear_is_refused(names, reason, tmp_path):
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(LINES)
@@ -133,7 +127,7 @@ def test_a_folder_of_which_files_are_meant_is_not_clear_is_refused(
             file_type(source(path))
 
 
-def test_a_saved_dataset_and_one_split_of_a_saved_dictionary_are_read(tmp_path: Path) -> None:
+def test_a_saved_dataset_and_one_split_of_a_saved_dictionary_are_read(tmp_path):
     from datasets import Dataset, DatasetDict
 
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
@@ -147,7 +141,7 @@ def test_a_saved_dataset_and_one_split_of_a_saved_dictionary_are_read(tmp_path: 
         rows_of(tmp_path / "one")
 
 
-def test_a_line_that_is_not_json_is_a_problem_of_that_line(tmp_path: Path) -> None:
+def test_a_line_that_is_not_json_is_a_problem_of_that_line(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": \n[1]\n')
     records = list(read(source(tmp_path / "x.jsonl")))
     assert [record.origin.line for record in records] == [1, 3, 4]
@@ -156,7 +150,7 @@ def test_a_line_that_is_not_json_is_a_problem_of_that_line(tmp_path: Path) -> No
     assert records[2].problem.startswith("not a row: list")
 
 
-def test_cells_of_csv_are_counted_and_turns_in_one_are_read_as_json(tmp_path: Path) -> None:
+def test_cells_of_csv_are_counted_and_turns_in_one_are_read_as_json(tmp_path):
     WRITERS["e.csv"](tmp_path / "x.csv")
     assert [record.origin.line for record in read(source(tmp_path / "x.csv"))] == [2, 4]  # the last line of a row
     (tmp_path / "x.csv").write_text("prompt,completion\na\na,b,c\na,b\n")
@@ -185,7 +179,7 @@ def damaged_archive() -> bytes:
         ("x.csv", b'prompt,completion\na,1\n"b,2\n' + b"c,3\n" * 100, "a quote that begins in line 3 or later is not"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, reason):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=reason):
@@ -193,14 +187,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content:
 
 
 @pytest.mark.parametrize("revision", ["", "main", "v1.0", "0" * 39, "G" * 40])
-def test_a_hub_name_needs_a_full_commit(revision: str) -> None:
+def test_a_hub_name_needs_a_full_commit(revision):
     with pytest.raises(ConfigError, match=rf"data\.sources\[s\]\.revision = '{revision}'.*copy the 40-digit hash"):
         file_type(source("owner/name", revision=revision))
     assert is_hub(source("owner/name", revision="0" * 40))
 
 
 @pytest.mark.parametrize("place", ["rows.jsonl", "zero.jsonl"])
-def test_a_pipe_or_a_device_is_refused_and_not_read(place: str, tmp_path: Path) -> None:
+def test_a_pipe_or_a_device_is_refused_and_not_read(place, tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
     (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match=r"data\.sources\[s\]\.path = .*: a pipe, a device or a socket"):
@@ -209,7 +203,7 @@ def test_a_pipe_or_a_device_is_refused_and_not_read(place: str, tmp_path: Path) 
         file_type(source(tmp_path / "data.xyz"))
 
 
-def test_a_row_that_python_cannot_read_is_a_problem_of_that_row_alone(tmp_path: Path) -> None:
+def test_a_row_that_python_cannot_read_is_a_problem_of_that_row_alone(tmp_path):
     lines = [b'{"prompt": "a"}', b"[" * 100_000, b'{"prompt": "b"}', b"\xff\xfe", b'{"prompt": "c"}']
     (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines))
     deep, none = problems(tmp_path / "x.jsonl")[1:4:2]
@@ -219,7 +213,7 @@ def test_a_row_that_python_cannot_read_is_a_problem_of_that_row_alone(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
-def test_a_number_of_five_thousand_digits_keeps_them(name: str, tmp_path: Path) -> None:
+def test_a_number_of_five_thousand_digits_keeps_them(name, tmp_path):
     digits = "9" * 5000
     row = f'{{"prompt": "a", "label": {digits}}}'
     (tmp_path / name).write_text(row if name == "x.jsonl" else f"[{row}]")
@@ -227,7 +221,7 @@ def test_a_number_of_five_thousand_digits_keeps_them(name: str, tmp_path: Path) 
     assert str(record.row["label"]) == digits
 
 
-def test_a_key_that_an_object_has_twice_spoils_its_row(tmp_path: Path) -> None:
+def test_a_key_that_an_object_has_twice_spoils_its_row(tmp_path):
     twice = '{"prompt": "a", "label": {"b": 1, "b": 2}}'
     (tmp_path / "x.jsonl").write_text(f'{{"prompt": "c"}}\n{twice}\n')
     (tmp_path / "x.csv").write_text('prompt,label\nc,1\na,"{""b"": 1, ""b"": 2}"\n')
@@ -236,7 +230,7 @@ def test_a_key_that_an_object_has_twice_spoils_its_row(tmp_path: Path) -> None:
         assert problems(tmp_path / name) == ["", reason]
 
 
-def test_a_date_that_python_has_not_is_a_problem_of_its_row_alone(tmp_path: Path) -> None:
+def test_a_date_that_python_has_not_is_a_problem_of_its_row_alone(tmp_path):
     from datasets import Dataset
 
     days = pa.array([0, 10**8, 1], pa.int32()).cast(pa.date32())
@@ -251,7 +245,7 @@ def test_a_date_that_python_has_not_is_a_problem_of_its_row_alone(tmp_path: Path
         assert second.problem.startswith("not readable: ") and second.row == {}
 
 
-def test_damaged_offsets_of_an_arrow_file_are_not_followed(tmp_path: Path) -> None:
+def test_damaged_offsets_of_an_arrow_file_are_not_followed(tmp_path):
     write_arrow(tmp_path / "x.arrow", pa.Table.from_pylist(ROWS))
     content = bytearray((tmp_path / "x.arrow").read_bytes())
     at = content.index(b"\0\0\0\0\x04\0\0\0\x07\0\0\0")  # where the two prompts begin and end
@@ -261,7 +255,7 @@ def test_damaged_offsets_of_an_arrow_file_are_not_followed(tmp_path: Path) -> No
         problems(tmp_path / "x.arrow")
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_columns_of_one_name_are_refused(tmp_path):
     twins = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
     pq.write_table(twins, tmp_path / "x.parquet")
     write_arrow(tmp_path / "x.arrow", twins)
@@ -270,7 +264,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
             problems(tmp_path / name)
 
 
-def test_quotes_that_are_out_of_place_swallow_no_rows_in_silence(tmp_path: Path) -> None:
+def test_quotes_that_are_out_of_place_swallow_no_rows_in_silence(tmp_path):
     (tmp_path / "x.csv").write_text('prompt,completion\n"a"b,1\nc,2\n')
     first, second = read(source(tmp_path / "x.csv"))
     assert first.problem.startswith("not CSV: ") and first.problem.endswith("in lines 2 to 2")

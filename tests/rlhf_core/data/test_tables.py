@@ -1,11 +1,8 @@
 """Parquet layouts, steps of answers, and the preview."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -70,9 +67,7 @@ FILES: dict[type, tuple[Callable[..., None], Callable[..., list[Any]]]] = {
         ([PROMPT, replace(PROMPT, conversational=True)], ["conversational"]),
     ],
 )
-def test_rows_come_back_and_columns_that_no_row_needs_are_not_written(
-    tmp_path: Path, rows: list[Any], optional: list[str]
-) -> None:
+def test_rows_come_back_and_columns_that_no_row_needs_are_not_written(tmp_path, rows, optional):
     """Tables without annotators or lists of turns keep the bytes that they had before there were such columns."""
     write, read = FILES[type(rows[0])]
     place = tmp_path if isinstance(rows[0], Prompt | Feedback) else tmp_path / "train.parquet"
@@ -82,20 +77,20 @@ def test_rows_come_back_and_columns_that_no_row_needs_are_not_written(
     assert [name for name in names if name in ("annotator", "conversational")] == optional
 
 
-def test_a_table_names_its_columns_and_no_other_table_is_taken_for_it(tmp_path: Path) -> None:
+def test_a_table_names_its_columns_and_no_other_table_is_taken_for_it(tmp_path):
     write_demonstrations(tmp_path / "eval.parquet", [])
     assert pq.read_schema(tmp_path / "eval.parquet").names == ["id", "messages", "source"]
     with pytest.raises(DataError, match="lacks the columns"):
         read_preferences(tmp_path / "eval.parquet")
 
 
-def test_ids_depend_on_content_only() -> None:
+def test_ids_depend_on_content_only():
     assert content_id("a", ASK) == content_id("a", (Message("user", "Hi"),)) != content_id("a", SAY)
     assert content_id(ASK + SAY) == "b4c4429930d0be07"  # as before messages could hold tool calls
     assert content_id(CALLING) != content_id(tuple(Message(one.role, one.content) for one in CALLING))
 
 
-def test_a_tokenizer_is_trained_on_demonstrations_or_else_on_pairs_and_prompts() -> None:
+def test_a_tokenizer_is_trained_on_demonstrations_or_else_on_pairs_and_prompts():
     pair = PAIR
     demonstration = Demonstration("d", ASK + SAY, "world")
     both = Tables((demonstration,), (), (pair,), (), (PROMPT,), ())
@@ -103,7 +98,7 @@ def test_a_tokenizer_is_trained_on_demonstrations_or_else_on_pairs_and_prompts()
     assert list(Tables((), (), (pair,), (), (PROMPT,), ()).training_texts()) == ["Hi", "Hello.", "No.", "Hi"]
 
 
-def test_the_tokenizer_sees_steps() -> None:
+def test_the_tokenizer_sees_steps():
     row = SteppedAnswer("s", ASK, ("one", "two"), (1.0, 0.25), "world")
     assert row.answer("; ") == (Message("assistant", "one; two"),)
     tables = Tables((Demonstration("d", ASK + SAY, "world"),), (), (), (), (), (), steps=(row,))
@@ -133,20 +128,18 @@ def ids(chat: ChatTemplate, text: str, *, end: bool = False) -> tuple[int, ...]:
         ("", False, ()),
     ],
 )
-def test_a_step_ends_with_its_separator_and_the_last_with_the_answer(
-    chat: ChatTemplate, text: str, end: bool, ends: tuple[int, ...]
-) -> None:
+def test_a_step_ends_with_its_separator_and_the_last_with_the_answer(chat, text, end, ends):
     splitter = StepSplitter(chat, "\n")
     assert splitter.ends(ids(chat, text, end=end)) == ends
 
 
-def test_a_separator_of_several_tokens_and_one_inside_a_token_are_found(chat: ChatTemplate) -> None:
+def test_a_separator_of_several_tokens_and_one_inside_a_token_are_found(chat):
     assert StepSplitter(chat, "9#9").ends(ids(chat, "1" + "9#9" + "23")) == (3, 5)
     (how_are,) = [token for token in ids(chat, "Hello Maria") if chat.tokenizer.decode([token]).strip() == "Maria"]
     assert StepSplitter(chat, "ri").ends([how_are, *ids(chat, "12")]) == (0, 2)
 
 
-def test_steps_do_not_move_when_the_answer_is_not_what_the_tokenizer_would_write(chat: ChatTemplate) -> None:
+def test_steps_do_not_move_when_the_answer_is_not_what_the_tokenizer_would_write(chat):
     whole = ids(chat, "Hello")
     spelt = [token for letter in "Hello" for token in ids(chat, letter)]
     assert len(spelt) == 5 > len(whole)
@@ -155,7 +148,7 @@ def test_steps_do_not_move_when_the_answer_is_not_what_the_tokenizer_would_write
 
 
 @pytest.mark.parametrize("separator", ["", "ки"])
-def test_a_separator_that_the_tokens_do_not_spell_is_refused(chat: ChatTemplate, separator: str) -> None:
+def test_a_separator_that_the_tokens_do_not_spell_is_refused(chat, separator):
     with pytest.raises(ConfigError, match=r"separator = .* cannot spell it"):
         StepSplitter(chat, separator)
 
@@ -165,7 +158,7 @@ def test_a_separator_that_the_tokens_do_not_spell_is_refused(chat: ChatTemplate,
 ONE, TWO, THREE = (Message("user", "1"),), (Message("assistant", "2"),), (Message("assistant", "3"),)
 
 
-def test_trained_tokens_are_marked_in_every_table(chat: ChatTemplate) -> None:
+def test_trained_tokens_are_marked_in_every_table(chat):
     pair = Preference("p", ONE, TWO, THREE, 0.0, "s")
     judged = Feedback("f", ONE, THREE, False, "s")
     tables = Tables((Demonstration("d", ONE + TWO, "s"),), (), (pair,), (), (), (Prompt("e", ONE, "", "s"),))
@@ -181,12 +174,12 @@ def test_trained_tokens_are_marked_in_every_table(chat: ChatTemplate) -> None:
     )
 
 
-def test_only_so_many_rows_are_shown(chat: ChatTemplate) -> None:
+def test_only_so_many_rows_are_shown(chat):
     tables = Tables(tuple(Demonstration(f"{n}", ONE + TWO, "s") for n in range(5)), (), (), (), (), ())
     assert preview(tables, chat, rows=2).count("【2") == 2
 
 
-def test_steps_are_shown_with_their_labels(chat: ChatTemplate) -> None:
+def test_steps_are_shown_with_their_labels(chat):
     row = SteppedAnswer("s", ONE, ("2", "3"), (1.0, 0.25), "s")
     text = preview(Tables((), (), (), (), (), (), steps=(row,)), chat, rows=3)
     assert text.endswith(

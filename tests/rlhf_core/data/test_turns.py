@@ -1,9 +1,6 @@
 """Turns with tool calls keep them as templates read them; what cannot be kept exactly is refused."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -31,13 +28,13 @@ ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"typ
         {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 3}}'},
     ],
 )
-def test_every_spelling_of_a_call_is_the_same_turn(turn: dict[str, Any]) -> None:
+def test_every_spelling_of_a_call_is_the_same_turn(turn):
     (message,) = turns_of([turn], role="")
     assert message == Message("assistant", "", FIELDS)
     assert calls_tools(message) and not calls_tools(Message("assistant", "Hi"))
 
 
-def test_a_result_keeps_its_name_and_the_call_that_it_answers() -> None:
+def test_a_result_keeps_its_name_and_the_call_that_it_answers():
     result = {"role": "tool", "content": "5", "name": "add", "tool_call_id": "c1"}
     assert turns_of([result], role="") == (Message("tool", "5", '{"name": "add", "tool_call_id": "c1"}'),)
     assert turns_of([{"from": "observation", "value": "5"}], role="") == (Message("tool", "5"),)
@@ -73,7 +70,7 @@ def test_a_result_keeps_its_name_and_the_call_that_it_answers() -> None:
         ({"role": "assistant", "content": "x", "reasoning": "y", "thinking": "z"}, "reasoning: .* or one has it twice"),
     ],
 )
-def test_a_turn_that_cannot_be_kept_exactly_is_refused(turn: dict[str, Any], reason: str) -> None:
+def test_a_turn_that_cannot_be_kept_exactly_is_refused(turn, reason):
     with pytest.raises(DataError, match=reason):
         turns_of([turn], role="")
 
@@ -97,7 +94,7 @@ THOUGHT = Message("assistant", "<think>\nI add.\n</think>\n\n5")
         ({"role": "assistant", "content": "5", "weight": 1, "train": "true", "loss_mask": None}, Message("assistant", "5")),
     ],
 )  # fmt: skip
-def test_what_a_turn_holds_beside_its_text_is_read(turn: dict[str, Any], message: Message) -> None:
+def test_what_a_turn_holds_beside_its_text_is_read(turn, message):
     assert turns_of([turn], role="") == turns_of(json.dumps([turn]), role="user") == (message,)
 
 
@@ -112,11 +109,11 @@ def test_what_a_turn_holds_beside_its_text_is_read(turn: dict[str, Any], message
         '[{"name": "Zoë"}]',
     ],
 )
-def test_text_that_is_not_turns_stays_text(text: str) -> None:
+def test_text_that_is_not_turns_stays_text(text):
     assert turns_of(text, role="user") == (Message("user", text),)
 
 
-def test_turns_as_python_shows_them_are_refused() -> None:
+def test_turns_as_python_shows_them_are_refused():
     for text in ("[{'role': 'user', 'content': 'Hi'}]", " [ {'from': 'human', 'value': \"it's\"}]"):
         with pytest.raises(DataError, match="text as Python shows a list"):
             turns_of(text, role="user")
@@ -124,7 +121,7 @@ def test_turns_as_python_shows_them_are_refused() -> None:
         turns_of('[{"role": "user", "content": "cut sho', role="user")
 
 
-def test_the_tools_of_a_row_stand_in_the_first_turn() -> None:
+def test_the_tools_of_a_row_stand_in_the_first_turn():
     turns = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     (content,) = convert_all(
         {"messages": turns, "tools": json.dumps([ADD])}, "messages", coding="auto", ranking_pairs="max_min"

@@ -1,7 +1,5 @@
 """Rows and comparisons of policies against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -18,7 +16,7 @@ def generation(prompt: str, tokens: tuple[int, ...] = (1, 2, 3), *, cut: bool = 
     return Generation(Prompt(prompt, (Message("user", prompt),), "", "test"), (9,), completion)
 
 
-def test_a_row_by_hand() -> None:
+def test_a_row_by_hand():
     answers = Answers(
         "ppo",
         "digest",
@@ -41,7 +39,7 @@ def test_a_row_by_hand() -> None:
     assert row["distinct_2"] == 5 / 9  # 12 23 | 12 23 31 12 23 | 45 56
 
 
-def test_of_an_episode_only_the_sampled_tokens_are_counted() -> None:
+def test_of_an_episode_only_the_sampled_tokens_are_counted():
     ids, spans = (1, 2, 9, 9, 9, 9, 1, 3), (ActionSpan(0, 2, 0), ActionSpan(6, 8, 0))
     logprobs = (-0.5, -0.5, 0.0, 0.0, 0.0, 0.0, -0.5, -0.5)
     episode = Generation(generation("a").prompt, (8,), Completion(ids, logprobs, "text", "stop", 0, 0, spans))
@@ -51,12 +49,12 @@ def test_of_an_episode_only_the_sampled_tokens_are_counted() -> None:
     assert row["failed"] == 3
 
 
-def test_what_was_not_measured_is_left_out() -> None:
+def test_what_was_not_measured_is_left_out():
     row = summary(Answers("sft", "d", (generation("a"),)), level=LEVEL)
     assert not {"gold", "reward_model", "kl", "kl_per_token", "failed"} & set(row)
 
 
-def test_best_of_n_takes_what_the_reward_model_likes_and_reports_its_gold() -> None:
+def test_best_of_n_takes_what_the_reward_model_likes_and_reports_its_gold():
     answers = Answers(
         "sft",
         "d",
@@ -71,7 +69,7 @@ def test_best_of_n_takes_what_the_reward_model_likes_and_reports_its_gold() -> N
     assert "kl" not in summary(best_of(answers, 2, kl_bound=math.nan), level=LEVEL)
 
 
-def test_best_of_more_than_there_are_is_refused() -> None:
+def test_best_of_more_than_there_are_is_refused():
     answers = Answers("sft", "d", (generation("a"), generation("a"), generation("b")), scores=(1.0, 2.0, 3.0))
     with pytest.raises(ConfigError, match="a prompt has only 1 answers"):
         best_of(answers, 2, kl_bound=0.0)
@@ -79,7 +77,7 @@ def test_best_of_more_than_there_are_is_refused() -> None:
         best_of(Answers("sft", "d", (generation("a"),)), 1, kl_bound=0.0)
 
 
-def test_wins_are_counted_per_prompt_over_all_pairs_of_answers() -> None:
+def test_wins_are_counted_per_prompt_over_all_pairs_of_answers():
     ours = Answers("ppo", "d", (generation("a"), generation("b")), gold=(2.0, 1.0))
     theirs = Answers("sft", "d", (generation("b"), generation("a"), generation("a")), gold=(1.0, 1.0, 3.0))
     wins = win_rate(ours, theirs, level=LEVEL)
@@ -88,19 +86,19 @@ def test_wins_are_counted_per_prompt_over_all_pairs_of_answers() -> None:
     assert improvement(ours, theirs, level=LEVEL)["mean"] == 0.0  # prompt a: 2 - 2; prompt b: 1 - 1
 
 
-def test_policies_that_share_no_prompt_cannot_be_compared() -> None:
+def test_policies_that_share_no_prompt_cannot_be_compared():
     ours = Answers("ppo", "d", (generation("a"),), gold=(1.0,))
     theirs = Answers("sft", "d", (generation("b"),), gold=(1.0,))
     with pytest.raises(DataError, match="they have no prompts in common"):
         win_rate(ours, theirs, level=LEVEL)
 
 
-def test_a_policy_without_answers_is_refused() -> None:
+def test_a_policy_without_answers_is_refused():
     with pytest.raises(DataError, match="contains no answers"):
         Answers("ppo", "d", ())
 
 
-def test_a_reward_of_right_and_wrong_is_a_share_also_where_all_agree() -> None:
+def test_a_reward_of_right_and_wrong_is_a_share_also_where_all_agree():
     """Both policies solve all of 8 prompts: neither is perfect for that, nor are they equal to the last digit."""
     right = Answers("ppo", "d", tuple(generation(prompt) for prompt in "abcdefgh"), gold=(1.0,) * 8)
     row, apart = summary(right, level=LEVEL), improvement(right, right, level=LEVEL)
@@ -108,7 +106,7 @@ def test_a_reward_of_right_and_wrong_is_a_share_also_where_all_agree() -> None:
     assert apart["low"] < -0.2 and apart["high"] > 0.2
 
 
-def test_one_prompt_has_no_interval() -> None:
+def test_one_prompt_has_no_interval():
     ours = Answers("ppo", "d", (generation("a"), generation("a")), gold=(2.0, 3.5))
     theirs = Answers("sft", "d", (generation("a"),), gold=(1.0,))
     assert summary(ours, level=LEVEL)["gold"] == {"mean": 2.75, "prompts": 1}

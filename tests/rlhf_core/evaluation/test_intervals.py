@@ -1,7 +1,5 @@
 """Intervals cover what they promise, with few prompts, several answers to a prompt, and skewed rewards."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -74,7 +72,7 @@ COVERED = {
 
 
 @pytest.mark.parametrize("case", COVERED)
-def test_ninety_five_of_a_hundred_intervals_cover_the_true_mean(case: str) -> None:
+def test_ninety_five_of_a_hundred_intervals_cover_the_true_mean(case):
     draw, truth, bounds, short = COVERED[case]
     rng = np.random.default_rng(list(COVERED).index(case))
     covered = 0
@@ -85,7 +83,7 @@ def test_ninety_five_of_a_hundred_intervals_cover_the_true_mean(case: str) -> No
     assert covered / TRIALS >= 0.95 - short - ERROR
 
 
-def test_for_single_answers_it_is_the_interval_of_agresti_and_coull_with_t_for_z() -> None:
+def test_for_single_answers_it_is_the_interval_of_agresti_and_coull_with_t_for_z():
     added = stats.norm.ppf(0.975) ** 2 / 2
     total, right = 40 + 2 * added, 31 + added
     half = stats.t.ppf(0.975, total - 1) * math.sqrt(right / total * (1 - right / total) / total)
@@ -93,19 +91,19 @@ def test_for_single_answers_it_is_the_interval_of_agresti_and_coull_with_t_for_z
     assert found == pytest.approx((31 / 40, right / total - half, right / total + half, 40))
 
 
-def test_without_skewness_it_is_students_t_as_scipy_has_it() -> None:
+def test_without_skewness_it_is_students_t_as_scipy_has_it():
     values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     low, high = stats.t.interval(0.9, 6, loc=4, scale=stats.sem(values))
     assert mean_interval(values, level=0.9) == pytest.approx((4.0, low, high, 7))
 
 
-def test_a_skewed_sample_reaches_further_to_where_its_tail_is() -> None:
+def test_a_skewed_sample_reaches_further_to_where_its_tail_is():
     low, high = stats.t.interval(0.95, 9, loc=1, scale=stats.sem([0.0] * 9 + [10.0]))
     found = mean_interval([0.0] * 9 + [10.0])
     assert found.high - 1 > high - 1 and 1 - found.low < 1 - low
 
 
-def test_the_values_of_a_prompt_count_as_one_and_weights_are_their_number() -> None:
+def test_the_values_of_a_prompt_count_as_one_and_weights_are_their_number():
     values, prompts = [1.0, 1.0, 0.0, 1.0, 0.5], ["a", "a", "b", "b", "c"]
     by_hand = mean_interval([1.0, 0.5, 0.5], weights=[2.0, 2.0, 1.0], bounds=SHARE)
     assert mean_interval(values, prompts=prompts, bounds=SHARE) == pytest.approx(by_hand)
@@ -116,18 +114,18 @@ def test_the_values_of_a_prompt_count_as_one_and_weights_are_their_number() -> N
     ("values", "known"),
     [([1.5], False), ([2.0] * (FEWEST_PROMPTS - 1), False), ([2.0] * FEWEST_PROMPTS, True), ([0.0] * 99, False)],
 )
-def test_what_prompts_do_not_show_is_no_interval(values: list[float], known: bool) -> None:
+def test_what_prompts_do_not_show_is_no_interval(values, known):
     found = mean_interval(values)
     assert math.isfinite(found.low) is math.isfinite(found.high) is known
     assert ("low" in found.plain()) is known
 
 
 @pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")]])
-def test_values_without_a_mean_are_refused(values: list[float]) -> None:
+def test_values_without_a_mean_are_refused(values):
     with pytest.raises(DataError, match="finite"):
         mean_interval(values)
 
 
-def test_only_right_and_wrong_make_a_share() -> None:
+def test_only_right_and_wrong_make_a_share():
     assert bounds_of([1.0, 1.0]) == bounds_of([0.0]) == SHARE and bounds_of([0.5, 1.0]) is None
     assert difference_bounds(SHARE, SHARE) == DIFFERENCE_OF_SHARES and difference_bounds(SHARE, None) is None

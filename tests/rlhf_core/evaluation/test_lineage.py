@@ -1,7 +1,5 @@
 """The way back from an artifact to the data."""
 
-from __future__ import annotations
-
 from rlhf_core.evaluation.lineage import lineage
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
@@ -26,24 +24,24 @@ RECORDS = [
 ]
 
 
-def test_ancestors_stand_before_what_was_made_from_them_and_once() -> None:
+def test_ancestors_stand_before_what_was_made_from_them_and_once():
     nodes = lineage(RECORDS, ["p2", "p1"])
     assert [node.label for node in nodes] == ["prepare_data", "sft", "dpo"]
     assert [node.parents for node in nodes] == [(), ("prepare_data", "base-model-o"), ("sft", "prepare_data")]
     assert nodes[1].config == {"of": "sft"}
 
 
-def test_what_no_stage_made_has_no_lineage() -> None:
+def test_what_no_stage_made_has_no_lineage():
     assert lineage(RECORDS, ["somebody's"]) == []
 
 
-def test_a_stage_that_returned_its_own_input_does_not_loop() -> None:
+def test_a_stage_that_returned_its_own_input_does_not_loop():
     assert [
         node.label for node in lineage([record("loop", PolicyRef(uri="u", digest="x", parents=("x",)))], ["x"])
     ] == ["loop"]
 
 
-def test_a_secret_that_an_earlier_version_kept_does_not_get_into_reports() -> None:
+def test_a_secret_that_an_earlier_version_kept_does_not_get_into_reports():
     old = record("score", PolicyRef(uri="store://p1", digest="p1"))
     old.payload["config"]["terms"] = {"mine": {"arguments": {"api_key": "hunter2", "n": 3, "other_key": "env:KEY"}}}
     (node,) = lineage([old], ["p1"])

@@ -55,11 +55,11 @@ from rlhf_core.types import ActionSpan, Completion, Generation, Message, PolicyR
         (rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]), 4.5 / math.sqrt(4.5 * 5)),
     ],
 )
-def test_statistics_by_hand(found: float, value: float) -> None:
+def test_statistics_by_hand(found, value):
     assert found == pytest.approx(value)
 
 
-def test_bins_hold_confidence_and_accuracy() -> None:
+def test_bins_hold_confidence_and_accuracy():
     rows = reliability([0.1, 0.15, 0.9, 1.0], [0.0, 1.0, 1.0, 1.0], bins=5)
     assert rows == [(0.0, 0.2, 2, 0.125, 0.5), (0.8, 1.0, 2, 0.95, 1.0)]
     # (2 * |0.5 - 0.125| + 2 * |1 - 0.95|) / 4
@@ -80,13 +80,12 @@ def drawn_margins(count: int, *, scale: float, seed: int = 3) -> list[float]:
 
 
 @pytest.mark.parametrize("scale", [0.25, 1.0, 4.0])
-def test_the_temperature_is_the_scale_by_which_the_scores_are_wrong(scale: float) -> None:
+def test_the_temperature_is_the_scale_by_which_the_scores_are_wrong(scale):
     assert fit_temperature(drawn_margins(20000, scale=scale)) == pytest.approx(scale, rel=0.05)
 
 
-def test_a_model_that_is_too_sure_is_calibrated_on_pairs_that_were_not_fitted() -> None:
+def test_a_model_that_is_too_sure_is_calibrated_on_pairs_that_were_not_fitted():
     report = calibration_report(drawn_margins(4000, scale=4.0), prompts=range(4000), seed=1)
-    assert report is not None
     assert report["fitted_pairs"] == report["pairs"] == 2000 and not report["at_bound"]
     assert report["temperature"] == pytest.approx(4.0, rel=0.15)
     assert report["ece_before"]["low"] > 0.1 > 0.05 > report["ece_after"]["value"]
@@ -95,27 +94,26 @@ def test_a_model_that_is_too_sure_is_calibrated_on_pairs_that_were_not_fitted() 
     json.dumps(report, allow_nan=False)
 
 
-def test_a_calibrated_model_is_not_made_better() -> None:
+def test_a_calibrated_model_is_not_made_better():
     report = calibration_report(drawn_margins(4000, scale=1.0), prompts=range(4000), seed=1)
-    assert report is not None
     assert report["temperature"] == pytest.approx(1.0, rel=0.15)
     assert report["ece_change"]["low"] < 0.01 and report["ece_change"]["high"] > -0.01
 
 
-def test_pairs_that_are_all_right_have_no_best_temperature_and_the_report_says_so() -> None:
+def test_pairs_that_are_all_right_have_no_best_temperature_and_the_report_says_so():
     for margin, best in ((1.0, SHARPEST), (1000.0, SHARPEST), (-1.0, FLATTEST)):  # at 1000 the loss is 0 long before
         report = calibration_report([margin] * 40, prompts=range(40), seed=1)
         assert report is not None and report["at_bound"]
         assert report["temperature"] == best
 
 
-def test_too_few_pairs_fit_nothing() -> None:
+def test_too_few_pairs_fit_nothing():
     for prompts, fitted in ((2 * FEWEST - 1, False), (2 * FEWEST, True)):
         report = calibration_report([1.0, -1.0] * prompts, prompts=[*range(prompts)] * 2, seed=1)
         assert (report is not None) is fitted  # pairs of one prompt are no more
 
 
-def test_pairs_of_a_prompt_are_in_one_half_and_are_resampled_together() -> None:
+def test_pairs_of_a_prompt_are_in_one_half_and_are_resampled_together():
     """Ten times the same pairs say no more than once: the same temperature, error and interval, but for the draws."""
     margins = drawn_margins(300, scale=3.0)
     once = calibration_report(margins, prompts=range(300), seed=1)
@@ -158,7 +156,7 @@ class ConstantReference:
 
 def ratios(rows: list[Generation], context: ConstantReference) -> tuple[float, ...]:
     sampling = {"ppo": SamplingConfig(max_tokens=8)}
-    return metrics.log_ratios(REFERENCE, {"ppo": rows}, sampling, context)["ppo"]  # type: ignore[arg-type]
+    return metrics.log_ratios(REFERENCE, {"ppo": rows}, sampling, context)["ppo"]
 
 
 def generation(logprobs: tuple[float, ...], spans: tuple[ActionSpan, ...] = ()) -> Generation:
@@ -166,13 +164,13 @@ def generation(logprobs: tuple[float, ...], spans: tuple[ActionSpan, ...] = ()) 
     return Generation(Prompt("p", (Message("user", "p"),), "", "test"), (1, 2), completion)
 
 
-def test_what_an_environment_wrote_does_not_count_as_distance() -> None:
+def test_what_an_environment_wrote_does_not_count_as_distance():
     spans = (ActionSpan(0, 5, 0), ActionSpan(95, 100, 0))
     played = generation((-3.0,) * 5 + (0.0,) * 90 + (-3.0,) * 5, spans)
     assert ratios([played, generation((-1.0, -2.0))], ConstantReference()) == (0.0, 3.0)  # -3 + 3 + 3
 
 
-def test_answers_go_to_the_reference_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_go_to_the_reference_in_batches(monkeypatch):
     monkeypatch.setattr(metrics, "KL_BATCH", 2)
     context = ConstantReference()
     assert ratios([generation((float(-n),)) for n in range(5)], context) == (3.0, 2.0, 1.0, 0.0, -1.0)

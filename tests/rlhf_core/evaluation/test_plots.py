@@ -1,12 +1,9 @@
 """Figures are drawn without a display, and read what training wrote."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +23,7 @@ def image(png: bytes) -> tuple[tuple[int, int], int]:
     return (pixels.shape[1], pixels.shape[0]), len(colours)
 
 
-def test_a_frontier_shows_one_colour_more_per_policy() -> None:
+def test_a_frontier_shows_one_colour_more_per_policy():
     one = plots.FrontierPoint("sft", 0.0, 1.0, 0.9, 1.1)
     two = plots.FrontierPoint("ppo", 9.0, 2.0, 1.8, 2.1)
     below = plots.FrontierPoint("sft", -1e-3, 1.0, 1.0, 1.0)  # a negative estimate is drawn at zero
@@ -38,14 +35,14 @@ def test_a_frontier_shows_one_colour_more_per_policy() -> None:
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def drawn(monkeypatch) -> list[Any]:
     """The figures that are drawn, in place of their bytes."""
     figures: list[Any] = []
     monkeypatch.setattr(plots, "_png", lambda figure: figures.append(figure) or b"")
     return figures
 
 
-def test_names_meet_neither_each_other_nor_a_bar(drawn: list[Any]) -> None:
+def test_names_meet_neither_each_other_nor_a_bar(drawn):
     crowd = [
         plots.FrontierPoint(f"policy number {i}", 0.5 * i, 1 + 0.05 * i, 0.95 + 0.04 * i, 1.1 + 0.06 * i)
         for i in range(6)
@@ -59,7 +56,7 @@ def test_names_meet_neither_each_other_nor_a_bar(drawn: list[Any]) -> None:
     assert not any(box.contains(*place) for box in boxes for place in places)
 
 
-def test_a_policy_far_out_does_not_squash_the_others(drawn: list[Any]) -> None:
+def test_a_policy_far_out_does_not_squash_the_others(drawn):
     kls = {"base": 400.0, "sft": 0.0, "ppo": 4.0}
     points = [plots.FrontierPoint(name, kl, 1.0, 0.9, 1.1) for name, kl in kls.items()]
     plots.frontier(points, reward_name="gold", reference="sft")
@@ -68,12 +65,12 @@ def test_a_policy_far_out_does_not_squash_the_others(drawn: list[Any]) -> None:
     assert axes.get_title(loc="right") == "too far out to be shown: base (KL 400, reward 1.00)"
 
 
-def test_the_same_numbers_give_the_same_bytes() -> None:
+def test_the_same_numbers_give_the_same_bytes():
     margins = [0.1 * value for value in range(-10, 20)]
     assert plots.margin_histogram(margins, title="m") == plots.margin_histogram(margins, title="m")
 
 
-def test_every_kind_of_figure_is_drawn() -> None:
+def test_every_kind_of_figure_is_drawn():
     rows = reliability([0.6, 0.8, 0.9], [1.0, 0.0, 1.0], bins=10)
     for png in (
         plots.reliability_diagram(rows, ece=0.1),
@@ -89,20 +86,20 @@ def test_every_kind_of_figure_is_drawn() -> None:
         assert image(png)[1] > 20
 
 
-def test_curves_are_read_per_metric_and_a_broken_line_is_left_out(tmp_path: Path) -> None:
+def test_curves_are_read_per_metric_and_a_broken_line_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": 1, "values": {"loss": 2.0}}, {"step": 2, "values": {"loss": 1.0, "kl": float("nan")}}]
     path.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"step": 3, "val')
     assert plots.read_curves(path) == {"loss": [(1, 2.0), (2, 1.0)]}
 
 
-def test_smoothing_starts_at_the_first_value_and_follows_a_jump() -> None:
+def test_smoothing_starts_at_the_first_value_and_follows_a_jump():
     assert plots.smoothed([4.0, 4.0], span=3) == [4.0, 4.0]
     # weight 1/2: averages 0, then (0/2 + 1/2) / (3/4)
     assert plots.smoothed([0.0, 1.0], span=3) == pytest.approx([0.0, 2 / 3])
 
 
-def test_a_sweep_shows_a_colour_per_series_over_numbers_or_words() -> None:
+def test_a_sweep_shows_a_colour_per_series_over_numbers_or_words():
     def points(*values: str) -> list[plots.SweptPoint]:
         return [plots.SweptPoint(value, number, number - 0.5, number + 0.5) for number, value in enumerate(values)]
 

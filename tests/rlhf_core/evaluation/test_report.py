@@ -1,7 +1,5 @@
 """The page stands on its own and says what the numbers say."""
 
-from __future__ import annotations
-
 import base64
 import re
 from html.parser import HTMLParser
@@ -48,7 +46,7 @@ class Links(HTMLParser):
         self.sources += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
 
 
-def test_the_page_asks_the_network_for_nothing_and_adapts_to_phones_and_the_dark() -> None:
+def test_the_page_asks_the_network_for_nothing_and_adapts_to_phones_and_the_dark():
     assert 'name="viewport" content="width=device-width' in page() and "prefers-color-scheme: dark" in page()
     links = Links()
     links.feed(page())
@@ -57,12 +55,12 @@ def test_the_page_asks_the_network_for_nothing_and_adapts_to_phones_and_the_dark
     assert not re.search(r"https?://|url\(|@import", page())
 
 
-def test_text_of_prompts_and_answers_is_escaped() -> None:
+def test_text_of_prompts_and_answers_is_escaped():
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page()
     assert "a &lt; b" in page()
 
 
-def test_the_table_shows_means_intervals_bounds_and_gaps() -> None:
+def test_the_table_shows_means_intervals_bounds_and_gaps():
     text = page()
     assert '2.000</span><span class="range">1.900 … 2.100' in text
     assert "≤ 1.20" in text
@@ -70,7 +68,7 @@ def test_the_table_shows_means_intervals_bounds_and_gaps() -> None:
     assert "<td><span>–</span></td>" in text  # sft has no win rate
 
 
-def test_the_best_policy_is_no_best_of_n_row_and_the_best_answer_is_marked() -> None:
+def test_the_best_policy_is_no_best_of_n_row_and_the_best_answer_is_marked():
     assert best_policy(REPORT) == "ppo"
     assert '<div class="value">ppo</div>' in page()
     assert re.findall(r'class="answer( top)?"', page()) == ["", " top"]

@@ -1,7 +1,5 @@
 """Reports on reward models: pairs, probes, suites and judged steps."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -58,7 +56,7 @@ def report_on(
     )
 
 
-def test_a_small_report_by_hand() -> None:
+def test_a_small_report_by_hand():
     report, figures = report_on(
         [2.0, 1.0, 0.0, 1.0],
         [0.0, 1.0, 1.0, 0.0],
@@ -78,7 +76,7 @@ def test_a_small_report_by_hand() -> None:
     json.dumps(report, allow_nan=False)
 
 
-def test_pairs_of_one_prompt_are_no_more_evidence_than_one() -> None:
+def test_pairs_of_one_prompt_are_no_more_evidence_than_one():
     """Seven pairs of each of ten prompts, nine of them ordered right: as ten pairs, and not as seventy."""
     scores = [1.0] * 63 + [-1.0] * 7
     found = {}
@@ -89,7 +87,7 @@ def test_pairs_of_one_prompt_are_no_more_evidence_than_one() -> None:
     assert found["prompts"] == pytest.approx(found["pairs"])
 
 
-def test_the_difference_of_two_models_is_that_of_their_hits_on_the_same_pairs() -> None:
+def test_the_difference_of_two_models_is_that_of_their_hits_on_the_same_pairs():
     """Both order 40 of 50 pairs alike; of the rest, one orders eight right and two wrong: 6 of 50, and it is significant.
 
     Two intervals around 96 % and 84 % overlap.
@@ -103,7 +101,7 @@ def test_the_difference_of_two_models_is_that_of_their_hits_on_the_same_pairs() 
     assert clustered["low"] < found["low"] and accuracy_difference(ours[:48], theirs[:48], range(48))["low"] > 0
 
 
-def test_a_model_that_scores_length_alone_is_found_out() -> None:
+def test_a_model_that_scores_length_alone_is_found_out():
     rng = random.Random(1)
     chosen, rejected = [rng.randint(5, 50) for _ in range(200)], [rng.randint(5, 50) for _ in range(200)]
     report, _ = report_on([float(n) for n in chosen], [float(n) for n in rejected], lengths=(chosen, rejected))
@@ -113,7 +111,7 @@ def test_a_model_that_scores_length_alone_is_found_out() -> None:
     assert report["slices"]["chosen is shorter"]["accuracy"] == 0.0
 
 
-def test_labels_drawn_from_the_model_itself_leave_no_calibration_error() -> None:
+def test_labels_drawn_from_the_model_itself_leave_no_calibration_error():
     rng = random.Random(4)
     margins = [abs(rng.gauss(0, 1.5)) for _ in range(4000)]
     signs = [1 if rng.random() < 1 / (1 + math.exp(-margin)) else -1 for margin in margins]
@@ -147,12 +145,12 @@ TEXT = "It is 42. I add 12 and 30. You do not need more."
         ("invariance/short_forms", "It's 42. I add 12 and 30. You don't need more."),
     ],
 )
-def test_each_edit(name: str, edited: str) -> None:
+def test_each_edit(name, edited):
     assert EDITS[name](TEXT) == edited
     assert EDITS["invariance/short_forms"](EDITS["invariance/short_forms"](TEXT)) == TEXT
 
 
-def test_effects_are_in_units_of_the_spread() -> None:
+def test_effects_are_in_units_of_the_spread():
     report = probe_report(
         rewards=[0.0] * 4,
         changes={"length/filler": list(enumerate([1.0, 1.0, 1.0, -1.0])), "format/list": []},
@@ -169,7 +167,7 @@ def test_effects_are_in_units_of_the_spread() -> None:
 
 
 @pytest.mark.parametrize("text", ["It iſ not true", "It ıs here", "İt is here", "éit is"])
-def test_letters_that_match_i_and_s_only_without_case_stay(text: str) -> None:
+def test_letters_that_match_i_and_s_only_without_case_stay(text):
     assert other_forms(text) == text
 
 
@@ -185,13 +183,13 @@ def suite(folder: Path, *rows: dict[str, Any], **options: Any) -> Suite:
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+def chat(tmp_path_factory) -> ChatTemplate:
     folder = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(["What is 2+2? It is 4 or 5."] * 5, vocab_size=300, folder=folder)
     return ChatTemplate.load(folder)
 
 
-def test_one_or_several_rejected_answers_and_missing_subsets_are_read(tmp_path: Path) -> None:
+def test_one_or_several_rejected_answers_and_missing_subsets_are_read(tmp_path):
     one = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "subset": "math"}
     several = {"prompt": [{"role": "user", "content": "2+2?"}], "chosen": ["4"], "rejected": ["5", "6"]}
     rows = read_suite("rb", suite(tmp_path, one, several))
@@ -206,12 +204,12 @@ def test_one_or_several_rejected_answers_and_missing_subsets_are_read(tmp_path: 
         ({"prompt": "x", "chosen": "4", "rejected": []}, "not text: rejected"),
     ],
 )
-def test_a_malformed_row_ends_the_suite(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+def test_a_malformed_row_ends_the_suite(tmp_path, row, reason):
     with pytest.raises(DataError, match=reason):
         read_suite("rb", suite(tmp_path, row))
 
 
-def test_accuracy_is_by_subset_and_ties_count_half(chat: ChatTemplate) -> None:
+def test_accuracy_is_by_subset_and_ties_count_half(chat):
     def score(asked: list[tuple[int, ...]]) -> list[float]:
         return [float(chat.decode(ids).count("4")) for ids in asked]
 
@@ -228,7 +226,7 @@ def test_accuracy_is_by_subset_and_ties_count_half(chat: ChatTemplate) -> None:
     assert metrics["suites/rb/math/low"] <= metrics["suites/rb/math/accuracy"] == 0.5
 
 
-def test_long_answers_are_scored_as_far_as_they_go_and_counted(chat: ChatTemplate) -> None:
+def test_long_answers_are_scored_as_far_as_they_go_and_counted(chat):
     seen: list[tuple[int, ...]] = []
 
     def score(asked: list[tuple[int, ...]]) -> list[float]:
@@ -244,7 +242,7 @@ def test_long_answers_are_scored_as_far_as_they_go_and_counted(chat: ChatTemplat
 SURE = math.log(9)  # probability 0.9, and 0.1 negated
 
 
-def test_steps_and_first_errors_are_counted() -> None:
+def test_steps_and_first_errors_are_counted():
     labels = [(1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 0.0), (1.0,)]
     logits = [(SURE, SURE), (SURE, -SURE, SURE), (SURE, -SURE), (-SURE,)]
     report, figures = step_report(logits=logits, labels=labels, prompts="aabc")
@@ -261,7 +259,7 @@ def test_steps_and_first_errors_are_counted() -> None:
     assert figures["reliability"].startswith(b"\x89PNG")
 
 
-def test_soft_labels_count_by_what_is_likelier_and_calibrate_as_they_are() -> None:
+def test_soft_labels_count_by_what_is_likelier_and_calibrate_as_they_are():
     report, _ = step_report(logits=[(SURE, -SURE)], labels=[(0.9, 0.1)], prompts="a")
     assert report["accuracy"] == report["first_error_accuracy"] == 1.0
     assert report["ece"] == pytest.approx(0.0, abs=1e-12)

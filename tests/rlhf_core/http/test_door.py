@@ -1,7 +1,5 @@
 """Who may enter a server: its own user or programs that have its token, and the server's own pages."""
 
-from __future__ import annotations
-
 import http.client
 import multiprocessing
 import os
@@ -57,7 +55,7 @@ class Server:
 
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
 @pytest.mark.parametrize("origin", FOREIGN_PAGES)
-def test_a_foreign_page_reaches_nothing(method: str, origin: str) -> None:
+def test_a_foreign_page_reaches_nothing(method, origin):
     server = Server()
     answer = server.client.request(method, "/run", headers={"Origin": origin})
     assert answer.status_code == 403 and server.reached == 0
@@ -65,7 +63,7 @@ def test_a_foreign_page_reaches_nothing(method: str, origin: str) -> None:
 
 
 @pytest.mark.parametrize("host", FOREIGN_NAMES)
-def test_a_name_that_a_page_has_bound_to_this_machine_reaches_nothing(host: str) -> None:
+def test_a_name_that_a_page_has_bound_to_this_machine_reaches_nothing(host):
     server = Server()
     assert server.client.post("/run", headers={"Host": host}).status_code == 403
     assert server.client.post("/run", headers={"Host": host, "Origin": f"http://{host}"}).status_code == 403
@@ -80,7 +78,7 @@ def test_a_name_that_a_page_has_bound_to_this_machine_reaches_nothing(host: str)
         *((given, 401) for given in (["Bearer x y", "Bearer x y"], ["Bearer x y", "Bearer z"], [])),
     ],
 )
-def test_the_token_enters_once_and_its_scheme_in_any_case(given: list[str], status: int) -> None:
+def test_the_token_enters_once_and_its_scheme_in_any_case(given, status):
     door = Door(PlainTextResponse("in"), authorization="Bearer x y")
     client = TestClient(door, base_url=f"http://{OWN}")
     assert client.get("/", headers=[("Authorization", value) for value in given]).status_code == status
@@ -97,14 +95,12 @@ def test_the_token_enters_once_and_its_scheme_in_any_case(given: list[str], stat
         ("none", "navigate", "document", 200),  # typed by a person
     ],
 )
-def test_a_foreign_page_may_link_to_ours_and_not_load_or_embed_them(
-    site: str, mode: str, dest: str, status: int
-) -> None:
+def test_a_foreign_page_may_link_to_ours_and_not_load_or_embed_them(site, mode, dest, status):
     headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
     assert Server().client.get("/run", headers=headers).status_code == status
 
 
-def test_a_websocket_of_a_foreign_page_is_closed() -> None:
+def test_a_websocket_of_a_foreign_page_is_closed():
     server = Server()
     for headers in ({"Origin": "https://foreign.example"}, {"Host": "foreign.example:4200"}):
         with pytest.raises(WebSocketDisconnect), server.client.websocket_connect("/events", headers=headers):
@@ -114,7 +110,7 @@ def test_a_websocket_of_a_foreign_page_is_closed() -> None:
 
 @pytest.mark.parametrize("host", [OWN, "localhost:4200", "[::1]:4200", f"{socket.gethostname()}:4200"])
 @pytest.mark.parametrize("origin", [None, f"http://{OWN}", "http://localhost:4200"])
-def test_programs_and_own_pages_are_served(host: str, origin: str | None) -> None:
+def test_programs_and_own_pages_are_served(host, origin):
     server = Server()
     headers = {"Host": host} | ({"Origin": origin} if origin else {})
     assert server.client.post("/run", headers=headers).text == "ran"
@@ -123,7 +119,7 @@ def test_programs_and_own_pages_are_served(host: str, origin: str | None) -> Non
     assert server.reached == 2
 
 
-def test_a_server_of_other_machines_has_any_name_and_none_of_its_pages_may_be_framed() -> None:
+def test_a_server_of_other_machines_has_any_name_and_none_of_its_pages_may_be_framed():
     server = Server("10.1.2.3:4200")
     answer = server.client.post("/run", headers={"Host": "rewards.example"})
     assert answer.text == "ran" and answer.headers["x-frame-options"] == "SAMEORIGIN"
@@ -133,7 +129,7 @@ def test_a_server_of_other_machines_has_any_name_and_none_of_its_pages_may_be_fr
     assert refused.status_code == 403 and server.reached == 1
 
 
-def test_a_server_proves_that_it_knows_the_key_for_its_port_alone() -> None:
+def test_a_server_proves_that_it_knows_the_key_for_its_port_alone():
     answer = Server().client.get("/run", headers={NONCE: "n1"})
     assert answer.headers[PROOF] == proof("k", "n1", 4200)
     assert len({proof(key, nonce, port) for key in "kl" for nonce in "nm" for port in (4200, 4201)}) == 8
@@ -178,18 +174,18 @@ def url() -> Iterator[str]:
 
 @linux
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_the_user_who_started_it_is_answered_and_nobody_else(url: str, family: socket.AddressFamily) -> None:
+def test_the_user_who_started_it_is_answered_and_nobody_else(url, family):
     assert asked_as(url, os.getuid(), family) == 200
     assert asked_as(url, NOBODY, family) == 403
 
 
 @linux
-def test_who_says_to_come_from_elsewhere_is_not_believed(url: str) -> None:
+def test_who_says_to_come_from_elsewhere_is_not_believed(url):
     assert httpx.get(url, headers={"X-Forwarded-For": "10.1.2.3"}).status_code == 200
 
 
 @linux
-def test_a_connection_that_its_maker_has_closed_is_nobodys() -> None:
+def test_a_connection_that_its_maker_has_closed_is_nobodys():
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname())
         here, _ = server.accept()

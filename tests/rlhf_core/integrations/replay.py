@@ -1,7 +1,5 @@
 """Servers that say what real ones said: each replays a recorded exchange and finds fault with another request."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading
@@ -34,7 +32,7 @@ def openenv_server(http: dict[str, Any], exchanges: list[dict[str, Any]], faults
         if request.path == "/ws":
             return None
         known = request.path in http
-        return connection.respond(200 if known else 404, json.dumps(http.get(request.path)))  # type: ignore[arg-type]
+        return connection.respond(200 if known else 404, json.dumps(http.get(request.path)))
 
     sessions: list[threading.Thread] = []
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -41,13 +39,13 @@ def replying(*reply: Any) -> list[Any]:
     return [WIRE["sessions"]["played"][0], step | dict(zip(("received",), reply))]
 
 
-def test_an_episode_is_a_session_on_the_servers_socket() -> None:
+def test_an_episode_is_a_session_on_the_servers_socket():
     heard, faults = played("played", ["It is 42.", "no"])
     assert heard == ["Say digits (7).", StepResult("turn 1", 2 / 9, False), StepResult("", 0.0, True)]
     assert faults == []
 
 
-def test_an_action_that_the_server_finds_invalid_is_told_to_the_policy() -> None:
+def test_an_action_that_the_server_finds_invalid_is_told_to_the_policy():
     heard, faults = played(
         "refused", ["no JSON", '{"word": "no"}', '{"text": "12"}', '{"text": "34"}'], action_field="json"
     )
@@ -72,17 +70,17 @@ UNKNOWN = "the server answered step with what its protocol does not know"
         (replying(NO_REWARD), ["4"], "without any reward"),
     ],
 )
-def test_what_the_server_itself_fails_at_is_a_failure(session: Any, actions: list[str], failure: str) -> None:
+def test_what_the_server_itself_fails_at_is_a_failure(session, actions, failure):
     with pytest.raises(EpisodeFailed, match=failure):
         played(session, actions)
 
 
-def test_an_episode_may_end_without_a_reward_where_none_is_needed() -> None:
+def test_an_episode_may_end_without_a_reward_where_none_is_needed():
     heard, _ = played(replying(NO_REWARD), ["4"], needs_reward=False)
     assert heard[1].done
 
 
-def test_arguments_of_the_reset_and_the_labels_keys_are_sent() -> None:
+def test_arguments_of_the_reset_and_the_labels_keys_are_sent():
     _, faults = played("played", [], reset_arguments={"mode": "easy"}, give_label=True)
     assert faults == [{"type": "reset", "data": {"level": 2, "mode": "easy", "seed": 7}}, {"type": "close"}]
 
@@ -102,13 +100,11 @@ def test_arguments_of_the_reset_and_the_labels_keys_are_sent() -> None:
     ],
     ids=["unhealthy", "other protocol", "other version", "misspelt field", "two texts"],
 )
-def test_a_server_that_cannot_be_used_is_refused_at_the_start(
-    changed: dict[str, Any], settings: dict[str, Any], message: str
-) -> None:
+def test_a_server_that_cannot_be_used_is_refused_at_the_start(changed, settings, message):
     with openenv_server(WIRE["http"] | changed, [], []) as url, pytest.raises(ConfigError, match=message):
         open_agent(OpenEnvAgent(url=url, **settings))
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_a_server_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=r"agent.url = 'http://127.0.0.1:9.*start the server"):
         open_agent(OpenEnvAgent(url="http://127.0.0.1:9"))

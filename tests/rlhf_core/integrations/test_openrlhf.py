@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -64,7 +62,7 @@ AGAIN = "\n\nHuman: no, again\nAssistant: "
         ("openrlhf_constructed.py", "It is {}."),
     ],
 )
-def test_an_agent_file_of_openrlhf_is_played_unchanged(opened: Opened, file: str, script: str) -> None:
+def test_an_agent_file_of_openrlhf_is_played_unchanged(opened, file, script):
     def say(request: SamplingRequest, turn: int) -> str:
         return script.format(turn)
 
@@ -82,9 +80,7 @@ def test_an_agent_file_of_openrlhf_is_played_unchanged(opened: Opened, file: str
     assert sampled_as_it_stands(episodes, sampler)
 
 
-def test_a_folder_of_the_same_name_on_the_import_path_is_not_taken_for_openrlhf(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_the_same_name_on_the_import_path_is_not_taken_for_openrlhf(tmp_path, monkeypatch):
     (tmp_path / "openrlhf").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.partition(".")[0] == "openrlhf"]:
@@ -109,18 +105,18 @@ def test_a_folder_of_the_same_name_on_the_import_path_is_not_taken_for_openrlhf(
         ("openrlhf_constructed.py", "silent", "ended without putting an episode on result_queue"),
     ],
 )
-def test_what_an_episode_fails_for_is_named(opened: Opened, file: str, label: str, failure: str) -> None:
+def test_what_an_episode_fails_for_is_named(opened, file, label, failure):
     (episode,), _ = played(opened(file), [label], lambda request, turn: "a number")
     assert failure in episode.completion.failure
 
 
-def test_a_step_limit_ends_it_with_what_it_earned_so_far(opened: Opened) -> None:
+def test_a_step_limit_ends_it_with_what_it_earned_so_far(opened):
     episodes, _ = played(opened("openrlhf_agent.py"), ["x"], lambda request, turn: "no", max_turns=1)
     completion = episodes[0].completion
     assert completion.finish_reason == "length" and len(completion.spans) == 1 and not completion.failure
 
 
-def test_an_executor_of_its_own_names_the_turns_that_count(opened: Opened) -> None:
+def test_an_executor_of_its_own_names_the_turns_that_count(opened):
     asked: set[tuple[int, ...]] = set()
 
     def script(request: SamplingRequest, turn: int) -> str:
@@ -138,7 +134,7 @@ def test_an_executor_of_its_own_names_the_turns_that_count(opened: Opened) -> No
     assert sampled_as_it_stands([own], sampler)
 
 
-def test_a_prompt_is_kept_by_the_scores_beside_its_rewards(opened: Opened) -> None:
+def test_a_prompt_is_kept_by_the_scores_beside_its_rewards(opened):
     episodes, _ = played(opened("openrlhf_executor.py"), ["won", "lost"], lambda request, turn: "ab")
     made = [Generation(prompt(0, ""), one.prompt_ids, one.completion) for one in episodes]
     rollouts = Scorer(RewardsConfig(terms={"won": EpisodeReward()}), {"won": episode_reward})(made)
@@ -147,7 +143,7 @@ def test_a_prompt_is_kept_by_the_scores_beside_its_rewards(opened: Opened) -> No
     assert is_decided(rollouts, DynamicSampling(low=0.0, high=1.0))
 
 
-def test_a_step_function_of_the_first_0_8_returns_a_tuple(opened: Opened) -> None:
+def test_a_step_function_of_the_first_0_8_returns_a_tuple(opened):
     episodes, sampler = played(opened("openrlhf_first_step.py"), ["a", "b"], lambda request, turn: f"turn {turn}")
     for episode in episodes:
         completion = episode.completion
@@ -167,13 +163,13 @@ def test_a_step_function_of_the_first_0_8_returns_a_tuple(opened: Opened) -> Non
         ),
     ],
 )
-def test_a_file_that_no_version_of_openrlhf_could_play_is_refused(tmp_path: Path, content: str, rule: str) -> None:
+def test_a_file_that_no_version_of_openrlhf_could_play_is_refused(tmp_path, content, rule):
     (tmp_path / "agent.py").write_text(content)
     with pytest.raises(ConfigError, match=rf"agent\.file.*{rule}"):
         open_agent(OpenRLHFAgent(file=str(tmp_path / "agent.py")), tokenizer=chat_folder())
 
 
-def test_what_is_digested_is_what_the_file_defines() -> None:
+def test_what_is_digested_is_what_the_file_defines():
     names = {file: OpenRLHFAgent(file=str(HERE / file)).callables()[0].rpartition(":")[2] for file in (
         "openrlhf_agent.py", "openrlhf_step.py", "openrlhf_constructed.py", "nowhere.py"
     )}  # fmt: skip
@@ -185,6 +181,6 @@ def test_what_is_digested_is_what_the_file_defines() -> None:
     }
 
 
-def test_a_result_without_the_conversation_is_an_error() -> None:
+def test_a_result_without_the_conversation_is_an_error():
     with pytest.raises(KeyError, match="observation_tokens"):
         as_result({"reward": 1.0})

@@ -28,7 +28,7 @@ def played(script: str, *texts: str, **settings: Any) -> ProgramResult:
 
     async def run() -> ProgramResult:
         async with asyncio.timeout(60.0):
-            return await program(told, 7, SpelledEngine(template, *texts))  # type: ignore[arg-type]
+            return await program(told, 7, SpelledEngine(template, *texts))
 
     return asyncio.run(run())
 
@@ -44,7 +44,7 @@ def asking(then: str = "") -> str:
     return f'{sys.executable} -S -c "{ask}" && {then or "true"}'
 
 
-def test_an_agent_written_for_openais_client_is_played_token_by_token() -> None:
+def test_an_agent_written_for_openais_client_is_played_token_by_token():
     template = chat()
     sampler = ScriptedSampler(template, lambda request, turn: f"It is {turn}.")
     episodes = [Episode(one, template.prompt_ids(one.messages), 100) for one in (prompt(0, "a"), prompt(1, "b"))]
@@ -57,30 +57,30 @@ def test_an_agent_written_for_openais_client_is_played_token_by_token() -> None:
     assert sampled_as_it_stands(done, sampler)
 
 
-def test_the_last_line_says_what_was_earned() -> None:
+def test_the_last_line_says_what_was_earned():
     result = played(asking('echo thinking; echo \'{"reward": 2, "tries": 3}\''), "It is 3.")
     assert result == ProgramResult((2.0,), {"tries": 3.0})
 
 
-def test_a_command_that_ends_badly_has_failed_and_is_named() -> None:
+def test_a_command_that_ends_badly_has_failed_and_is_named():
     with pytest.raises(EpisodeFailed, match=r"(?s)ended with status 3:\nit is broken"):
         played("echo it is broken >&2; exit 3")
 
 
-def test_a_command_that_does_not_survive_the_end_of_its_tokens_was_cut() -> None:
+def test_a_command_that_does_not_survive_the_end_of_its_tokens_was_cut():
     assert played(asking("exit 1"), needs_reward=False) == ProgramResult((), truncated=True)
     with pytest.raises(EpisodeFailed, match="ended with status 1"):
         played(asking("exit 1"))
 
 
 @pytest.mark.parametrize("line", ["done", '{"reward": null}'])
-def test_a_command_that_says_no_reward_has_failed_unless_none_is_needed(line: str) -> None:
+def test_a_command_that_says_no_reward_has_failed_unless_none_is_needed(line):
     with pytest.raises(EpisodeFailed, match="without any reward"):
         played(f"echo '{line}'")
     assert played(f"echo '{line}'", needs_reward=False).rewards == ()
 
 
-def test_the_program_is_told_its_seed_its_variables_and_the_label_only_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_the_program_is_told_its_seed_its_variables_and_the_label_only_where_it_is_asked_for(tmp_path):
     for give in (False, True):
         told = tmp_path / f"told-{give}"
         script = f'cat > {told}; echo "$MY_OWN|$RLHF_SEED" >> {told}'
@@ -89,14 +89,14 @@ def test_the_program_is_told_its_seed_its_variables_and_the_label_only_where_it_
         assert told.read_text().endswith("value|7\n")
 
 
-def test_the_scripts_of_a_command_belong_to_its_key() -> None:
+def test_the_scripts_of_a_command_belong_to_its_key():
     config = ProgramAgent(command=("python", "agent.py", "--fast"), files=("rules.json",))
     assert config.read_files() == ("agent.py", "rules.json")
     assert ProgramAgent(command=("./agents/solve.py", "--fast")).read_files() == ("./agents/solve.py",)
     assert ProgramAgent(command=("solve.sh",)).read_files() == ()  # it is looked for on PATH
 
 
-def test_the_module_of_a_command_belongs_to_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_module_of_a_command_belongs_to_its_key(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "game" / "played").mkdir(parents=True)
     (tmp_path / "game" / "alone.py").touch()
@@ -105,7 +105,7 @@ def test_the_module_of_a_command_belongs_to_its_key(tmp_path: Path, monkeypatch:
     assert read == [("game/alone.py",), ("game/played/__main__.py",), ()]
 
 
-def test_a_secret_is_no_part_of_a_profile() -> None:
+def test_a_secret_is_no_part_of_a_profile():
     with pytest.raises(ValueError, match=r"variables.JUDGE_API_KEY = .\*\*\*.: is a secret in plain text"):
         ProgramAgent(command=("true",), variables={"LEVEL": "3", "JUDGE_API_KEY": "x"})
 
@@ -119,10 +119,10 @@ def test_a_secret_is_no_part_of_a_profile() -> None:
         ("1" * 5000, (), {}),
     ],
 )
-def test_the_last_line_may_hold_a_reward(output: str, rewards: tuple[float, ...], extras: dict[str, float]) -> None:
+def test_the_last_line_may_hold_a_reward(output, rewards, extras):
     assert earned(output) == {"rewards": rewards, "extras": extras}
 
 
-def test_a_reward_that_is_no_number_is_a_failure() -> None:
+def test_a_reward_that_is_no_number_is_a_failure():
     with pytest.raises(EpisodeFailed, match="finite number"):
         earned('{"reward": NaN}')

@@ -1,7 +1,5 @@
 """A tiny Llama with its tokenizer, made once by the code under test, tiny models of other families, and how all are loaded."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,13 +77,13 @@ def make_tiny_llama(folder: Path, seed: int = 7) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_llama(tmp_path_factory) -> Path:
     """A policy folder; 0.1 s. Weights are scaled up where a test needs distributions that are not flat."""
     return make_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
 
 
 @pytest.fixture
-def made(tiny_llama: Path, tmp_path: Path) -> Any:
+def made(tiny_llama: Path, tmp_path) -> Any:
     """Return a function that writes a model of a family with the tokenizer of `tiny_llama`, and returns its folder."""
 
     def make(family: str, **options: Any) -> Path:

@@ -1,7 +1,5 @@
 """What a kernel leaves out and what the rest of a batch would change is refused; the rest is as the model has it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial
@@ -49,7 +47,7 @@ def logprobs(model: Any, *samples: TokenSample) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def test_a_cap_on_the_logits_of_attention_is_refused_under_sdpa_and_computed_eagerly(made: Any) -> None:
+def test_a_cap_on_the_logits_of_attention_is_refused_under_sdpa_and_computed_eagerly(made):
     from transformers import AutoModelForCausalLM
 
     folder = made("gemma2", attn_logit_softcapping=0.5, query_pre_attn_scalar=8)
@@ -65,7 +63,7 @@ def test_a_cap_on_the_logits_of_attention_is_refused_under_sdpa_and_computed_eag
         assert bool((ours - wanted).abs().max() < 5e-5) is same
 
 
-def test_the_sampler_in_the_process_computes_the_cap_too(made: Any) -> None:
+def test_the_sampler_in_the_process_computes_the_cap_too(made):
     folder = made("gemma2", attn_logit_softcapping=0.5, query_pre_attn_scalar=8)
     prompt = sample(9).token_ids
     (said,) = HFSampler(folder, HFSamplerConfig()).generate([SamplingRequest(prompt, 7)], SamplingConfig(max_tokens=8))
@@ -75,7 +73,7 @@ def test_the_sampler_in_the_process_computes_the_cap_too(made: Any) -> None:
     torch.testing.assert_close(ours, torch.tensor(said.logprobs), rtol=0, atol=5e-5)
 
 
-def test_attention_sinks_are_refused_under_sdpa_and_models_without_caps_and_sinks_keep_it(made: Any) -> None:
+def test_attention_sinks_are_refused_under_sdpa_and_models_without_caps_and_sinks_keep_it(made):
     folder = made("gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8, rope_parameters=None)
     with pytest.raises(ConfigError, match=r'does not implement it for models of type gpt_oss.*attention = "eager"'):
         loaded(folder)
@@ -96,14 +94,14 @@ def test_attention_sinks_are_refused_under_sdpa_and_models_without_caps_and_sink
     ],
 )
 def test_a_model_that_sees_later_tokens_or_numbers_positions_in_its_own_way_is_refused(
-    family: str, options: Any, rule: str, dtype: str, made: Any
-) -> None:
+    family, options, rule, dtype, made
+):
     with pytest.raises(ConfigError, match=rule):
         loaded(made(family, **options), dtype=dtype)
 
 
 @pytest.mark.parametrize(("family", "attention"), [("mamba", "eager"), ("mixtral", "sdpa")])
-def test_causal_models_are_not_refused(family: str, attention: str, made: Any) -> None:
+def test_causal_models_are_not_refused(family, attention, made):
     model = loaded(made(family), attention=attention)
     short, long = sample(7), sample(15, seed=4)
     together, alone = logprobs(model, short, long), [*logprobs(model, short), *logprobs(model, long)]
@@ -135,9 +133,7 @@ DEEP: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", sorted(DEEP))
-def test_a_small_leak_is_refused_in_each_precision_and_a_healthy_model_is_not(
-    family: str, dtype: str, made: Any
-) -> None:
+def test_a_small_leak_is_refused_in_each_precision_and_a_healthy_model_is_not(family, dtype, made):
     folder = made(family, num_hidden_layers=5, **DEEP[family])
     lora = LoraConfig(rank=2, target_modules=("q_proj", "v_proj")) if family == "qwen3_moe" else None
     model = loaded(folder, lora=lora, dtype=dtype)
@@ -157,7 +153,7 @@ def test_a_small_leak_is_refused_in_each_precision_and_a_healthy_model_is_not(
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
-def test_rows_that_kernels_round_differently_are_not_refused(family: str, made: Any) -> None:
+def test_rows_that_kernels_round_differently_are_not_refused(family, made):
     model = loaded(made(family, num_hidden_layers=8, **DEEP[family]), dtype="bfloat16")
 
     def rounded(number: int, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -173,7 +169,7 @@ def test_rows_that_kernels_round_differently_are_not_refused(family: str, made: 
     check_rows(model)
 
 
-def test_a_model_without_a_backward_pass_is_compared_coarsely(made: Any, caplog: Any) -> None:
+def test_a_model_without_a_backward_pass_is_compared_coarsely(made, caplog):
     model = loaded(made("llama"))
 
     class Forward(torch.autograd.Function):
@@ -196,9 +192,7 @@ def test_a_model_without_a_backward_pass_is_compared_coarsely(made: Any, caplog:
     ("family", "options"),
     [("phi3", PHI3), ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": SHORT})],
 )
-def test_rows_that_would_change_the_positions_of_their_neighbors_are_refused(
-    family: str, options: dict[str, Any], made: Any
-) -> None:
+def test_rows_that_would_change_the_positions_of_their_neighbors_are_refused(family, options, made):
     folder = made(family, **options)
     model = loaded(folder)
     assert length_limit(model.config) == SHORT
@@ -210,7 +204,7 @@ def test_rows_that_would_change_the_positions_of_their_neighbors_are_refused(
         logprobs(model, short, sample(SHORT + 1, seed=4))
 
 
-def test_what_is_too_long_is_refused_before_anything_is_loaded(made: Any) -> None:
+def test_what_is_too_long_is_refused_before_anything_is_loaded(made):
     folder = made("phi3", **PHI3)
     check_longest("sft.max_length", SHORT, folder)
     with pytest.raises(ConfigError, match=r"sft.max_length = 17: .* longrope .* set it to 16 or less"):
@@ -232,7 +226,7 @@ def test_what_is_too_long_is_refused_before_anything_is_loaded(made: Any) -> Non
         ("gptj", {"rotary_dim": 4}),
     ],
 )
-def test_rows_beyond_a_table_of_positions_are_refused(family: str, options: dict[str, Any], made: Any) -> None:
+def test_rows_beyond_a_table_of_positions_are_refused(family, options, made):
     folder = made(family, max_position_embeddings=SHORT, **options)
     check_longest("sft.max_length", SHORT, folder)
     with pytest.raises(ConfigError, match=r"sft.max_length = 17: the model has 16 positions; set it to 16 or less"):
@@ -245,7 +239,7 @@ def test_rows_beyond_a_table_of_positions_are_refused(family: str, options: dict
         logprobs(model, sample(SHORT + 1))
 
 
-def test_other_rotary_positions_have_no_limit(made: Any) -> None:
+def test_other_rotary_positions_have_no_limit(made):
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": SHORT}
     assert length_limit(read_config(made("llama", rope_parameters=yarn))) is None
 
@@ -253,11 +247,11 @@ def test_other_rotary_positions_have_no_limit(made: Any) -> None:
 # ---------------------------------------------------------------- packages
 
 
-def test_a_package_names_its_folder() -> None:
+def test_a_package_names_its_folder():
     assert (package_folder("package:rlhf_core/models") / "loading.py").is_file()
     assert (package_folder("package:rlhf_core") / "types.py").is_file()
 
 
-def test_finding_a_package_loads_no_torch() -> None:
+def test_finding_a_package_loads_no_torch():
     code = "import sys, rlhf_core.models.packages; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,7 +1,5 @@
 """Padding, packing and the way back; fewer rows with the same values. `tests/benchmarks/test_separable.py` proves which architectures may share rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ B = TokenSample((4,), (0,))
 C = TokenSample((8, 9), (0, 1))
 
 
-def test_samples_get_one_row_each_padded_on_the_right() -> None:
+def test_samples_get_one_row_each_padded_on_the_right():
     batch = collate([A, B], pad_id=99)
     assert batch.token_ids_BL.tolist() == [[5, 7, 2], [4, 99, 99]]
     assert batch.segment_ids_BL.tolist() == [[1, 1, 1], [1, 0, 0]]
@@ -30,11 +28,11 @@ def test_samples_get_one_row_each_padded_on_the_right() -> None:
     assert not batch.packed
 
 
-def test_positions_count_through_the_padding_so_that_a_row_is_plain_causal() -> None:
+def test_positions_count_through_the_padding_so_that_a_row_is_plain_causal():
     assert collate([A, B], pad_id=0).position_ids_BL.tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
-def test_packing_puts_each_sample_into_the_first_row_with_room() -> None:
+def test_packing_puts_each_sample_into_the_first_row_with_room():
     # A (3) opens row 0 of 4; C (2) does not fit, opens row 1; B (1) goes back to row 0; C again fits row 1.
     batch = collate([A, C, B, C], pad_id=0, pack_to=4)
     assert batch.rows == ((0, 0, 3), (1, 0, 2), (0, 3, 1), (1, 2, 2))
@@ -44,12 +42,12 @@ def test_packing_puts_each_sample_into_the_first_row_with_room() -> None:
     assert batch.packed
 
 
-def test_unpack_returns_the_samples_in_their_order() -> None:
+def test_unpack_returns_the_samples_in_their_order():
     batch = collate([A, C, B, C], pad_id=0, pack_to=4)
     assert [ids.tolist() for ids in unpack(batch.token_ids_BL, batch)] == [[5, 7, 2], [8, 9], [4], [8, 9]]
 
 
-def test_policy_fields_are_laid_out_like_the_tokens() -> None:
+def test_policy_fields_are_laid_out_like_the_tokens():
     sample = PolicySample((5, 7), (0, 1), (0.0, -1.5), (0.0, -1.25), (0.0, -2.0), (0.0, 3.0))
     longer = PolicySample((1, 2, 3), (0, 0, 1), (0.0, 0.0, -1.0), (0.0, 0.0, -1.0), (0.0, 0.0, -1.0), (0.0, 0.0, 0.5))
     batch = collate([sample, longer], pad_id=0)
@@ -59,7 +57,7 @@ def test_policy_fields_are_laid_out_like_the_tokens() -> None:
     assert all(value_BL.dtype == torch.float32 for value_BL in batch.fields.values())
 
 
-def test_a_field_that_all_samples_leave_empty_is_not_there_and_one_that_some_do_is_an_error() -> None:
+def test_a_field_that_all_samples_leave_empty_is_not_there_and_one_that_some_do_is_an_error():
     bare = PolicySample((5, 7), (0, 1), (0.0, -1.5), (0.0, -1.25), (), (0.0, 3.0))
     full = PolicySample((5, 7), (0, 1), (0.0, -1.5), (0.0, -1.25), (0.0, -2.0), (0.0, 3.0))
     assert set(collate([bare, bare], pad_id=0).fields) == {"rollout_logprobs", "old_logprobs", "advantages"}
@@ -69,7 +67,7 @@ def test_a_field_that_all_samples_leave_empty_is_not_there_and_one_that_some_do_
         PolicySample((5, 7), (0, 1), (), (0.0, -1.25), (0.0, -2.0), (0.0, 3.0))
 
 
-def test_moving_a_batch_keeps_every_field() -> None:
+def test_moving_a_batch_keeps_every_field():
     batch = collate([ValueSample((5, 7), (0, 1), (0.0, 0.5), (0.0, 1.0))], pad_id=0)
     assert {name: value.tolist() for name, value in batch.fields.items()} == {
         "old_values": [[0.0, 0.5]],
@@ -90,7 +88,7 @@ def test_moving_a_batch_keeps_every_field() -> None:
         ([A], 2, r"samples\[0\] length = 3: must be <= pack_to = 2"),
     ],
 )
-def test_what_cannot_be_collated_is_named(samples: list[TokenSample], pack_to: int | None, message: str) -> None:
+def test_what_cannot_be_collated_is_named(samples, pack_to, message):
     with pytest.raises(DataError, match=message):
         collate(samples, pad_id=0, pack_to=pack_to)
 
@@ -138,10 +136,9 @@ def real(hidden_BLH: Tensor, batch: TokenBatch) -> Tensor:
     return torch.cat([hidden_BLH[row, :length] for row, _, length in batch.rows])
 
 
-def test_samples_are_laid_first_fit_from_the_longest_down() -> None:
+def test_samples_are_laid_first_fit_from_the_longest_down():
     batch = batch_of(*LENGTHS)
     layout = batches.shared_rows(batch)
-    assert layout is not None
     # 9 | 5 + 4 | 3 + 2 + 1: three rows of 9; the last sample of a row counts on through the padding
     assert layout.position_ids_RL.tolist() == [
         [0, 1, 2, 3, 4, 5, 6, 7, 8],
@@ -161,18 +158,18 @@ def test_samples_are_laid_first_fit_from_the_longest_down() -> None:
         collate([TokenSample((1, 2), (0, 1))] * 3, pad_id=0, pack_to=4),
     ],
 )
-def test_rows_stay_where_sharing_them_is_useless(batch: TokenBatch) -> None:
+def test_rows_stay_where_sharing_them_is_useless(batch):
     assert batches.shared_rows(batch) is None
 
 
-def test_long_rows_are_left_alone_for_the_mask_they_would_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_are_left_alone_for_the_mask_they_would_need(monkeypatch):
     monkeypatch.setattr(batches, "LONGEST", 8)
     assert batches.shared_rows(batch_of(*LENGTHS)) is None
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["gemma2", "llama", "qwen3"])
-def test_hidden_states_are_those_of_a_row_each(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_states_are_those_of_a_row_each(model_type, monkeypatch):
     model, batch = small(model_type), batch_of(*LENGTHS)
     rows_seen: list[int] = []
     model.base_model.register_forward_pre_hook(
@@ -185,7 +182,7 @@ def test_hidden_states_are_those_of_a_row_each(model_type: str, monkeypatch: pyt
     assert_near([shared], [alone], SHAPE)
 
 
-def test_gradients_are_those_of_a_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_those_of_a_row_each(monkeypatch):
     batch = batch_of(*LENGTHS)
 
     def gradients() -> list[Tensor]:
@@ -228,11 +225,10 @@ def seen_masks(model: Any) -> list[Tensor | None]:
     return masks
 
 
-def test_the_answers_to_a_prompt_follow_it_in_one_row() -> None:
+def test_the_answers_to_a_prompt_follow_it_in_one_row():
     one, other, third = (5, 6, 7, 8, 1, 2), (5, 6, 7, 8, 3), (9, 9)
     batch = collate([TokenSample(ids, (0,) + (1,) * (len(ids) - 1)) for ids in (one, third, other)], pad_id=0)
     layout = batches.shared_rows(batch, prefixes_of=32)
-    assert layout is not None
     assert layout.mask_R1LL is not None
     # Two rows of 7, the longest block: 9 9 would not fit after it. Padding reads the first token.
     assert layout.token_ids_RL.tolist() == [[5, 6, 7, 8, 1, 2, 3], [9, 9, 5, 5, 5, 5, 5]]
@@ -247,9 +243,7 @@ def test_the_answers_to_a_prompt_follow_it_in_one_row() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["llama", "olmo2", "qwen3"])
 @pytest.mark.parametrize("batch", [GROUPS, answers((40, (1, 1))), answers((30, (4,) * 8), (30, (5,) * 8))])
-def test_hidden_states_of_shared_beginnings_are_those_of_a_row_each(
-    model_type: str, batch: TokenBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_states_of_shared_beginnings_are_those_of_a_row_each(model_type, batch, monkeypatch):
     model = small(model_type)
     masks = seen_masks(model)
     shared = real(hidden_states(model, batch), batch)
@@ -259,7 +253,7 @@ def test_hidden_states_of_shared_beginnings_are_those_of_a_row_each(
     assert_near([shared], [alone], SHAPE)
 
 
-def test_gradients_of_shared_beginnings_are_those_of_a_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_shared_beginnings_are_those_of_a_row_each(monkeypatch):
     def gradients() -> list[Tensor]:
         model = small("llama")
         masks = seen_masks(model)
@@ -277,7 +271,7 @@ def test_gradients_of_shared_beginnings_are_those_of_a_row_each(monkeypatch: pyt
     assert used == [True, False]
 
 
-def test_an_answer_does_not_see_the_others_at_all() -> None:
+def test_an_answer_does_not_see_the_others_at_all():
     model = small("llama")
     embedded: list[Tensor] = []
 
@@ -298,7 +292,7 @@ def test_an_answer_does_not_see_the_others_at_all() -> None:
 
 
 @torch.no_grad()
-def test_beginnings_are_not_shared_where_a_mask_would_replace_windows_or_another_kernel_runs() -> None:
+def test_beginnings_are_not_shared_where_a_mask_would_replace_windows_or_another_kernel_runs():
     for model in (small("gemma2"), small("llama", attention="eager")):
         masks = seen_masks(model)
         hidden_states(model, GROUPS)
@@ -319,9 +313,7 @@ def test_beginnings_are_not_shared_where_a_mask_would_replace_windows_or_another
         ("gemma2", {}, 0),
     ],
 )
-def test_beginnings_are_shared_only_where_surely_no_layer_has_a_window(
-    model_type: str, further: dict[str, Any], width: int
-) -> None:
+def test_beginnings_are_shared_only_where_surely_no_layer_has_a_window(model_type, further, width):
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(model_type, hidden_size=32, num_hidden_layers=2, **further)
@@ -329,18 +321,17 @@ def test_beginnings_are_shared_only_where_surely_no_layer_has_a_window(
     assert batches.prefix_width(config) == width
 
 
-def test_equal_answers_are_computed_once() -> None:
+def test_equal_answers_are_computed_once():
     one, other = (5, 6, 7, 8, 1, 2), (5, 6, 7, 8, 3)
     batch = collate([TokenSample(ids, (0,) + (1,) * (len(ids) - 1)) for ids in (one, other, one, one)], pad_id=0)
     layout = batches.shared_rows(batch, prefixes_of=32)
-    assert layout is not None
     assert sorted(layout.token_ids_RL.flatten().tolist()) == sorted([5, 6, 7, 8, 1, 2, 3])
     restored = layout.restore(layout.token_ids_RL.unsqueeze(-1), batch)
     assert torch.equal(real(restored, batch), real(batch.token_ids_BL.unsqueeze(-1), batch))
 
 
 @torch.no_grad()
-def test_the_order_of_samples_does_not_change_a_bit_even_with_equal_ones() -> None:
+def test_the_order_of_samples_does_not_change_a_bit_even_with_equal_ones():
     model = small("llama")
     draw = torch.Generator().manual_seed(7)
     texts = [tuple(torch.randint(1, 97, (length,), generator=draw).tolist()) for length in (3, 9, 5)]
@@ -360,21 +351,20 @@ def test_the_order_of_samples_does_not_change_a_bit_even_with_equal_ones() -> No
         assert torch.equal(one, other)
 
 
-def test_a_long_prompt_is_computed_once_where_that_is_cheaper() -> None:
+def test_a_long_prompt_is_computed_once_where_that_is_cheaper():
     """Blocks have no limit of their own: it is the cost of attention that decides."""
     answers_of = answers((1000, (20,) * 8), most=50_000)
     layout = batches.shared_rows(answers_of, prefixes_of=576)
-    assert layout is not None
     assert layout.token_ids_RL.numel() == 1000 + 8 * 20
     narrow = batches.shared_rows(answers((60, (400,) * 8), most=50_000), prefixes_of=32)
     assert narrow is None  # attention to 3260 positions would cost more than the prompt
 
 
-def test_a_mask_that_would_be_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_would_be_too_large_is_not_made(monkeypatch):
     monkeypatch.setattr(batches, "LARGEST_MASK", 100)
     assert batches.shared_rows(answers((20, (3, 4, 5))), prefixes_of=32) is None
 
 
-def test_a_beginning_that_saves_little_is_not_worth_a_mask() -> None:
+def test_a_beginning_that_saves_little_is_not_worth_a_mask():
     alike = answers((3, (30, 30, 30, 30)))
     assert batches.shared_rows(alike, prefixes_of=32) is None

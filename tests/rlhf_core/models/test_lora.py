@@ -1,7 +1,5 @@
 """Adapters start as nothing, merge exactly, and load in peft; weights of 4 bits under them, and digests of weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +54,7 @@ def logits(model: Any) -> torch.Tensor:
     return model(input_ids=IDS).logits.float()
 
 
-def test_fresh_adapters_change_nothing_and_alone_are_trainable(tiny_llama: Path) -> None:
+def test_fresh_adapters_change_nothing_and_alone_are_trainable(tiny_llama):
     plain, adapted = loaded(tiny_llama), loaded(tiny_llama, lora=LORA)
     assert torch.equal(logits(plain), logits(adapted))
     trainable = {name for name, p in adapted.named_parameters() if p.requires_grad}
@@ -65,7 +63,7 @@ def test_fresh_adapters_change_nothing_and_alone_are_trainable(tiny_llama: Path)
     assert has_lora(adapted) and not has_lora(plain)
 
 
-def test_adapters_depend_on_their_seed_only(tiny_llama: Path) -> None:
+def test_adapters_depend_on_their_seed_only(tiny_llama):
     def a_weights(seed: int) -> list[torch.Tensor]:
         return [p for name, p in loaded(tiny_llama, lora=LORA, seed=seed).named_parameters() if ".lora_A." in name]
 
@@ -79,7 +77,7 @@ def test_adapters_depend_on_their_seed_only(tiny_llama: Path) -> None:
     assert not torch.equal(one[0], a_weights(6)[0])
 
 
-def test_a_plain_model_gives_its_own_weights_without_the_tied_head(tiny_llama: Path) -> None:
+def test_a_plain_model_gives_its_own_weights_without_the_tied_head(tiny_llama):
     from safetensors.torch import load_file
 
     state = merged_state_dict(loaded(tiny_llama))
@@ -88,7 +86,7 @@ def test_a_plain_model_gives_its_own_weights_without_the_tied_head(tiny_llama: P
     assert all(torch.equal(state[name], stored[name]) for name in stored)
 
 
-def test_merging_leaves_the_live_model_alone(tiny_llama: Path) -> None:
+def test_merging_leaves_the_live_model_alone(tiny_llama):
     model = trained(tiny_llama)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     merged_state_dict(model)
@@ -96,7 +94,7 @@ def test_merging_leaves_the_live_model_alone(tiny_llama: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_merged_export_equals_the_adapted_model(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_merged_export_equals_the_adapted_model(tiny_llama, tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = trained(tiny_llama)
@@ -106,7 +104,7 @@ def test_a_merged_export_equals_the_adapted_model(tiny_llama: Path, tmp_path: Pa
     torch.testing.assert_close(logits(exported), logits(model), rtol=0, atol=1e-5)
 
 
-def test_bfloat16_weights_are_merged_in_fp32_and_rounded_once(tiny_llama: Path) -> None:
+def test_bfloat16_weights_are_merged_in_fp32_and_rounded_once(tiny_llama):
     model = trained(tiny_llama, dtype="bfloat16")
     layer = model.model.layers[0].self_attn.q_proj
     a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
@@ -114,7 +112,7 @@ def test_bfloat16_weights_are_merged_in_fp32_and_rounded_once(tiny_llama: Path) 
     assert torch.equal(merged_state_dict(model)["model.layers.0.self_attn.q_proj.weight"], wanted)
 
 
-def test_a_saved_adapter_loads_in_peft_on_the_base(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_saved_adapter_loads_in_peft_on_the_base(tiny_llama, tmp_path):
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -126,21 +124,21 @@ def test_a_saved_adapter_loads_in_peft_on_the_base(tiny_llama: Path, tmp_path: P
     assert torch.equal(logits(again), logits(model))
 
 
-def test_a_saved_adapter_has_the_same_bytes_each_time(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_saved_adapter_has_the_same_bytes_each_time(tiny_llama, tmp_path):
     for name in ("one", "two"):
         save_adapter(trained(tiny_llama), tmp_path / name)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_adapters_learn_through_checkpointed_activations(tiny_llama: Path) -> None:
+def test_adapters_learn_through_checkpointed_activations(tiny_llama):
     model = loaded(tiny_llama, lora=LORA, checkpointing=True)
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.grad.abs().sum() > 0
     assert model.model.embed_tokens.weight.grad is None
 
 
-def test_fused_experts_get_their_checkpoint_names_back(tiny_llama: Path, tmp_path: Path) -> None:
+def test_fused_experts_get_their_checkpoint_names_back(tiny_llama, tmp_path):
     from safetensors.torch import load_file
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -178,9 +176,7 @@ def test_fused_experts_get_their_checkpoint_names_back(tiny_llama: Path, tmp_pat
         ("jamba", {*("q_proj", "x_proj", "in_proj", "out_proj", "router")}, {"dt_proj"}),  # its weight alone is used
     ],
 )
-def test_all_that_is_adapted_in_a_family_is_in_its_export(
-    family: str, adapted: set[str], frozen: set[str], variant: Any, made: Any, tmp_path: Path
-) -> None:
+def test_all_that_is_adapted_in_a_family_is_in_its_export(family, adapted, frozen, variant, made, tmp_path):
     folder = made(family, **FAMILIES.get(family, {}))
     model = trained(folder, LoraConfig(rank=2, variant=variant, target_modules="all-linear"))
     layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")]
@@ -224,21 +220,19 @@ def test_all_that_is_adapted_in_a_family_is_in_its_export(
         ("gpt2", False, {"target_modules": "all-linear", "quantise": "nf4"}, "Conv1D layers, which have no 4-bit form"),
     ],
 )
-def test_adapters_that_would_not_be_trained_or_merged_are_refused(
-    family: str, tied: bool, lora: Any, message: str, made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_that_would_not_be_trained_or_merged_are_refused(family, tied, lora, message, made, monkeypatch):
     monkeypatch.setattr("rlhf_core.models.loading.check_quantizer", lambda: None)
     with pytest.raises(ConfigError, match=message):
         loaded(made(family, tie_word_embeddings=tied, **FAMILIES.get(family, {})), lora=LoraConfig(rank=2, **lora))
 
 
-def test_the_end_of_a_full_name_selects_a_module(tiny_llama: Path) -> None:
+def test_the_end_of_a_full_name_selects_a_module(tiny_llama):
     model = loaded(tiny_llama, lora=LoraConfig(rank=2, target_modules=("1.mlp.down_proj", "k_proj")))
     adapted = [name.removeprefix("model.layers.") for name, one in model.named_modules() if hasattr(one, "lora_A")]
     assert adapted == ["0.self_attn.k_proj", "1.self_attn.k_proj", "1.mlp.down_proj"]
 
 
-def test_a_row_of_zeros_has_no_direction_for_dora(made: Any) -> None:
+def test_a_row_of_zeros_has_no_direction_for_dora(made):
     from safetensors.torch import load_file, save_file
 
     folder = made("llama", tie_word_embeddings=False)
@@ -249,7 +243,7 @@ def test_a_row_of_zeros_has_no_direction_for_dora(made: Any) -> None:
         loaded(folder, lora=LoraConfig(target_modules=("lm_head",), variant="dora"))
 
 
-def test_a_merge_that_would_lose_an_adapter_is_an_error(made: Any) -> None:
+def test_a_merge_that_would_lose_an_adapter_is_an_error(made):
     model = trained(made("llama", tie_word_embeddings=False), LoraConfig(rank=2, target_modules=("q_proj", "lm_head")))
     assert not torch.equal(merged_state_dict(model)["lm_head.weight"], model.lm_head.base_layer.weight)
     model.lm_head.base_layer.weight = nn.Parameter(model.model.embed_tokens.weight)
@@ -259,9 +253,7 @@ def test_a_merge_that_would_lose_an_adapter_is_an_error(made: Any) -> None:
 
 
 @pytest.mark.parametrize(("variant", "scaling"), [("rslora", 8.0 / 4**0.5), ("dora", 8.0 / 4)])
-def test_variants_start_as_nothing_and_merge_to_what_the_adapted_model_computes(
-    tiny_llama: Path, variant: Any, scaling: float
-) -> None:
+def test_variants_start_as_nothing_and_merge_to_what_the_adapted_model_computes(tiny_llama, variant, scaling):
     plain = loaded(tiny_llama)
     model = loaded(tiny_llama, lora=LORA.model_copy(update={"variant": variant}))
     torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=1e-6)
@@ -287,18 +279,14 @@ def loss(model: Any) -> torch.Tensor:
     return made
 
 
-def test_without_bitsandbytes_it_is_refused_before_anything_is_loaded(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_bitsandbytes_it_is_refused_before_anything_is_loaded(tiny_llama, monkeypatch):
     monkeypatch.setattr(quantised, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"lora.quantise = 'nf4': needs bitsandbytes.*install bitsandbytes"):
         loaded(tiny_llama, lora=LoraConfig(quantise="nf4"))
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
-def test_adapters_are_trained_over_4_bits_and_merged_into_whole_weights(
-    tiny_llama: Path, tmp_path: Path, variant: Any
-) -> None:
+def test_adapters_are_trained_over_4_bits_and_merged_into_whole_weights(tiny_llama, tmp_path, variant):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     model = loaded(tiny_llama, lora=LoraConfig(rank=2, variant=variant, quantise="nf4"), checkpointing=True)
     small = model.model.layers[0].self_attn.q_proj.base_layer.weight
@@ -319,7 +307,7 @@ def test_adapters_are_trained_over_4_bits_and_merged_into_whole_weights(
     assert merged_state_dict(plain).keys() == merged_state_dict(loaded(tiny_llama)).keys()
 
 
-def test_only_the_adapted_layers_are_rounded_and_by_little(tiny_llama: Path) -> None:
+def test_only_the_adapted_layers_are_rounded_and_by_little(tiny_llama):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     state = merged_state_dict(loaded(tiny_llama, lora=LoraConfig(quantise="nf4", target_modules=("q_proj",))))
     for name, whole in merged_state_dict(loaded(tiny_llama)).items():
@@ -336,7 +324,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return {f"layer.{index:02d}": torch.full((2, 3), float(index)) for index in range(20)}
 
 
-def test_the_digest_does_not_depend_on_order_or_memory_layout() -> None:
+def test_the_digest_does_not_depend_on_order_or_memory_layout():
     shuffled = dict(reversed(list(tensors().items())))
     strided = {name: tensor.repeat(1, 2)[:, :3] for name, tensor in tensors().items()}
     assert weights_digest(tensors()) == weights_digest(shuffled) == weights_digest(strided)
@@ -353,13 +341,13 @@ def test_the_digest_does_not_depend_on_order_or_memory_layout() -> None:
     ],
     ids=["first", "last", "missing", "dtype", "shape"],
 )
-def test_the_digest_notices_a_change(change: Any) -> None:
+def test_the_digest_notices_a_change(change):
     state = tensors()
     change(state)
     assert weights_digest(state) != weights_digest(tensors())
 
 
-def test_the_digest_reads_bfloat16_and_single_tensors() -> None:
+def test_the_digest_reads_bfloat16_and_single_tensors():
     one = {"w": torch.tensor([1.0, 2.0], dtype=torch.bfloat16)}
     two = {"w": torch.tensor([1.0, 2.5], dtype=torch.bfloat16)}
     assert weights_digest(one) != weights_digest(two)

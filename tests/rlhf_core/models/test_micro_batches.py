@@ -1,7 +1,5 @@
 """Blocks of sequences that begin alike save as much as any division can."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator
@@ -51,7 +49,7 @@ def saved(sequences: Sequences, hidden: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_division_of_the_sorted_sequences_saves_more(seed: int) -> None:
+def test_no_division_of_the_sorted_sequences_saves_more(seed):
     draw = random.Random(seed)
     hidden = draw.choice([1, 3, 100])
     sequences = list({tuple(draw.randrange(2) for _ in range(draw.randint(1, 9))): None for _ in range(9)})[:7]
@@ -62,7 +60,7 @@ def test_no_division_of_the_sorted_sequences_saves_more(seed: int) -> None:
     assert sorted(index for block in blocks for index in block.samples) == list(range(len(sequences)))
 
 
-def test_a_block_is_what_it_says() -> None:
+def test_a_block_is_what_it_says():
     sequences = groups((40, 8, 30), (3, 5, 60), (90, 2, 10))
     for block in common_beginnings(sequences, hidden=H):
         inside = [sequences[i] for i in block.samples]
@@ -70,7 +68,7 @@ def test_a_block_is_what_it_says() -> None:
         assert block.length == sum(map(len, inside)) - block.prefix * (len(inside) - 1)
 
 
-def test_the_answers_to_a_prompt_are_a_block_and_a_template_is_none() -> None:
+def test_the_answers_to_a_prompt_are_a_block_and_a_template_is_none():
     template = (1, 2, 3)
     prompts = [[template + one for one in groups((20, 4, 9), seed=seed)] for seed in range(3)]
     sequences = [one for answers in prompts for one in answers]
@@ -78,12 +76,12 @@ def test_the_answers_to_a_prompt_are_a_block_and_a_template_is_none() -> None:
     assert sorted(sorted(block.samples) for block in blocks) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_sequences_that_share_little_are_alone() -> None:
+def test_sequences_that_share_little_are_alone():
     sequences = [(1, 2, *range(10 * i, 10 * i + 30)) for i in range(3, 9)]
     assert [block.samples for block in common_beginnings(sequences, hidden=H)] == [(0,), (1,), (2,), (3,), (4,), (5,)]
 
 
-def test_a_block_is_no_longer_than_attention_pays_for() -> None:
+def test_a_block_is_no_longer_than_attention_pays_for():
     sequences = groups((100, 9, 100), seed=4)
     narrow, wide = (common_beginnings(sequences, hidden=hidden) for hidden in (8, 4096))
     assert max(len(block.samples) for block in narrow) < max(len(block.samples) for block in wide) == 9
@@ -92,7 +90,7 @@ def test_a_block_is_no_longer_than_attention_pays_for() -> None:
     assert all(block.length <= LONGEST for block in common_beginnings(long, hidden=8192))
 
 
-def test_the_order_of_the_sequences_does_not_matter() -> None:
+def test_the_order_of_the_sequences_does_not_matter():
     sequences = groups((15, 6, 12), (8, 3, 40), seed=2)
     turned = sequences[::-1]
 
@@ -102,14 +100,14 @@ def test_the_order_of_the_sequences_does_not_matter() -> None:
     assert contents(sequences) == contents(turned)
 
 
-def test_equal_sequences_count_once() -> None:
+def test_equal_sequences_count_once():
     (block,) = common_beginnings([(7, 8, 9), (7, 8), (7, 8, 9), (7, 8)], hidden=H)
     assert block == Block((1, 3, 0, 2), 2, 3)
     assert common_beginnings([(4, 4)] * 3, hidden=H) == [Block((0, 1, 2), 0, 2)]
     assert common_beginnings([], hidden=H) == []
 
 
-def test_thousands_of_samples_take_no_time_to_speak_of() -> None:
+def test_thousands_of_samples_take_no_time_to_speak_of():
     began = time.process_time()
     common_beginnings([tuple(range(39))] * 4000, hidden=H)
     common_beginnings([(*range(200), i) for i in range(4000)], hidden=H)

@@ -1,7 +1,5 @@
 """Two computations of one number: what counts as disagreement, and what as chance."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -11,7 +9,7 @@ from rlhf_core.monitoring.agreement import KLEstimate, Mismatch
 from tests.support.monitoring import found
 
 
-def test_a_mismatch_names_the_figure_that_left_its_bound() -> None:
+def test_a_mismatch_names_the_figure_that_left_its_bound():
     assert found(Mismatch(), mismatch__exp_abs_log_q=[1.02], mismatch__ess=[0.99]) == ""
     figures = {"mismatch__exp_abs_log_q": [1.3], "mismatch__ess": [0.5]}
     assert found(Mismatch(), **figures) == "mismatch/exp_abs_log_q 1.3 > 1.1"
@@ -31,7 +29,7 @@ def test_a_mismatch_names_the_figure_that_left_its_bound() -> None:
         (1.01, math.nan, True),
     ],
 )
-def test_a_mismatch_that_grows_is_found_long_before_its_bound(first: float, now: float, fires: bool) -> None:
+def test_a_mismatch_that_grows_is_found_long_before_its_bound(first, now, fires):
     monitor = Mismatch(reference_steps=2)
     assert found(monitor, mismatch__exp_abs_log_q=[first, now]) == (
         "" if now == now else found(monitor, mismatch__exp_abs_log_q=[now])
@@ -56,19 +54,19 @@ def estimates(steps: int, *, seed: int, sign: float = 1.0) -> dict[str, list[flo
     return made
 
 
-def test_a_swapped_direction_is_found_while_the_divergence_is_small() -> None:
+def test_a_swapped_direction_is_found_while_the_divergence_is_small():
     swapped = [found(KLEstimate(), **estimates(12, seed=seed, sign=-1.0)) for seed in range(50)]
     assert sum("p = " in one for one in swapped) >= 45
     untested = [found(KLEstimate(level=0.0), **estimates(12, seed=seed, sign=-1.0)) for seed in range(50)]
     assert not any("p = " in one for one in untested)
 
 
-def test_a_right_pair_of_estimates_has_an_alarm_as_seldom_as_its_level_says() -> None:
+def test_a_right_pair_of_estimates_has_an_alarm_as_seldom_as_its_level_says():
     alarms = sum(bool(found(KLEstimate(), **estimates(12, seed=seed))) for seed in range(300))
     assert alarms <= 3  # 0.3 are expected, and more than 3 have a probability below 1e-3
 
 
-def test_a_copy_is_not_an_estimate_of_its_own() -> None:
+def test_a_copy_is_not_an_estimate_of_its_own():
     right = estimates(12, seed=1)
     copied = {"kl__per_token": right["kl__k3"], "kl__k3": right["kl__k3"]}
     assert found(KLEstimate(), **copied) == "k1 and k3 are the same number at 10 steps in a row"
@@ -76,7 +74,7 @@ def test_a_copy_is_not_an_estimate_of_its_own() -> None:
     assert found(KLEstimate(), **at_the_reference) == ""
 
 
-def test_estimates_of_a_large_divergence_may_differ_by_a_share_of_it() -> None:
+def test_estimates_of_a_large_divergence_may_differ_by_a_share_of_it():
     assert found(KLEstimate(), kl__per_token=[-0.08], kl__k3=[0.08]) != ""
     assert found(KLEstimate(), kl__per_token=[1.4], kl__k3=[1.0]) == ""  # allowed: 0.05 + 0.5 * 1.0
     assert found(KLEstimate(), kl__per_token=[1.6], kl__k3=[1.0]).endswith("difference 0.6 > 0.55")

@@ -1,7 +1,5 @@
 """The monitor of over-optimization: it finds a fall, and its false alarms are as rare as its level says."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -33,7 +31,7 @@ def run(rng: random.Random, *, proxy: float, gold: float, turn: int = 0) -> int:
     return -1
 
 
-def test_false_alarms_over_whole_runs_are_as_rare_as_the_level_says() -> None:
+def test_false_alarms_over_whole_runs_are_as_rare_as_the_level_says():
     rng = random.Random(17)
     # the hardest null: the proxy surely rises, the independent reward stays; 400 runs of 10 evaluations
     alarms = sum(run(rng, proxy=1.0, gold=0.0) >= 0 for _ in range(400))
@@ -42,7 +40,7 @@ def test_false_alarms_over_whole_runs_are_as_rare_as_the_level_says() -> None:
     assert sum(run(rng, proxy=1.0, gold=0.5) >= 0 for _ in range(200)) == 0
 
 
-def test_a_fall_after_a_rise_is_found() -> None:
+def test_a_fall_after_a_rise_is_found():
     rng = random.Random(17)
     found = [run(rng, proxy=0.5, gold=-0.5, turn=3) for _ in range(100)]
     # standard error of a slope over 4 evaluations of 32 prompts: 1 / sqrt(5 * 32) = 0.08; -0.5 is six of them
@@ -50,12 +48,12 @@ def test_a_fall_after_a_rise_is_found() -> None:
     assert sum(number >= 0 for number in found) == 100
 
 
-def test_a_proxy_that_falls_with_the_gold_is_not_over_optimization() -> None:
+def test_a_proxy_that_falls_with_the_gold_is_not_over_optimization():
     rng = random.Random(17)
     assert all(run(rng, proxy=-0.5, gold=-0.5) == -1 for _ in range(50))
 
 
-def test_the_text_says_both_slopes_and_the_steps() -> None:
+def test_the_text_says_both_slopes_and_the_steps():
     history = History([])
     for number in range(4):
         wiggle = [0.01 * ((7 * prompt + number) % 5) for prompt in range(8)]
@@ -67,13 +65,13 @@ def test_the_text_says_both_slopes_and_the_steps() -> None:
     )
 
 
-def test_a_slope_is_that_of_least_squares() -> None:
+def test_a_slope_is_that_of_least_squares():
     samples = [(0, (1.0, 0.0, 2.0)), (10, (2.0, 0.0, 2.0)), (30, (5.0, 3.0, 2.0))]
     expected = [stats.linregress([0, 10, 30], [row[1][prompt] for row in samples]).slope for prompt in range(3)]
     assert slope_test(samples).slope == pytest.approx(sum(expected) / 3)
 
 
-def test_prompts_without_a_score_are_left_out() -> None:
+def test_prompts_without_a_score_are_left_out():
     samples = [(0, (1.0, math.nan, 2.0, 1.0)), (1, (2.0, 9.0, 2.9, 2.1)), (2, (3.0, 9.0, 4.2, 3.0))]
     whole = [(step, (values[0], *values[2:])) for step, values in samples]
     assert slope_test(samples) == slope_test(whole)
@@ -82,7 +80,7 @@ def test_prompts_without_a_score_are_left_out() -> None:
 
 @pytest.mark.parametrize("count", [6, 16, 64])
 @pytest.mark.parametrize("shift", [-0.8, 0.1, 0.7])
-def test_p_values_are_those_of_student(count: int, shift: float) -> None:
+def test_p_values_are_those_of_student(count, shift):
     rng = random.Random(count)
     values = [rng.gauss(shift, 1) for _ in range(count)]
     above, below = mean_test(values)
@@ -90,7 +88,7 @@ def test_p_values_are_those_of_student(count: int, shift: float) -> None:
     assert below == pytest.approx(stats.ttest_1samp(values, 0, alternative="less").pvalue, rel=0.05, abs=1e-4)
 
 
-def test_values_without_a_spread_are_as_certain_as_their_number() -> None:
+def test_values_without_a_spread_are_as_certain_as_their_number():
     assert mean_test([0.5, 0.5, 0.5]) == (0.125, 1.0)
     assert mean_test([-0.5] * 9 + [-0.5 - 1e-16]) == (1.0, 0.5**10)
     assert mean_test([-0.1 - 1e-17 * number for number in range(20)]) == (1.0, 0.5**20)

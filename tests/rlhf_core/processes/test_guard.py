@@ -1,13 +1,10 @@
 """A guarded process ends with its starter, and takes along all that it started."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -32,9 +29,8 @@ def start(script: str) -> tuple[subprocess.Popen[str], int]:
     return process, held
 
 
-def test_a_command_and_what_it_started_end_when_nobody_holds_the_leash() -> None:
+def test_a_command_and_what_it_started_end_when_nobody_holds_the_leash():
     process, held = start("trap '' TERM; sleep 600 & echo $$ $!; wait")
-    assert process.stdout is not None
     pids = [int(word) for word in process.stdout.readline().split()]
     assert all(process_stat(pid) is not None for pid in pids)
     os.close(held)
@@ -42,7 +38,7 @@ def test_a_command_and_what_it_started_end_when_nobody_holds_the_leash() -> None
     assert_gone(pids)
 
 
-def test_the_streams_and_the_status_are_the_command_s_own() -> None:
+def test_the_streams_and_the_status_are_the_command_s_own():
     process, held = start("read line; echo got $line; exit 7")
     # The end of the output is heard although the leash is still held.
     assert process.communicate("it\n", timeout=20) == ("got it\n", None)
@@ -50,9 +46,8 @@ def test_the_streams_and_the_status_are_the_command_s_own() -> None:
     os.close(held)
 
 
-def test_nothing_is_left_of_a_command_that_has_ended() -> None:
+def test_nothing_is_left_of_a_command_that_has_ended():
     process, held = start("sleep 600 >/dev/null & echo $!")
-    assert process.stdout is not None
     child = int(process.stdout.readline())
     assert process.wait(20) == 0  # although the leash is still held
     assert_gone([child])
@@ -68,9 +63,8 @@ time.sleep(600)
 """
 
 
-def test_a_command_ends_with_its_starter_when_that_is_killed() -> None:
+def test_a_command_ends_with_its_starter_when_that_is_killed():
     with subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True) as starter:
-        assert starter.stdout is not None
         pids = [int(word) for word in starter.stdout.readline().split()]
         starter.kill()
     assert len(pids) == 2
@@ -100,11 +94,10 @@ def started() -> tuple[subprocess.Popen[bytes], bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    assert process.stdout is not None
     return process, process.stdout.readline()
 
 
-def test_the_guard_ends_the_process_and_its_children_when_nobody_holds_its_input() -> None:
+def test_the_guard_ends_the_process_and_its_children_when_nobody_holds_its_input():
     process, line = started()
     assert line.endswith(b" ''\n")  # what it prints goes elsewhere, and what it reads is empty
     assert process.stdin is not None and process.stdout is not None
@@ -114,7 +107,7 @@ def test_the_guard_ends_the_process_and_its_children_when_nobody_holds_its_input
     process.stdout.close()
 
 
-def test_killing_the_group_ends_the_children_too() -> None:
+def test_killing_the_group_ends_the_children_too():
     process, _ = started()
     kill_group(process)
     assert process.wait(timeout=20) == -9
@@ -147,7 +140,6 @@ def escaped(end: str) -> tuple[subprocess.Popen[bytes], list[int]]:
     process = subprocess.Popen(
         [sys.executable, "-c", ESCAPING, end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
-    assert process.stdout is not None
     return process, [int(word) for word in process.stdout.readline().split()]
 
 
@@ -155,7 +147,7 @@ def escaped(end: str) -> tuple[subprocess.Popen[bytes], list[int]]:
     ("end", "status"),
     [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -signal.SIGABRT), ("sys.exit(0)", 0)],
 )
-def test_a_worker_that_ends_takes_along_all_that_it_started_and_its_status_is_told(end: str, status: int) -> None:
+def test_a_worker_that_ends_takes_along_all_that_it_started_and_its_status_is_told(end, status):
     process, children = escaped(end)
     with process:
         assert process.stdin is not None and process.stdout is not None
@@ -165,11 +157,10 @@ def test_a_worker_that_ends_takes_along_all_that_it_started_and_its_status_is_to
     assert_gone(children)
 
 
-def test_no_session_hides_a_child_from_a_kill_or_from_the_end_of_the_input() -> None:
+def test_no_session_hides_a_child_from_a_kill_or_from_the_end_of_the_input():
     for kill in (True, False):
         process, children = escaped("time.sleep(60)")
         with process:
-            assert process.stdin is not None
             if kill:
                 kill_group(process)
             process.stdin.close()
@@ -177,7 +168,7 @@ def test_no_session_hides_a_child_from_a_kill_or_from_the_end_of_the_input() -> 
         assert_gone(children)
 
 
-def test_the_worker_dies_with_its_guard() -> None:
+def test_the_worker_dies_with_its_guard():
     process, children = escaped("time.sleep(60)")
     with process:
         process.kill()
@@ -194,13 +185,12 @@ async def said(*command: str, **environment: str) -> str:
     return output.decode().strip()
 
 
-def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):
     pids = tmp_path / "pids"
 
     async def run() -> None:
         script = f"trap '' TERM; sleep 600 & echo $! > {pids}; echo $$ >> {pids}; echo ready; wait"
         async with guarded_process(("sh", "-c", script), environment={}) as process:
-            assert process.stdout is not None
             await process.stdout.readline()
             async with asyncio.timeout(0.0):
                 await process.wait()
@@ -210,12 +200,12 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> N
     assert_gone([int(line) for line in pids.read_text().split()])
 
 
-def test_what_a_command_leaves_running_is_ended_with_its_block(tmp_path: Path) -> None:
+def test_what_a_command_leaves_running_is_ended_with_its_block(tmp_path):
     child = asyncio.run(said("sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"))
     assert_gone([int(child)])
 
 
-def test_our_own_modules_are_not_forced_on_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_modules_are_not_forced_on_a_command(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/ours")
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     assert asyncio.run(said("sh", "-c", 'echo "$PYTHONSAFEPATH"')) == ""
@@ -224,11 +214,11 @@ def test_our_own_modules_are_not_forced_on_a_command(monkeypatch: pytest.MonkeyP
     assert asyncio.run(said("sh", "-c", 'echo "$PYTHONPATH"', PYTHONPATH="/theirs")) == "/theirs"
 
 
-def test_the_word_python_is_our_own_interpreter() -> None:
+def test_the_word_python_is_our_own_interpreter():
     assert asyncio.run(said("python", "-c", "import sys; print(sys.executable)", PATH="")) == sys.executable
 
 
-def test_a_program_that_is_not_there_is_named_among_its_errors() -> None:
+def test_a_program_that_is_not_there_is_named_among_its_errors():
     async def run() -> tuple[bytes, int | None]:
         async with guarded_process(("no-such-program",), environment={}) as process:
             _, errors = await process.communicate()

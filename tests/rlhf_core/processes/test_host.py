@@ -1,7 +1,5 @@
 """Messages to a child and back, and what is left when it ends."""
 
-from __future__ import annotations
-
 import os
 import queue
 import sys
@@ -24,9 +22,7 @@ ECHO = "import sys\nfor line in sys.stdin:\n    print(line.strip(), flush=True)\
         ("import time\ntime.sleep(60)", ["y" * 2**20], [], -9),  # more than a pipe holds, for one who reads nothing
     ],
 )
-def test_messages_pass_and_the_end_is_the_last_of_them(
-    program: str, sent: list[Any], received: list[Any], status: int
-) -> None:
+def test_messages_pass_and_the_end_is_the_last_of_them(program, sent, received, status):
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
     command = [sys.executable, "-I", "-S", "-c", program]
     host = Host(command, received=found.put, environment=dict(os.environ), codec=JsonLines())

@@ -1,7 +1,5 @@
 """Threads that wait for each other stay awake for a moment, unless the user wants something else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,12 +7,12 @@ import sys
 from rlhf_core.processes.child import SPINS, idle_threads
 
 
-def test_idle_threads_sleep_sooner_than_by_default() -> None:
+def test_idle_threads_sleep_sooner_than_by_default():
     assert idle_threads({"PATH": "/bin"}) == {"GOMP_SPINCOUNT": SPINS}
     assert 0 < int(SPINS) < 300_000
 
 
-def test_the_choice_of_the_user_goes_first() -> None:
+def test_the_choice_of_the_user_goes_first():
     for own in (
         {"GOMP_SPINCOUNT": "0"},
         {"OMP_WAIT_POLICY": "ACTIVE"},
@@ -23,7 +21,7 @@ def test_the_choice_of_the_user_goes_first() -> None:
         assert idle_threads({"PATH": "/bin"} | own) == own
 
 
-def test_the_openmp_of_torch_reads_it() -> None:
+def test_the_openmp_of_torch_reads_it():
     """It prints the settings that it found when it is loaded."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     shown = subprocess.run(

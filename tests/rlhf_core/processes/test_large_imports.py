@@ -1,7 +1,5 @@
 """What exists after large imports is left out of collections; what is made later is collected as ever."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -50,13 +48,13 @@ def printed(program: str) -> list[str]:
     return subprocess.run([sys.executable, "-c", program], check=True, text=True, stdout=subprocess.PIPE).stdout.split()
 
 
-def test_collections_leave_out_what_imports_made_and_nothing_else() -> None:
+def test_collections_leave_out_what_imports_made_and_nothing_else():
     assert printed(IMPORTS) == ["False", "True", "True"]
 
 
-def test_a_failed_import_leaves_the_collector_as_it_was() -> None:
+def test_a_failed_import_leaves_the_collector_as_it_was():
     assert printed(FAILED) == ["no", "such", "library", "False"]
 
 
-def test_objects_are_left_alone_after_the_handlers_of_all_libraries() -> None:
+def test_objects_are_left_alone_after_the_handlers_of_all_libraries():
     assert printed(ENDING) == ["False", "True"]

@@ -1,7 +1,5 @@
 """Answers to score, with what a test says of them; the rest does not matter."""
 
-from __future__ import annotations
-
 from rlhf_core.types import Completion, FinishReason, Generation, Message, Prompt
 
 

@@ -1,12 +1,9 @@
 """What passes for a reward; batches: workers, further tries, telling the culprits apart; results by content in a file."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -74,7 +71,7 @@ def batched(
     )
 
 
-def test_batches_have_their_size_and_values_their_order() -> None:
+def test_batches_have_their_size_and_values_their_order():
     judge = Judge()
     outcome = batched(judge, batch_size=2)(answers("a", "bb", "ccc", "dddd", "e"))
     assert outcome.values == (1.0, 2.0, 3.0, 4.0, 1.0)
@@ -82,7 +79,7 @@ def test_batches_have_their_size_and_values_their_order() -> None:
     assert outcome.logs == {"asked": (3.0, 3)}
 
 
-def test_a_batch_that_failed_is_tried_again_after_pauses_that_double() -> None:
+def test_a_batch_that_failed_is_tried_again_after_pauses_that_double():
     pauses: list[float] = []
     judge = Judge(fails=["bb"], times=3)
     assert batched(judge, retries=3, on_failure="fail", pauses=pauses)(answers("a", "bb")).values == (1.0, 2.0)
@@ -91,7 +88,7 @@ def test_a_batch_that_failed_is_tried_again_after_pauses_that_double() -> None:
         batched(Judge(fails=["bb"], times=2), retries=1, on_failure="fail")(answers("a", "bb"))
 
 
-def test_only_the_answers_that_fail_alone_become_failures() -> None:
+def test_only_the_answers_that_fail_alone_become_failures():
     judge = Judge(fails=["x"])
     outcome = batched(judge)(answers(*["a"] * 5, "x", *["bb"] * 10))
     assert outcome.failures == {5: "broke"}
@@ -99,7 +96,7 @@ def test_only_the_answers_that_fail_alone_become_failures() -> None:
     assert len(judge.asked) == 9  # the whole, and two halves of 16, 8, 4, 2
 
 
-def test_further_tries_come_before_the_halving_and_not_within_it() -> None:
+def test_further_tries_come_before_the_halving_and_not_within_it():
     pauses: list[float] = []
     judge = Judge(fails=["x"])
     batched(judge, retries=2, pauses=pauses)(answers("a", "x"))
@@ -107,14 +104,14 @@ def test_further_tries_come_before_the_halving_and_not_within_it() -> None:
     assert len(pauses) == 2
 
 
-def test_a_reward_that_is_broken_altogether_is_given_up_on() -> None:
+def test_a_reward_that_is_broken_altogether_is_given_up_on():
     judge = Judge(fails=["x"])
     outcome = batched(judge)(answers(*["x"] * 1000))
     assert len(outcome.failures) == 1000
     assert len(judge.asked) <= FAILED_CALLS + 2
 
 
-def test_four_culprits_among_a_thousand_are_found() -> None:
+def test_four_culprits_among_a_thousand_are_found():
     texts = ["a"] * 1000
     for at in (0, 333, 334, 999):
         texts[at] = "x"
@@ -129,7 +126,7 @@ class Short(Judge):
         return RewardOutcome((1.0,))
 
 
-def test_a_wrong_number_of_values_fails_the_batch_at_once() -> None:
+def test_a_wrong_number_of_values_fails_the_batch_at_once():
     judge = Short()
     outcome = batched(judge, batch_size=2, retries=3)(answers("a", "b", "c"))
     assert outcome.values == (None, None, 1.0)
@@ -148,7 +145,7 @@ class NotANumber(Judge):
         )
 
 
-def test_a_value_that_is_no_reward_fails_alone_and_is_not_asked_for_again() -> None:
+def test_a_value_that_is_no_reward_fails_alone_and_is_not_asked_for_again():
     judge = NotANumber()
     outcome = batched(judge, retries=3)(answers("a", "x"))
     assert outcome.values == (1.0, None)
@@ -158,7 +155,7 @@ def test_a_value_that_is_no_reward_fails_alone_and_is_not_asked_for_again() -> N
         batched(NotANumber(), on_failure="fail", retries=3)(answers("a", "x"))
 
 
-def test_a_configuration_that_cannot_work_is_no_failure_of_an_answer() -> None:
+def test_a_configuration_that_cannot_work_is_no_failure_of_an_answer():
     def ask(generations: Sequence[Generation]) -> RewardOutcome:
         raise ConfigError("install it")
 
@@ -166,7 +163,7 @@ def test_a_configuration_that_cannot_work_is_no_failure_of_an_answer() -> None:
         BatchedReward("x", [ask], batch_size=0, retries=3, on_failure="invalid")(answers("a"))
 
 
-def test_several_workers_answer_at_the_same_time() -> None:
+def test_several_workers_answer_at_the_same_time():
     meeting = threading.Barrier(3, timeout=20)
 
     def ask(generations: Sequence[Generation]) -> RewardOutcome:
@@ -177,7 +174,7 @@ def test_several_workers_answer_at_the_same_time() -> None:
     assert reward(answers("0", "1", "2", "3", "4", "5")).values == (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
 
 
-def test_a_worker_answers_one_batch_at_a_time() -> None:
+def test_a_worker_answers_one_batch_at_a_time():
     busy = threading.Lock()
 
     def ask(generations: Sequence[Generation]) -> RewardOutcome:
@@ -188,7 +185,7 @@ def test_a_worker_answers_one_batch_at_a_time() -> None:
     BatchedReward("x", [ask], batch_size=1, retries=0, on_failure="fail")(answers(*"abcdefgh"))
 
 
-def test_what_is_alike_is_asked_for_once_and_what_is_known_not_again(tmp_path: Path) -> None:
+def test_what_is_alike_is_asked_for_once_and_what_is_known_not_again(tmp_path):
     judge = Judge(fails=["x"])
     path = tmp_path / "cache.jsonl"
     reward = batched(judge, cache=ResultCache("one", path))
@@ -201,7 +198,7 @@ def test_what_is_alike_is_asked_for_once_and_what_is_known_not_again(tmp_path: P
     assert again.asked == []
 
 
-def test_a_failure_is_not_cached(tmp_path: Path) -> None:
+def test_a_failure_is_not_cached(tmp_path):
     judge = Judge(fails=["x"], times=1)
     reward = batched(judge, cache=ResultCache("one", tmp_path / "cache.jsonl"))
     outcome = reward(answers("x", "a", "x"))
@@ -213,7 +210,7 @@ def test_a_failure_is_not_cached(tmp_path: Path) -> None:
     assert reward(answers("y")).values == (1.0,)
 
 
-def test_what_was_settled_before_a_failure_ends_the_stage_is_not_paid_for_again(tmp_path: Path) -> None:
+def test_what_was_settled_before_a_failure_ends_the_stage_is_not_paid_for_again(tmp_path):
     judge, path = Judge(fails=["x"]), tmp_path / "cache.jsonl"
     with pytest.raises(RewardError):
         batched(judge, batch_size=2, on_failure="fail", cache=ResultCache("one", path))(answers("a", "bb", "x"))
@@ -236,7 +233,7 @@ class Graded(Judge):
         )
 
 
-def test_scores_stay_with_their_answers_through_batches_halves_and_the_cache(tmp_path: Path) -> None:
+def test_scores_stay_with_their_answers_through_batches_halves_and_the_cache(tmp_path):
     reward = batched(Graded(), batch_size=2)
     assert reward(answers("a", "bb", "ccc")).scores == (-1.0, -2.0, -3.0)
     assert batched(Graded(fails=["x"]))(answers("a", "x", "ccc")).scores == (-1.0, None, -3.0)
@@ -255,7 +252,7 @@ def of_prompts(**texts: Sequence[str]) -> list[Generation]:
     return [replace(one, prompt=replace(one.prompt, id=name)) for name, some in texts.items() for one in answers(*some)]
 
 
-def test_the_answers_to_a_prompt_are_not_parted() -> None:
+def test_the_answers_to_a_prompt_are_not_parted():
     rows = of_prompts(a=["x"] * 3, b=["x"] * 2, c=["x"] * 4)
     pieces = whole_groups(rows, at_least=2)
     assert ["".join(one.prompt.id for one in piece) for piece in pieces] == ["aaa", "bb", "cccc"]
@@ -263,7 +260,7 @@ def test_the_answers_to_a_prompt_are_not_parted() -> None:
     assert whole_groups([], at_least=4) == []
 
 
-def test_a_group_that_fails_fails_as_a_whole_and_is_never_asked_in_parts() -> None:
+def test_a_group_that_fails_fails_as_a_whole_and_is_never_asked_in_parts():
     judge = Judge(fails=["bad"])
     rows = of_prompts(a=["1", "22"], b=["3", "bad", "4"], c=["5"])
     outcome = batched(judge, compares="group")(rows)
@@ -278,7 +275,7 @@ def test_a_group_that_fails_fails_as_a_whole_and_is_never_asked_in_parts() -> No
     assert set(outcome.failures) == {2, 3, 4}
 
 
-def test_a_batch_that_is_compared_fails_as_a_whole() -> None:
+def test_a_batch_that_is_compared_fails_as_a_whole():
     judge = Judge(fails=["bad"])
     outcome = batched(judge, compares="batch")(of_prompts(a=["1", "22"], b=["bad"]))
     assert judge.asked == [["1", "22", "bad"]]
@@ -305,19 +302,19 @@ ONE = Generation(PROMPT, (1,), ANSWER)
         replace(ONE, completion=replace(ANSWER, extras={"turns": 2.0})),
     ],
 )
-def test_whatever_a_reward_can_see_is_part_of_the_key(other: Generation) -> None:
+def test_whatever_a_reward_can_see_is_part_of_the_key(other):
     cache = ResultCache("one", None)
     assert cache.key(other) != cache.key(ONE)
 
 
-def test_who_sampled_the_answer_is_not_and_which_reward_is() -> None:
+def test_who_sampled_the_answer_is_not_and_which_reward_is():
     cache = ResultCache("one", None)
     again = replace(ANSWER, seed=8, policy_version=4, logprobs=(-0.2, -0.3))
     assert cache.key(replace(ONE, completion=again)) == cache.key(ONE)
     assert ResultCache("two", None).key(ONE) != cache.key(ONE)
 
 
-def test_a_file_cut_off_by_a_kill_is_read_up_to_there_and_written_on(tmp_path: Path) -> None:
+def test_a_file_cut_off_by_a_kill_is_read_up_to_there_and_written_on(tmp_path):
     path = tmp_path / "work" / "cache.jsonl"
     cache = ResultCache("one", path)
     cache.add({"a": 0.1, "b": None})
@@ -330,7 +327,7 @@ def test_a_file_cut_off_by_a_kill_is_read_up_to_there_and_written_on(tmp_path: P
     assert ResultCache("one", path).value("c") == 4.0
 
 
-def test_a_file_from_before_there_were_scores_is_read(tmp_path: Path) -> None:
+def test_a_file_from_before_there_were_scores_is_read(tmp_path):
     path = tmp_path / "cache.jsonl"
     path.write_text('\n["a", 0.5]')
     cache = ResultCache("one", path)
@@ -346,7 +343,7 @@ GENERATIONS = [answer("said", prompt=name) for name in "abc"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -2e6])
-def test_a_value_that_is_no_reward_is_a_failure_and_never_zero(value: float) -> None:
+def test_a_value_that_is_no_reward_is_a_failure_and_never_zero(value):
     given = RewardOutcome((0.5, value, None), logs={"n": (1.0, 1)})
     outcome = screened("quality", given, GENERATIONS, on_failure="invalid")
     assert outcome.values == (0.5, None, None)
@@ -356,31 +353,31 @@ def test_a_value_that_is_no_reward_is_a_failure_and_never_zero(value: float) -> 
         screened("quality", given, GENERATIONS, on_failure="fail")
 
 
-def test_earlier_failures_stay() -> None:
+def test_earlier_failures_stay():
     given = RewardOutcome((None, float("nan"), 1.0), {0: "late"})
     assert set(screened("q", given, GENERATIONS, on_failure="invalid").failures) == {0, 1}
 
 
 @pytest.mark.parametrize("values", [(), (1.0,), (1.0,) * 4])
-def test_a_wrong_number_of_values_is_nobodys_in_particular(values: tuple[float, ...]) -> None:
+def test_a_wrong_number_of_values_is_nobodys_in_particular(values):
     with pytest.raises(BatchFailed, match=f"rewards.q = {len(values)}: values for 3 generations") as failed:
         screened("q", RewardOutcome(values), GENERATIONS, on_failure="invalid")
     assert not failed.value.divisible
 
 
-def test_a_reason_is_one_short_line() -> None:
+def test_a_reason_is_one_short_line():
     assert reason_of(BatchFailed("a\nlong message", reason="late")) == "late"
     assert reason_of(RewardError("two\nlines")) == "two lines"
     assert len(shortened("x" * 500)) == 200
     assert shortened("half a \ud83d") == "half a ?", "no file holds the other half"
 
 
-def test_logs_add_up_and_plain_lists_are_outcomes() -> None:
+def test_logs_add_up_and_plain_lists_are_outcomes():
     assert merged_logs([{"a": (1.0, 2)}, {"a": (2.0, 1), "b": (0.0, 1)}]) == {"a": (3.0, 3), "b": (0.0, 1)}
     assert as_outcome([1.0, None]) == RewardOutcome((1.0, None))
 
 
-def test_every_checked_value_is_a_reward() -> None:
+def test_every_checked_value_is_a_reward():
     assert checked("gold", [1.0, 0.5], GENERATIONS[:2]) == [1.0, 0.5]
     for values, problem in (
         ([0.0, math.nan], r"\[prompt b\] = nan"),

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -72,9 +70,7 @@ def reward_in(folder: Path, code: str) -> Path:
          "def f(completions): return [g(text) for text in completions]"), r"g \(mine.py, line 4\)"),
     ],
 )  # fmt: skip
-def test_a_function_that_can_end_without_return_is_named_where_an_answer_has_no_reward(
-    tmp_path: Path, code: str, place: str
-) -> None:
+def test_a_function_that_can_end_without_return_is_named_where_an_answer_has_no_reward(tmp_path, code, place):
     function = load_callable("function", f"{reward_in(tmp_path, code)}:f")
     with pytest.raises(ValueError, match=rf"returned None for [12] of 2 answers, and {place} can end without `return`"):
         scored(function, generation("p", "a"), generation("q", "b"))
@@ -106,12 +102,12 @@ def test_a_function_that_can_end_without_return_is_named_where_an_answer_has_no_
         "f = lambda completions: [1.0 if one == 'b' else None for one in completions]",
     ],
 )
-def test_none_in_so_many_words_says_that_a_reward_does_not_apply(tmp_path: Path, code: str) -> None:
+def test_none_in_so_many_words_says_that_a_reward_does_not_apply(tmp_path, code):
     function = load_callable("function", f"{reward_in(tmp_path, code)}:f")
     assert scored(function, generation("p", "a"), generation("q", "b")).values == (None, 1.0)
 
 
-def test_the_error_names_the_users_function(tmp_path: Path) -> None:
+def test_the_error_names_the_users_function(tmp_path):
     file = reward_in(tmp_path, "def f(completions): [1.0 for one in completions]\n")
     with (
         IsolatedReward("mine", f"{file}:f", timeout_s=60.0) as reward,

@@ -1,7 +1,5 @@
 """Reward functions in a process of their own: whatever they do must be named, and harm neither the run nor other answers."""
 
-from __future__ import annotations
-
 import io
 import math
 import pickle
@@ -92,7 +90,7 @@ Opened: TypeAlias = Callable[..., BatchedReward]
 
 
 @pytest.fixture(scope="module")
-def moods(tmp_path_factory: pytest.TempPathFactory) -> str:
+def moods(tmp_path_factory) -> str:
     file = tmp_path_factory.mktemp("moods") / "moods.py"
     file.write_text(MOODS)
     return str(file)
@@ -127,20 +125,20 @@ def opened(moods: str) -> Iterator[Opened]:
         ("huge", "returned 1e+38: must be finite and within +-1e+06"),
     ],
 )
-def test_a_fault_is_found_and_named_and_costs_no_other_answer(opened: Opened, mood: str, reason: str) -> None:
+def test_a_fault_is_found_and_named_and_costs_no_other_answer(opened, mood, reason):
     outcome = opened(on_failure="invalid")(answers("good", mood))
     assert (outcome.values, outcome.failures) == ((4.0, None), {1: reason})
 
 
 @pytest.mark.parametrize("mood", ["hang", "slow", "child", "fork"])
-def test_what_does_not_end_is_found_in_time_and_costs_no_other_answer(opened: Opened, mood: str) -> None:
+def test_what_does_not_end_is_found_in_time_and_costs_no_other_answer(opened, mood):
     began = time.monotonic()
     outcome = opened(on_failure="invalid", timeout_s=2.0)(answers("good", mood))
     assert (outcome.values, outcome.failures) == ((4.0, None), {1: "took longer than 2 s"})
     assert time.monotonic() - began < 30  # two deadlines of 2 s, and starts on a busy machine
 
 
-def test_what_it_prints_or_reads_and_what_does_not_apply_are_no_faults(opened: Opened) -> None:
+def test_what_it_prints_or_reads_and_what_does_not_apply_are_no_faults(opened):
     assert opened(on_failure="invalid")(answers("print", "none")) == RewardOutcome((5.0, None))
     large = answers(*["y" * 500] * 2000)  # more than a pipe holds
     assert opened(on_failure="invalid")(large).values == (500.0,) * 2000
@@ -155,14 +153,12 @@ def test_what_it_prints_or_reads_and_what_does_not_apply_are_no_faults(opened: O
         ("short", r"rewards\.mood = 1: values for 2 generations"),
     ],
 )
-def test_where_a_failure_ends_the_stage_the_error_names_the_reward_and_the_prompts(
-    opened: Opened, mood: str, message: str
-) -> None:
+def test_where_a_failure_ends_the_stage_the_error_names_the_reward_and_the_prompts(opened, mood, message):
     with pytest.raises(RewardError, match=message):
         opened(on_failure="fail")(answers("good", mood))
 
 
-def test_an_answer_that_cannot_be_read_is_reported_and_survived(moods: str) -> None:
+def test_an_answer_that_cannot_be_read_is_reported_and_survived(moods):
     with IsolatedReward("mood", f"{moods}:by_mood", timeout_s=60.0) as reward:
         reward(answers("strange"))
         with pytest.raises(BatchFailed, match="returned a value that cannot be read") as failed:
@@ -175,7 +171,7 @@ def test_an_answer_that_cannot_be_read_is_reported_and_survived(moods: str) -> N
         assert reward([]) == []
 
 
-def test_arguments_and_protocol_reach_the_process(moods: str) -> None:
+def test_arguments_and_protocol_reach_the_process(moods):
     settings = WorkerSettings(arguments={"unit": 2.5}, protocol="trl_text")
     with IsolatedReward("unit", f"{moods}:by_unit", timeout_s=60.0, settings=settings) as limited:
         assert limited(answers("aa")) == [5.0]
@@ -183,16 +179,14 @@ def test_arguments_and_protocol_reach_the_process(moods: str) -> None:
     assert WorkerSettings.model_validate_json(sent.model_dump_json()) == sent
 
 
-def test_the_batches_of_an_async_function_are_under_way_together(moods: str) -> None:
+def test_the_batches_of_an_async_function_are_under_way_together(moods):
     with IsolatedReward("meeting", f"{moods}:meeting", timeout_s=60.0, batch_size=1) as meeting:
         assert meeting.is_async
         for _ in range(2):  # on the same loop
             assert meeting(answers("a", "bb", "ccc")) == [1.0, 2.0, 3.0]  # each waits until all three have come
 
 
-def test_the_function_alone_has_the_secret_not_its_command_line_its_errors_or_the_sandbox(
-    moods: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_function_alone_has_the_secret_not_its_command_line_its_errors_or_the_sandbox(moods, monkeypatch):
     try:
         find_isolation(False)
     except ConfigError as error:
@@ -228,7 +222,7 @@ def replies(function: str, *requests: list[Generation]) -> list[tuple[str, Any]]
     return found
 
 
-def test_it_answers_each_request_and_ends_with_the_input() -> None:
+def test_it_answers_each_request_and_ends_with_the_input():
     found = replies("rlhf_core.rewards.verifiable:exact_match", [answer("2", label="2")], [])
     assert found == [("ready", False), ("outcomes", [RewardOutcome((1.0,))]), ("outcomes", [RewardOutcome(())])]
 
@@ -240,15 +234,13 @@ def test_it_answers_each_request_and_ends_with_the_input() -> None:
         ("{moods}:for_ever", {"x": 1}, r"rewards\.mood\.arguments\.x = 1: is not a parameter"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_refused_before_any_answer(
-    moods: str, function: str, arguments: dict[str, Any], message: str
-) -> None:
+def test_a_function_that_cannot_be_called_is_refused_before_any_answer(moods, function, arguments, message):
     settings = WorkerSettings(arguments=arguments)
     with pytest.raises(ConfigError, match=message):
         IsolatedReward("mood", function.format(moods=moods), timeout_s=60.0, settings=settings)
 
 
-def test_no_process_is_left_over(moods: str, tmp_path: Path) -> None:
+def test_no_process_is_left_over(moods, tmp_path):
     before = set(psutil.Process().children(recursive=True))
     given = {"function": f"{moods}:by_mood", "on_failure": "invalid", "workers": 2, "timeout_s": 4.0, "batch_size": 1}
     with ExitStack() as leases:
@@ -270,9 +262,8 @@ with IsolatedReward("slow", sys.argv[1], timeout_s=600) as reward:
 """
 
 
-def test_a_function_that_hangs_dies_with_the_run_that_was_killed(moods: str) -> None:
+def test_a_function_that_hangs_dies_with_the_run_that_was_killed(moods):
     run = subprocess.Popen([sys.executable, "-c", PARENT, f"{moods}:for_ever"], stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
     child = psutil.Process(int(run.stdout.readline()))
     deadline = time.monotonic() + 30
     while not Path(f"{moods}.started").exists():

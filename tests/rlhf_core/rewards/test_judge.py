@@ -1,7 +1,5 @@
 """A judge over an OpenAI-compatible endpoint: what is asked, what is read, and what goes wrong."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -34,7 +32,7 @@ def judge(endpoint: ChatServer, pauses: list[float] | None = None, **settings: A
     return Judge("judge", JudgeReward.model_validate(given | settings), pause=waited.append)
 
 
-def test_each_answer_is_asked_about_and_scored_in_its_place(endpoint: ChatServer) -> None:
+def test_each_answer_is_asked_about_and_scored_in_its_place(endpoint):
     endpoint.says = lambda asked: f"It has {len(asked)} letters. Score: {len(asked) - 5}"
     with judge(endpoint, max_tokens=9) as one:
         outcome = one.outcome([generation(text) for text in ("a", "bb", "cccc")])
@@ -44,7 +42,7 @@ def test_each_answer_is_asked_about_and_scored_in_its_place(endpoint: ChatServer
     assert {request["model"] for request in endpoint.requests} == {"m"}
 
 
-def test_the_template_is_filled_in_once() -> None:
+def test_the_template_is_filled_in_once():
     template = 'Q: {prompt} A: {completion} Right: {label}. Say {"score": 0-10}.'
     assert question(template, generation("{label}{prompt}")) == (
         'Q: 2+2? A: {label}{prompt} Right: 4. Say {"score": 0-10}.'
@@ -63,7 +61,7 @@ def test_the_template_is_filled_in_once() -> None:
         ('first {"score": 1} then ```{"why": {"x": 1}, "score": "2"}```', JsonVerdict(), 2.0),
     ],
 )
-def test_the_last_score_counts(text: str, verdict: PatternVerdict | JsonVerdict, score: float) -> None:
+def test_the_last_score_counts(text, verdict, score):
     assert read_score(text, verdict, low=-10, high=10) == score
 
 
@@ -81,12 +79,12 @@ def test_the_last_score_counts(text: str, verdict: PatternVerdict | JsonVerdict,
         ('{"a":' * 2000, JsonVerdict(), "holds no score"),
     ],
 )
-def test_an_answer_without_a_score_is_not_zero(text: str, verdict: PatternVerdict | JsonVerdict, message: str) -> None:
+def test_an_answer_without_a_score_is_not_zero(text, verdict, message):
     with pytest.raises(ValueError, match=message):
         read_score(text, verdict, low=0, high=10)
 
 
-def test_an_answer_that_cannot_be_judged_fails_alone_and_is_named(endpoint: ChatServer) -> None:
+def test_an_answer_that_cannot_be_judged_fails_alone_and_is_named(endpoint):
     endpoint.says = lambda asked: "I cannot say" if "b" in asked else "Score: 2"
     with judge(endpoint) as one:
         outcome = one.outcome([generation("a"), generation("b")])
@@ -97,7 +95,7 @@ def test_an_answer_that_cannot_be_judged_fails_alone_and_is_named(endpoint: Chat
         one.outcome([generation("b")])
 
 
-def test_a_fault_of_the_server_is_asked_about_again(endpoint: ChatServer) -> None:
+def test_a_fault_of_the_server_is_asked_about_again(endpoint):
     statuses = iter([503, 500])
     endpoint.says = lambda asked: next(statuses, "Score: 2")
     pauses: list[float] = []
@@ -114,14 +112,14 @@ def test_a_fault_of_the_server_is_asked_about_again(endpoint: ChatServer) -> Non
         ("<html>hello", "the judge's server answered with no chat completion: '<html>hello'", 1),
     ],
 )
-def test_a_server_that_does_not_answer_is_named(endpoint: ChatServer, says: Any, reason: str, asked: int) -> None:
+def test_a_server_that_does_not_answer_is_named(endpoint, says, reason, asked):
     endpoint.says = lambda _: says
     with judge(endpoint) as one:
         (found,) = one.outcome([generation("a")]).failures.values()
     assert found == reason.format(url=endpoint.url) and len(endpoint.requests) == asked
 
 
-def test_a_slow_server_and_none_at_all_are_failures_in_time(endpoint: ChatServer) -> None:
+def test_a_slow_server_and_none_at_all_are_failures_in_time(endpoint):
     slow = threading.Event()
 
     def late(asked: str) -> str:
@@ -140,7 +138,7 @@ def test_a_slow_server_and_none_at_all_are_failures_in_time(endpoint: ChatServer
     assert time.monotonic() - began < 15
 
 
-def test_the_token_is_sent_and_must_be_there(endpoint: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_sent_and_must_be_there(endpoint, monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "secret")
     with judge(endpoint, token_env="JUDGE_TOKEN") as one:
         one.outcome([generation("a")])

@@ -1,7 +1,5 @@
 """Reading a reward model's scores. The trainer here scores by arithmetic, so that every number can be checked."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -12,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from rlhf_core.algorithms.token_math import EnsembleReduction, StepReduction
+from rlhf_core.algorithms.token_math import StepReduction
 from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.interfaces import Trainer
 from rlhf_core.rewards.model import (
@@ -59,23 +57,23 @@ def write_contract(folder: Path, *, scores: list[float]) -> Contract:
     return Contract.read(folder)
 
 
-def test_the_tokens_are_scored_as_sampled_without_an_added_end_token() -> None:
+def test_the_tokens_are_scored_as_sampled_without_an_added_end_token():
     scores = score_with_reward_model(TRAINER, Words(), [generation(30, 40), generation(2)], max_length=99)
     assert scores == [4 + 0.040, 3 + 0.002]
 
 
-def test_a_sequence_beyond_the_contract_is_cut_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sequence_beyond_the_contract_is_cut_and_said(caplog):
     with caplog.at_level(logging.WARNING):
         assert score_with_reward_model(TRAINER, Words(), [generation(30, 40, 50)], max_length=4) == [4 + 0.040]
     assert "truncated 1 of 1 sequences to the reward model's 4 tokens" in caplog.text
 
 
-def test_a_reward_model_with_another_tokenizer_or_template_is_refused() -> None:
+def test_a_reward_model_with_another_tokenizer_or_template_is_refused():
     with pytest.raises(ConfigError, match="prompt p1"):
         score_with_reward_model(TRAINER, Words(), [generation(30, prompt_ids=(7, 5, 1))], max_length=99)
 
 
-def test_the_tokens_of_an_episode_may_follow_a_prompt_that_no_template_renders() -> None:
+def test_the_tokens_of_an_episode_may_follow_a_prompt_that_no_template_renders():
     one = generation(30, 40, prompt_ids=(7, 5, 1))  # tools or an environment's first words behind the prompt
     spans = (ActionSpan(0, 1, 0),)
     episode = replace(one, completion=replace(one.completion, spans=spans, text="word30 word40"))
@@ -85,17 +83,17 @@ def test_the_tokens_of_an_episode_may_follow_a_prompt_that_no_template_renders()
         score_with_reward_model(TRAINER, Words(), [foreign], max_length=99)
 
 
-def test_probe_scores_that_hold_pass(tmp_path: Path) -> None:
+def test_probe_scores_that_hold_pass(tmp_path):
     verify_contract(TRAINER, write_contract(tmp_path, scores=[2.002, 3.009 + 9e-5]))
 
 
 @pytest.mark.parametrize("moved", [3.009 + 4e-4, float("nan")])
-def test_a_probe_score_that_moved_is_named(tmp_path: Path, moved: float) -> None:
+def test_a_probe_score_that_moved_is_named(tmp_path, moved):
     with pytest.raises(ArtifactError, match=r"reward_model\.probe\[1\] = 3\.009"):
         verify_contract(TRAINER, write_contract(tmp_path, scores=[2.002, moved]))
 
 
-def test_scores_that_were_computed_in_bfloat16_are_compared_less_strictly(tmp_path: Path) -> None:
+def test_scores_that_were_computed_in_bfloat16_are_compared_less_strictly(tmp_path):
     verify_contract(TRAINER, write_contract(tmp_path, scores=[2.0, 3.015625]))  # 3 + 2^-6: a bfloat16 number
     with pytest.raises(ArtifactError, match=r"tolerance of 0\.1;"):
         verify_contract(TRAINER, write_contract(tmp_path, scores=[2.0, 4.0]))
@@ -103,7 +101,7 @@ def test_scores_that_were_computed_in_bfloat16_are_compared_less_strictly(tmp_pa
         verify_contract(TRAINER, write_contract(tmp_path, scores=[2.002, 3.015625]))
 
 
-def test_a_folder_without_a_contract_is_not_a_reward_model(tmp_path: Path) -> None:
+def test_a_folder_without_a_contract_is_not_a_reward_model(tmp_path):
     with pytest.raises(ArtifactError, match=r"contract\.json"):
         Contract.read(tmp_path)
 
@@ -139,12 +137,12 @@ def score(*generations: Generation, reduce: StepReduction = "min", max_length: i
 
 
 @pytest.mark.parametrize(("reduce", "value"), [("min", 0.5), ("mean", 0.625), ("last", 0.75), ("product", 0.375)])
-def test_the_steps_become_one_score(reduce: StepReduction, value: float) -> None:
+def test_the_steps_become_one_score(reduce, value):
     # steps end at token 1 (log 1 = 0, probability 1/2) and at token 3 (probability 3/4)
     assert score(generation(4, 1, BREAK, 3), generation(3), reduce=reduce) == pytest.approx([value, 0.75])
 
 
-def test_only_step_ends_are_read_and_a_cut_step_at_its_last_token(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_step_ends_are_read_and_a_cut_step_at_its_last_token(caplog):
     whole = generation(1, BREAK, 3, BREAK, 19)
     assert judged(whole, Breaks(), max_length=99).loss_mask == (0, 0, 1, 0, 1, 0, 1)
     assert judged(whole, Breaks(), max_length=6) == TokenSample((7, 5, 1, 9, 3, 9), (0, 0, 1, 0, 1, 1))
@@ -154,7 +152,7 @@ def test_only_step_ends_are_read_and_a_cut_step_at_its_last_token(caplog: pytest
     assert "truncated 1 of 1 sequences to the process reward model's 5 tokens" in caplog.text
 
 
-def test_what_an_environment_wrote_is_no_step() -> None:
+def test_what_an_environment_wrote_is_no_step():
     one = generation(1, BREAK, 3, 8, BREAK, 8, 1, 3)
     # two versions of the policy wrote 1 9 3, an environment 8 9 8, the policy 1 3
     spans = (ActionSpan(0, 1, 0), ActionSpan(1, 3, 1), ActionSpan(6, 8, 1))
@@ -164,12 +162,12 @@ def test_what_an_environment_wrote_is_no_step() -> None:
     assert judged(episode, Breaks(), max_length=9).loss_mask == (0, 0, 1, 0, 1, 0, 0, 0, 1)
 
 
-def test_an_answer_without_tokens_is_read_where_the_prompt_ends() -> None:
+def test_an_answer_without_tokens_is_read_where_the_prompt_ends():
     assert judged(generation(), Breaks(), max_length=99) == TokenSample((7, 5), (0, 1))
     assert score(generation()) == pytest.approx([5 / 6])
 
 
-def test_a_process_model_with_another_tokenizer_or_template_is_refused() -> None:
+def test_a_process_model_with_another_tokenizer_or_template_is_refused():
     with pytest.raises(ConfigError, match="prompt p1"):
         score(generation(3, prompt_ids=(7, 5, 1)))
 
@@ -187,26 +185,26 @@ def write_process_contract(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def test_a_contract_that_holds_is_read_as_written(tmp_path: Path) -> None:
+def test_a_contract_that_holds_is_read_as_written(tmp_path):
     contract = ProcessContract.read(write_process_contract(tmp_path))
     assert contract.probe[0] == TokenSample((7, 1, 3), (0, 1, 1))
     assert (contract.max_length, contract.separator, contract.reduce) == (64, "\n", "min")
     verify_process_contract(JUDGE, contract)
 
 
-def test_a_step_score_that_moved_is_named(tmp_path: Path) -> None:
+def test_a_step_score_that_moved_is_named(tmp_path):
     moved = write_process_contract(tmp_path, probe_step_scores=[[0.0, math.log(3)], [math.log(2) + 4e-4]])
     with pytest.raises(ArtifactError, match=r"process_reward_model\.probe\[2\] = 0\.693"):
         verify_process_contract(JUDGE, ProcessContract.read(moved))
 
 
 @pytest.mark.parametrize("changes", [{"reduce": "max"}, {"probe_step_ends": [[1]]}, {"probe": None}])
-def test_what_is_no_contract_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_what_is_no_contract_is_refused(tmp_path, changes):
     with pytest.raises(ArtifactError, match="is not a valid contract of a process reward model"):
         ProcessContract.read(write_process_contract(tmp_path, **changes))
 
 
-def test_the_contract_of_a_reward_model_is_another(tmp_path: Path) -> None:
+def test_the_contract_of_a_reward_model_is_another(tmp_path):
     write_contract(tmp_path, scores=[0.5, 0.5])
     with pytest.raises(ArtifactError, match="KeyError"):
         ProcessContract.read(tmp_path)
@@ -234,12 +232,12 @@ def second(generations: Sequence[Generation]) -> list[float]:
         ("mean_minus_std", 2.0, [0.0, 1.5]),
     ],
 )
-def test_each_answer_is_reduced_over_the_members(reduce: EnsembleReduction, k: float, scores: list[float]) -> None:
+def test_each_answer_is_reduced_over_the_members(reduce, k, scores):
     outcome = score_with_ensemble([first, second], ANSWERS, reduce=reduce, k=k)
     assert outcome.values == pytest.approx(scores)
 
 
-def test_disagreement_and_the_lower_bound_are_logged_however_the_scores_are_reduced() -> None:
+def test_disagreement_and_the_lower_bound_are_logged_however_the_scores_are_reduced():
     logs = score_with_ensemble([first, second], ANSWERS, reduce="mean", k=1.0).logs
     assert logs["disagreement"] == (pytest.approx(1.0 + 0.5), 2)  # (1, 3) and (2, 3)
     assert logs["lower_bound"] == (pytest.approx(1.0 + 2.0), 2)

@@ -1,14 +1,11 @@
 """Reward functions as OpenRLHF, TRL and our own protocol have them, called unchanged."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +38,7 @@ def scored(
 # ---------------------------------------------------------------- ours
 
 
-def test_our_protocol_gets_text_labels_and_columns() -> None:
+def test_our_protocol_gets_text_labels_and_columns():
     def reward(prompts: list[str], completions: list[str], labels: list[str], **columns: Any) -> list[float | None]:
         assert prompts == ["2+2?", "2+2?"]
         assert columns["level"] == [3, None]
@@ -55,7 +52,7 @@ def test_our_protocol_gets_text_labels_and_columns() -> None:
     assert scored(reward, *given).values == (0.0, 1.0)
 
 
-def test_an_environments_tokens_are_told_from_the_policys() -> None:
+def test_an_environments_tokens_are_told_from_the_policys():
     def reward(completions: list[str], labels: list[str], action_mask: list[list[int]]) -> list[float]:
         assert action_mask == [[1, 1], [0, 1]]
         return [0.0, 0.0]
@@ -64,7 +61,7 @@ def test_an_environments_tokens_are_told_from_the_policys() -> None:
     scored(reward, one, replace(one, completion=replace(one.completion, spans=(ActionSpan(1, 2, 0),))))
 
 
-def test_a_column_that_no_label_has_is_named() -> None:
+def test_a_column_that_no_label_has_is_named():
     def reward(completions: list[str], labels: list[str], level: list[int]) -> list[float]:
         return [float(one) for one in level]
 
@@ -73,7 +70,7 @@ def test_a_column_that_no_label_has_is_named() -> None:
         scored(reward, generation("4", "4"))
 
 
-def test_arguments_go_in_by_name() -> None:
+def test_arguments_go_in_by_name():
     def reward(completions: list[str], labels: list[str], *, unit: float = 1.0, **columns: Any) -> list[float]:
         return [len(text) * unit for text in completions]
 
@@ -88,7 +85,7 @@ def test_arguments_go_in_by_name() -> None:
         adapt(older, protocol="auto", arguments={"units": 2.0})
 
 
-def test_a_table_gives_rewards_and_what_is_to_be_logged() -> None:
+def test_a_table_gives_rewards_and_what_is_to_be_logged():
     def reward(completions: list[str], labels: list[str]) -> dict[str, Any]:
         logs = {"hits": [1, 0, 1, 1], "temperature": 0.5, "broken": [float("nan")] * 4}
         return {"rewards": [1, None, True, 0.25], "scores": [1, 0, 1, 0], "extra_logs": logs}
@@ -99,7 +96,7 @@ def test_a_table_gives_rewards_and_what_is_to_be_logged() -> None:
     assert outcome.scores == (1.0, 0.0, 1.0, 0.0)
 
 
-def test_what_is_logged_has_plain_names_and_costs_no_reward() -> None:
+def test_what_is_logged_has_plain_names_and_costs_no_reward():
     class Name(StrEnum):
         HITS = "hits"
 
@@ -110,7 +107,7 @@ def test_what_is_logged_has_plain_names_and_costs_no_reward() -> None:
     assert silent == RewardOutcome((1.0,))
 
 
-def test_an_async_function_is_awaited_also_behind_a_partial() -> None:
+def test_an_async_function_is_awaited_also_behind_a_partial():
     async def reward(completions: list[str], labels: list[str], *, unit: float) -> list[float]:
         await asyncio.sleep(0)
         return [len(text) * unit for text in completions]
@@ -119,7 +116,7 @@ def test_an_async_function_is_awaited_also_behind_a_partial() -> None:
     assert scored(functools.partial(reward, unit=3.0), generation("abc")).values == (9.0,)
 
 
-def test_a_function_that_is_not_async_may_run_a_loop_of_its_own() -> None:
+def test_a_function_that_is_not_async_may_run_a_loop_of_its_own():
     async def judge(text: str) -> float:
         return float(len(text))
 
@@ -145,7 +142,7 @@ def test_a_function_that_is_not_async_may_run_a_loop_of_its_own() -> None:
         ({"rewards": None}, "returned None and no list"),
     ],
 )
-def test_what_holds_no_numbers_is_refused(returned: Any, message: str) -> None:
+def test_what_holds_no_numbers_is_refused(returned, message):
     with pytest.raises((ValueError, TypeError), match=message):
         scored(lambda generations: returned, generation("x"))
 
@@ -166,7 +163,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 '''
 
 
-def test_an_openrlhf_file_runs_unchanged(tmp_path: Path) -> None:
+def test_an_openrlhf_file_runs_unchanged(tmp_path):
     file = tmp_path / "reward_func.py"
     file.write_text(OPENRLHF)
     given = [generation(r"so \boxed{4}"), generation(r"so \boxed{5}"), generation("4")]
@@ -176,7 +173,7 @@ def test_an_openrlhf_file_runs_unchanged(tmp_path: Path) -> None:
     assert outcome.scores == (1.0, 0.0, 0.0)
 
 
-def test_a_function_for_one_query_at_a_time_runs_with_batches_of_one() -> None:
+def test_a_function_for_one_query_at_a_time_runs_with_batches_of_one():
     def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> Any:
         return torch.tensor([[1.0]]) if labels[0] in queries[0] else torch.tensor(-1.0)
 
@@ -184,7 +181,7 @@ def test_a_function_for_one_query_at_a_time_runs_with_batches_of_one() -> None:
     assert scored(reward_func, generation("it is 5", "7")).values == (-1.0,)
 
 
-def test_a_query_begins_with_its_prompt_and_a_conversation_names_its_roles() -> None:
+def test_a_query_begins_with_its_prompt_and_a_conversation_names_its_roles():
     seen: list[str] = []
 
     def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
@@ -284,20 +281,20 @@ turns = partial(generation, conversational=True)
 
 
 @pytest.fixture(scope="module")
-def trl(tmp_path_factory: pytest.TempPathFactory) -> str:
+def trl(tmp_path_factory) -> str:
     file = tmp_path_factory.mktemp("trl") / "trl_rewards.py"
     file.write_text(TRL + TEXT_OR_MESSAGES)
     return str(file)
 
 
-def test_a_trl_function_gets_messages_columns_and_its_loggers(trl: str) -> None:
+def test_a_trl_function_gets_messages_columns_and_its_loggers(trl):
     given = [turns("so 4"), turns("so 5"), turns("?", "four"), turns("7", '{"solution": "7"}')]
     outcome = scored(load_callable("function", f"{trl}:accuracy"), *given)
     assert outcome.values == (1.0, 0.0, None, 1.0)
     assert outcome.logs == {"length": (10.0, 4), "accuracy": (0.5, 1)}  # the column of text is left out
 
 
-def test_trl_functions_of_other_shapes(trl: str) -> None:
+def test_trl_functions_of_other_shapes(trl):
     thought = turns("<think>hm</think>4")
     assert scored(load_callable("function", f"{trl}:think_format"), thought, turns("4")).values == (1.0, 0.0)
     assert scored(load_callable("function", f"{trl}:overlong"), thought).values == (-1.0,)
@@ -321,9 +318,7 @@ def test_trl_functions_of_other_shapes(trl: str) -> None:
         ("reads", 4.0, 4.0),
     ],
 )
-def test_trl_functions_get_text_where_prompts_are_text_and_messages_where_they_are_turns(
-    trl: str, name: str, of_text: float, of_turns: Any
-) -> None:
+def test_trl_functions_get_text_where_prompts_are_text_and_messages_where_they_are_turns(trl, name, of_text, of_turns):
     function = load_callable("function", f"{trl}:{name}")
     text, talk = generation("ABBC"), turns("ABBC")
     assert scored(function, text).values == (of_text,)
@@ -334,9 +329,7 @@ def test_trl_functions_get_text_where_prompts_are_text_and_messages_where_they_a
         assert scored(function, talk).values == scored(function, text, protocol="trl_messages").values == (of_turns,)
 
 
-def test_a_function_that_gets_text_and_messages_in_one_batch_is_named_once(
-    trl: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_function_that_gets_text_and_messages_in_one_batch_is_named_once(trl, caplog):
     adapted = adapt(load_callable("function", f"{trl}:length"), protocol="auto", arguments={})
     with asyncio.Runner() as runner:
         for batch in ([generation("ABBC")], [generation("ABBC"), turns("ABBC")], [generation("ABBC"), turns("ABBC")]):
@@ -345,7 +338,7 @@ def test_a_function_that_gets_text_and_messages_in_one_batch_is_named_once(
     assert "length gets text for some prompts and messages for others; set protocol = 'trl_text'" in record.message
 
 
-def test_a_function_that_fails_on_one_text_is_not_taken_for_one_that_reads_messages() -> None:
+def test_a_function_that_fails_on_one_text_is_not_taken_for_one_that_reads_messages():
     def first_letter(completions: list[str], **kwargs: Any) -> list[float]:
         return [float(c[0] == "A") for c in completions]
 
@@ -370,16 +363,16 @@ def test_a_function_that_fails_on_one_text_is_not_taken_for_one_that_reads_messa
         (lambda completion_ids, **kwargs: [], "trl"),
     ],
 )
-def test_the_names_of_the_parameters_tell_the_protocol(function: Callable[..., Any], protocol: str) -> None:
+def test_the_names_of_the_parameters_tell_the_protocol(function, protocol):
     assert adapt(function, protocol="auto", arguments={}).protocol == protocol
 
 
-def test_a_function_of_no_protocol_is_refused() -> None:
+def test_a_function_of_no_protocol_is_refused():
     with pytest.raises(ConfigError, match=r"function = '\(data_source, solution_str\)'.*set protocol"):
         adapt(lambda data_source, solution_str: 0.0, protocol="auto", arguments={})
 
 
-def test_a_label_cannot_take_the_place_of_a_completion() -> None:
+def test_a_label_cannot_take_the_place_of_a_completion():
     def reward(completions: list[Any], completion_ids: list[Any], **kwargs: Any) -> list[float]:
         assert completions == ["4"]
         assert completion_ids == [[3, 9]]

@@ -1,7 +1,5 @@
 """The client: contract, failover, deadlines and what it says when all fail."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
@@ -20,7 +18,7 @@ from tests.support.reward_servers import lengths, scripted
 
 
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_pauses(monkeypatch) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
 
 
@@ -41,7 +39,7 @@ def closed_port() -> str:
         return f"http://127.0.0.1:{server.getsockname()[1]}/get_reward"
 
 
-def test_it_speaks_openrlhfs_contract() -> None:
+def test_it_speaks_openrlhfs_contract():
     with scripted(lengths) as server, client(server.url) as reward:
         outcome = reward(answers("4", "four"))
     assert server.asked == [
@@ -59,14 +57,14 @@ def test_it_speaks_openrlhfs_contract() -> None:
         ({"rewards": [[0.5], [1.5]], "extra_logs": {"hits": 0.5, "note": "x"}}, (0.5, 1.5)),  # a column, as some models
     ],
 )
-def test_other_servers_of_the_contract_are_understood(content: Any, values: tuple[float | None, ...]) -> None:
+def test_other_servers_of_the_contract_are_understood(content, values):
     with scripted(lambda body: (200, json.dumps(content).encode())) as server, client(server.url) as reward:
         outcome = reward(answers("a", "b"))
     assert outcome.values == values
     assert set(outcome.logs) <= {"hits"}
 
 
-def test_batches_go_to_all_servers_and_come_back_in_order() -> None:
+def test_batches_go_to_all_servers_and_come_back_in_order():
     with scripted(lengths) as one, scripted(lengths) as two:
         with client(one.url, two.url, batch_size=2) as reward:
             outcome = reward(answers(*("x" * length for length in range(1, 8))))
@@ -74,7 +72,7 @@ def test_batches_go_to_all_servers_and_come_back_in_order() -> None:
         assert sorted((len(one.asked), len(two.asked))) == [2, 2]
 
 
-def test_a_server_that_fails_is_left_alone_for_a_while() -> None:
+def test_a_server_that_fails_is_left_alone_for_a_while():
     with scripted(lambda body: (500, b"broken")) as bad, scripted(lengths) as good:
         with client(bad.url, closed_port(), good.url) as reward:
             assert reward(answers("a")).values == (6.0,)
@@ -83,7 +81,7 @@ def test_a_server_that_fails_is_left_alone_for_a_while() -> None:
         assert (len(bad.asked), len(good.asked)) == (1, 5)
 
 
-def test_one_that_recovers_is_asked_again() -> None:
+def test_one_that_recovers_is_asked_again():
     fails = iter([True, True, False])
     with scripted(lambda body: (503, b"") if next(fails) else lengths(body)) as server, client(server.url) as reward:
         assert reward(answers("a")).values == (6.0,)
@@ -100,7 +98,7 @@ def test_one_that_recovers_is_asked_again() -> None:
         ((200, b'{"rewards": [1, "2"]}'), "the reward '2', which is not a finite number"),
     ],
 )
-def test_what_is_no_answer_is_tried_again_and_then_named(answer: tuple[int, bytes], problem: str) -> None:
+def test_what_is_no_answer_is_tried_again_and_then_named(answer, problem):
     with scripted(lambda body: answer) as server, client(server.url) as reward:
         with pytest.raises(BatchFailed) as caught:
             reward(answers("a", "b"))
@@ -110,7 +108,7 @@ def test_what_is_no_answer_is_tried_again_and_then_named(answer: tuple[int, byte
     assert caught.value.divisible
 
 
-def test_a_server_that_hangs_costs_one_deadline_per_try() -> None:
+def test_a_server_that_hangs_costs_one_deadline_per_try():
     def hang(body: dict[str, Any]) -> tuple[int, bytes]:
         time.sleep(5)
         return lengths(body)
@@ -122,7 +120,7 @@ def test_a_server_that_hangs_costs_one_deadline_per_try() -> None:
         assert time.monotonic() - start < 3
 
 
-def test_a_server_that_dribbles_is_late_too() -> None:
+def test_a_server_that_dribbles_is_late_too():
     """Each byte comes in time, the answer does not."""
     listening = socket.create_server(("127.0.0.1", 0))
 
@@ -150,8 +148,8 @@ def test_a_server_that_dribbles_is_late_too() -> None:
 
 @pytest.mark.parametrize(("status", "asked"), [(500, 3), (401, 1)])
 def test_the_token_goes_with_the_request_and_into_no_message_and_a_wrong_one_is_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, status: int, asked: int
-) -> None:
+    monkeypatch, caplog, status, asked
+):
     monkeypatch.setenv("FAR_TOKEN", "s3cret")
     with scripted(lambda body: (status, b"no")) as server, client(server.url, token_env="FAR_TOKEN") as reward:
         with pytest.raises(BatchFailed, match=f"status {status}") as caught:
@@ -161,7 +159,7 @@ def test_the_token_goes_with_the_request_and_into_no_message_and_a_wrong_one_is_
     assert caught.value.divisible == (status == 500)  # smaller batches would be refused, too
 
 
-def test_what_cannot_work_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_work_is_refused_at_once(monkeypatch):
     monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=r"rewards\.far\.token_env = 'NO_SUCH_TOKEN'"):
         client("http://127.0.0.1:1", token_env="NO_SUCH_TOKEN")
@@ -169,6 +167,6 @@ def test_what_cannot_work_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) ->
         client("host:5000")
 
 
-def test_no_answers_need_no_server() -> None:
+def test_no_answers_need_no_server():
     with client(closed_port()) as reward:
         assert reward([]).values == ()

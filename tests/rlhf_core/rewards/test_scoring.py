@@ -1,7 +1,5 @@
 """Generations to rollouts: terms, composition and shaping in their order."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -79,7 +77,7 @@ def scorer(config: RewardsConfig) -> Scorer:
     return Scorer(config, {"length": length, "constant": constant})
 
 
-def test_a_rollout_keeps_its_completion_and_its_unweighted_components() -> None:
+def test_a_rollout_keeps_its_completion_and_its_unweighted_components():
     generations = answers(2, 4)
     rollouts = scorer(RewardsConfig(terms=TERMS))(generations)
     assert [rollout.reward for rollout in rollouts] == [3.0, 5.0]  # length + 2 * 0.5
@@ -87,7 +85,7 @@ def test_a_rollout_keeps_its_completion_and_its_unweighted_components() -> None:
     assert [rollout.completion for rollout in rollouts] == [one.completion for one in generations]
 
 
-def test_the_clip_comes_before_the_overlong_penalty() -> None:
+def test_the_clip_comes_before_the_overlong_penalty():
     overlong = OverlongPenalty(max_tokens=10, buffer_tokens=4, factor=1.0)
     rollouts = scorer(RewardsConfig(terms=TERMS, clip=4.0, overlong=overlong))(answers(2, 8))
     # length 8: clip(9, 4) = 4, penalty -(8 - 6)/4 = -0.5
@@ -95,7 +93,7 @@ def test_the_clip_comes_before_the_overlong_penalty() -> None:
     assert [rollout.reward_components["overlong"] for rollout in rollouts] == [0.0, -0.5]
 
 
-def test_the_words_of_an_environment_are_not_the_policys_length() -> None:
+def test_the_words_of_an_environment_are_not_the_policys_length():
     overlong = OverlongPenalty(max_tokens=10, buffer_tokens=4, factor=1.0)
     (one,) = answers(12)
     episode = replace(one, completion=replace(one.completion, spans=(ActionSpan(0, 3, 0), ActionSpan(8, 12, 0))))
@@ -103,7 +101,7 @@ def test_the_words_of_an_environment_are_not_the_policys_length() -> None:
     assert rollout.reward_components["overlong"] == -0.25  # 7 sampled tokens: -(7 - 6)/4
 
 
-def test_running_normalisation_goes_on_from_a_checkpoint() -> None:
+def test_running_normalisation_goes_on_from_a_checkpoint():
     config = RewardsConfig(terms=TERMS, normalise="running")
     whole = scorer(config)
     whole(answers(1, 3))
@@ -119,13 +117,13 @@ def test_running_normalisation_goes_on_from_a_checkpoint() -> None:
     assert [rollout.reward for rollout in resumed(answers(5))] == expected
 
 
-def test_a_reward_that_is_not_a_number_names_its_term() -> None:
+def test_a_reward_that_is_not_a_number_names_its_term():
     broken = Scorer(RewardsConfig(terms=TERMS), {"length": length, "constant": lambda rows: [float("nan")] * len(rows)})
     with pytest.raises(RewardError, match=r"rewards\.constant\[prompt p\]"):
         broken(answers(1))
 
 
-def test_a_term_whose_reward_model_was_not_given_is_refused_with_the_nearest() -> None:
+def test_a_term_whose_reward_model_was_not_given_is_refused_with_the_nearest():
     config = RewardsConfig(terms={"quality": RewardModelReward(model="reward_modle")})
     given = {"reward_model": RewardModelRef(uri="store://a", digest="a")}
     with pytest.raises(
@@ -136,7 +134,7 @@ def test_a_term_whose_reward_model_was_not_given_is_refused_with_the_nearest() -
         check_reward_models(config, {})
 
 
-def test_every_model_of_every_kind_of_term_must_be_there_and_of_its_kind() -> None:
+def test_every_model_of_every_kind_of_term_must_be_there_and_of_its_kind():
     judge, model = ProcessRewardModelRef(uri="store://j", digest="j"), RewardModelRef(uri="store://a", digest="a")
     given = {"reward_model": model, "process_reward_model": judge}
     good = {"steps": ProcessRewardModelReward(), "both": EnsembleReward(models=("reward_model", "reward_model"))}
@@ -158,7 +156,7 @@ def config_of(**terms: dict[str, Any]) -> RewardsConfig:
     return RewardsConfig.model_validate({"terms": terms})
 
 
-def test_a_term_that_failed_makes_its_rollout_invalid_and_not_zero() -> None:
+def test_a_term_that_failed_makes_its_rollout_invalid_and_not_zero():
     config = config_of(part=PART, length=TERMS["length"].model_dump())
     rollouts = Scorer(config, {"part": part(failing("took too long")), "length": length})(answers(2, 3, 5))
     assert [one.invalid for one in rollouts] == ["", "part: took too long", ""]
@@ -167,7 +165,7 @@ def test_a_term_that_failed_makes_its_rollout_invalid_and_not_zero() -> None:
     assert rollouts[1].reward_components == {"length": 3.0}
 
 
-def test_a_term_that_does_not_apply_is_left_out_and_without_any_the_rollout_is_invalid() -> None:
+def test_a_term_that_does_not_apply_is_left_out_and_without_any_the_rollout_is_invalid():
     config = config_of(part=PART)
     rollouts = Scorer(config, {"part": part(failing(""))})(answers(4, 2))
     assert rollouts[0].invalid == "no reward applies"
@@ -175,14 +173,14 @@ def test_a_term_that_does_not_apply_is_left_out_and_without_any_the_rollout_is_i
     assert (rollouts[1].invalid, rollouts[1].reward) == ("", 1.0)
 
 
-def test_a_term_without_a_weight_may_fail() -> None:
+def test_a_term_without_a_weight_may_fail():
     config = config_of(part=PART | {"weight": 0.0}, length=TERMS["length"].model_dump())
     scorer = Scorer(config, {"part": part(failing("broken")), "length": length})
     assert [one.reward for one in scorer(answers(3, 2))] == [3.0, 2.0]
     assert scorer.logs()["reward_failed/part"] == 0.5
 
 
-def test_what_failed_in_a_step_is_counted_over_its_rounds_and_outlives_a_kill() -> None:
+def test_what_failed_in_a_step_is_counted_over_its_rounds_and_outlives_a_kill():
     scorer = Scorer(config_of(part=PART), {"part": part(failing("broken"))})
     good, bad = answers(2, 3)
     lost = replace(good, completion=replace(good.completion, failure="the environment closed"))
@@ -198,7 +196,7 @@ def test_what_failed_in_a_step_is_counted_over_its_rounds_and_outlives_a_kill() 
     assert scorer.failed() == counts
 
 
-def test_an_episode_that_failed_is_shown_to_no_reward_whatever_its_policy() -> None:
+def test_an_episode_that_failed_is_shown_to_no_reward_whatever_its_policy():
     shown: list[int] = []
 
     def watching(generations: Sequence[Generation]) -> list[float]:
@@ -216,7 +214,7 @@ def test_an_episode_that_failed_is_shown_to_no_reward_whatever_its_policy() -> N
     assert alone.invalid == "the environment closed"
 
 
-def test_weights_move_with_the_steps() -> None:
+def test_weights_move_with_the_steps():
     spec = TERMS["length"].model_dump() | {"weight": 1.0, "weight_end": 0.0, "weight_steps": 4}
     scorer = Scorer(
         config_of(length=spec, constant=TERMS["constant"].model_dump()), {"length": length, "constant": constant}
@@ -228,7 +226,7 @@ def test_weights_move_with_the_steps() -> None:
     assert rewards == [9.0, 3.0, 1.0]  # 8 * (1, 1/4, 0) + 2 * 0.5
 
 
-def test_a_term_is_normalised_then_clipped_then_weighted_and_kept_as_it_was() -> None:
+def test_a_term_is_normalised_then_clipped_then_weighted_and_kept_as_it_was():
     spec = TERMS["length"].model_dump() | {"normalise": "group", "clip": 0.8, "weight": 10.0}
     rollouts = Scorer(config_of(length=spec), {"length": length})(answers(2, 4, 12))
     # mean 6, deviation sqrt((16 + 4 + 36) / 2) = 5.29: -0.756, -0.378, 1.134 -> 0.8
@@ -236,7 +234,7 @@ def test_a_term_is_normalised_then_clipped_then_weighted_and_kept_as_it_was() ->
     assert [one.reward_components["length"] for one in rollouts] == [2.0, 4.0, 12.0]
 
 
-def test_the_normaliser_of_a_term_and_the_logs_of_the_step_go_on_from_a_checkpoint() -> None:
+def test_the_normaliser_of_a_term_and_the_logs_of_the_step_go_on_from_a_checkpoint():
     config = config_of(part=PART, length=TERMS["length"].model_dump() | {"normalise": "running"})
 
     def new() -> Scorer:
@@ -255,9 +253,7 @@ def test_the_normaliser_of_a_term_and_the_logs_of_the_step_go_on_from_a_checkpoi
     assert second(answers(5)) == whole(answers(5))
 
 
-def test_a_term_that_is_constant_over_a_step_is_a_warning_by_name_once_and_a_metric(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_term_that_is_constant_over_a_step_is_a_warning_by_name_once_and_a_metric(caplog):
     scorer = Scorer(RewardsConfig(terms=TERMS), {"length": length, "constant": constant})
     for step, (batches, equal) in enumerate(
         [([(2,), (4,)], (0.0, 1.0)), ([(3, 3)], (1.0, 1.0)), ([(3,)], ()), ([(3, 3), (3,)], (1.0, 1.0))]
@@ -282,15 +278,13 @@ def test_a_term_that_is_constant_over_a_step_is_a_warning_by_name_once_and_a_met
         ({}, {"composition": {"type": "gdpo"}, "clip": 1.0}, [2.0, 6.0]),
     ],
 )
-def test_a_comparable_scorer_has_no_bounds_of_normalised_values(
-    term: dict[str, Any], shape: dict[str, Any], expected: list[float]
-) -> None:
+def test_a_comparable_scorer_has_no_bounds_of_normalised_values(term, shape, expected):
     config = RewardsConfig(terms={"length": TERMS["length"].model_copy(update=term)}, **shape)
     rollouts = Scorer(config, {"length": length}).comparable()(answers(2, 6))
     assert [one.reward for one in rollouts] == expected
 
 
-def test_the_means_of_components_are_over_the_rollouts_that_they_apply_to() -> None:
+def test_the_means_of_components_are_over_the_rollouts_that_they_apply_to():
     config = config_of(part=PART, length=TERMS["length"].model_dump())
     rollouts = Scorer(config, {"part": part(failing("")), "length": length})(answers(4, 2))
     means = {"reward_component/length": 3.0, "reward_component/part": 1.0}
@@ -299,7 +293,7 @@ def test_the_means_of_components_are_over_the_rollouts_that_they_apply_to() -> N
     assert component_means([*rollouts, invalid]) == means
 
 
-def test_a_weight_that_passes_through_0_leaves_a_reward_and_one_that_is_always_0_gives_none() -> None:
+def test_a_weight_that_passes_through_0_leaves_a_reward_and_one_that_is_always_0_gives_none():
     spec = TERMS["length"].model_dump() | {"weight": 1.0, "weight_end": -1.0, "weight_steps": 2}
     noted = TERMS["constant"].model_dump() | {"weight": 0.0}
     only_noted = Scorer(config_of(length=spec, constant=noted), {"length": lambda _: [None], "constant": constant})
@@ -318,7 +312,7 @@ def graded(generations: Sequence[Generation]) -> RewardOutcome:
     return RewardOutcome(tuple(1.0 if r else -1.0 for r in right), scores=tuple(float(r) for r in right))
 
 
-def test_a_rollout_has_the_score_that_the_only_term_with_a_weight_gave() -> None:
+def test_a_rollout_has_the_score_that_the_only_term_with_a_weight_gave():
     overlong = OverlongPenalty(max_tokens=10, buffer_tokens=4, factor=1.0)
     watched = TERMS["constant"].model_copy(update={"weight": 0.0})
     alone = RewardsConfig(terms={"graded": TERMS["length"], "constant": watched}, overlong=overlong)
@@ -331,7 +325,7 @@ def test_a_rollout_has_the_score_that_the_only_term_with_a_weight_gave() -> None
     assert [one.score for one in plain(answers(2))] == [None]
 
 
-def test_an_answer_that_was_cut_off_earns_less_before_the_penalty_for_long_ones() -> None:
+def test_an_answer_that_was_cut_off_earns_less_before_the_penalty_for_long_ones():
     ended, cut = answers(8, 8)
     cut = replace(cut, completion=replace(cut.completion, finish_reason="length"))
     overlong = OverlongPenalty(max_tokens=10, buffer_tokens=4, factor=1.0)
@@ -346,7 +340,7 @@ def test_an_answer_that_was_cut_off_earns_less_before_the_penalty_for_long_ones(
         assert (other.reward, other.reward_components["truncated"]) == (reward - 0.5, reward - 9.0)
 
 
-def test_an_invalid_answer_that_was_cut_off_has_no_reward() -> None:
+def test_an_invalid_answer_that_was_cut_off_has_no_reward():
     cut = [replace(one, completion=replace(one.completion, finish_reason="length")) for one in answers(3, 8)]
     config = RewardsConfig(terms={"part": TERMS["length"]}, truncated=TruncatedReward(type="value", amount=-1.0))
     none, some = Scorer(config, {"part": part(failing("no answer"))})(cut)
@@ -359,23 +353,23 @@ def test_an_invalid_answer_that_was_cut_off_has_no_reward() -> None:
 COMPONENTS = {"form": [1.0, 0.0, 0.5], "quality": [2.0, 2.0, 4.0], "brevity": [-1.0, -1.0, 0.0]}
 
 
-def test_a_weighted_sum() -> None:
+def test_a_weighted_sum():
     # 0.5 * form + 2 * quality + 1 * brevity
     assert weighted_sum(COMPONENTS, {"form": 0.5, "quality": 2.0, "brevity": 1.0}) == [3.5, 3.0, 8.25]
 
 
-def test_a_gate_lets_the_other_terms_through_or_gives_the_closed_reward() -> None:
+def test_a_gate_lets_the_other_terms_through_or_gives_the_closed_reward():
     weights = {"form": 9.0, "quality": 2.0, "brevity": 1.0}  # the gate's own weight is not used
     # sums 3, 3, 8; gates 1, 0, 0.5
     assert gated_product(COMPONENTS, weights, gates=["form"], closed=-4.0) == [3.0, -4.0, 2.0]
 
 
-def test_a_gate_outside_the_unit_interval_is_refused() -> None:
+def test_a_gate_outside_the_unit_interval_is_refused():
     with pytest.raises(RewardError, match=r"rewards\.quality = 2\.0: a gate must be in \[0, 1\]"):
         gated_product(COMPONENTS, {"brevity": 1.0}, gates=["quality"], closed=0.0)
 
 
-def test_the_configuration_chooses_the_composition() -> None:
+def test_the_configuration_chooses_the_composition():
     weights = dict.fromkeys(COMPONENTS, 1.0)
     groups = ["p", "p", "p"]
     assert compose(COMPONENTS, WeightedSum(), weights, groups) == [2.0, 1.0, 4.5]
@@ -383,18 +377,18 @@ def test_the_configuration_chooses_the_composition() -> None:
     assert compose(COMPONENTS, gated, weights, groups) == [1.0, -1.0, 1.5]  # sums 1, 1, 4; 0.5 * 4 + 0.5 * -1
 
 
-def test_what_does_not_apply_adds_nothing_and_where_nothing_applies_there_is_no_reward() -> None:
+def test_what_does_not_apply_adds_nothing_and_where_nothing_applies_there_is_no_reward():
     values = {"maths": [1.0, None, None], "code": [None, 0.5, None], "noted": [7.0, 7.0, 7.0]}
     assert weighted_sum(values, {"maths": 1.0, "code": 4.0}) == [1.0, 2.0, None]
     assert weighted_sum(values, {"maths": 0.0}) == [0.0, None, None], "it applies, and counts for nothing just now"
 
 
-def test_a_gate_that_does_not_apply_is_open_and_a_shut_one_needs_no_sum() -> None:
+def test_a_gate_that_does_not_apply_is_open_and_a_shut_one_needs_no_sum():
     values = {"form": [None, 0.0, 1.0, 0.5], "quality": [2.0, None, None, None]}
     assert gated_product(values, {"quality": 1.0}, gates=["form"], closed=-1.0) == [2.0, -1.0, None, None]
 
 
-def test_gdpo_puts_every_term_on_one_scale_within_the_answers_of_a_prompt() -> None:
+def test_gdpo_puts_every_term_on_one_scale_within_the_answers_of_a_prompt():
     # of p: quality 0, 1000: -+ 0.707; form 1, 0: +- 0.707, so equal weights cancel exactly. Of q: quality 5, 5: no difference.
     values = {"quality": [0.0, 5.0, 1000.0, 5.0], "form": [1.0, 0.0, 0.0, 1.0]}
     rewards = compose(values, Gdpo(), {"quality": 1.0, "form": 1.0}, ["p", "q", "p", "q"])
@@ -403,19 +397,19 @@ def test_gdpo_puts_every_term_on_one_scale_within_the_answers_of_a_prompt() -> N
     assert heavier[0] == pytest.approx(-2 * 0.5**0.5)
 
 
-def test_in_a_group_only_the_answers_it_applies_to_count() -> None:
+def test_in_a_group_only_the_answers_it_applies_to_count():
     found = in_group([2.0, None, 4.0, 6.0, 9.0], ["p", "p", "p", "p", "q"])
     assert found == pytest.approx([-1.0, None, 0.0, 1.0, 0.0])  # mean 4, sample deviation 2; q is alone
 
 
-def test_equal_values_are_exactly_zero_and_not_rounding_noise_over_noise() -> None:
+def test_equal_values_are_exactly_zero_and_not_rounding_noise_over_noise():
     assert in_group([0.1, 0.1, 0.1], ["p", "p", "p"]) == [0.0, 0.0, 0.0]
 
 
 # ---------------------------------------------------------------- shaping
 
 
-def test_the_running_statistics_are_those_of_everything_seen() -> None:
+def test_the_running_statistics_are_those_of_everything_seen():
     batches = [[1.0, 2.0, 4.0], [10.0], [], [-3.0, 0.5]]
     normaliser = RunningNormalizer.empty()
     for batch in batches:
@@ -425,21 +419,21 @@ def test_the_running_statistics_are_those_of_everything_seen() -> None:
     assert normaliser.normalized([2.0])[0] == pytest.approx((2.0 - fmean(everything)) / pstdev(everything), rel=1e-6)
 
 
-def test_equal_rewards_normalise_to_zero_and_not_to_noise() -> None:
+def test_equal_rewards_normalise_to_zero_and_not_to_noise():
     assert RunningNormalizer.empty().updated([0.7, 0.7]).normalized([0.7, 5.0]) == [0.0, 0.0]
 
 
-def test_a_large_offset_does_not_cost_precision() -> None:
+def test_a_large_offset_does_not_cost_precision():
     normaliser = RunningNormalizer.empty().updated([1e9, 1e9 + 1]).updated([1e9 + 2])
     assert normaliser.squares == pytest.approx(2.0, rel=1e-6)
 
 
 @pytest.mark.parametrize(("length", "penalty"), [(0, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0), (120, -2.0)])
-def test_the_overlong_penalty_falls_linearly_over_the_buffer(length: int, penalty: float) -> None:
+def test_the_overlong_penalty_falls_linearly_over_the_buffer(length, penalty):
     assert soft_overlong(length, max_tokens=100, buffer_tokens=20, factor=2.0) == penalty
 
 
-def test_a_weight_moves_in_a_straight_line_and_then_stays() -> None:
+def test_a_weight_moves_in_a_straight_line_and_then_stays():
     weights = [linear_weight(step, start=1.0, end=3.0, steps=4) for step in (0, 1, 4, 9)]
     assert weights == [1.0, 1.5, 3.0, 3.0]
 
@@ -453,7 +447,7 @@ def of_sources(*sources: str) -> list[Generation]:
     return [replace(one, prompt=replace(one.prompt, id=str(at), source=sources[at])) for at, one in enumerate(made)]
 
 
-def test_a_term_of_some_sources_is_not_shown_the_prompts_of_others() -> None:
+def test_a_term_of_some_sources_is_not_shown_the_prompts_of_others():
     shown: list[list[int]] = []
 
     def seen(generations: Sequence[Generation]) -> RewardOutcome:
@@ -472,7 +466,7 @@ def test_a_term_of_some_sources_is_not_shown_the_prompts_of_others() -> None:
     assert whole.failed()["rewards.terms.length"] == (1, 2) and whole.logs()["reward_failed/length"] == 0.5
 
 
-def test_the_running_statistics_of_a_term_are_of_its_own_sources() -> None:
+def test_the_running_statistics_of_a_term_are_of_its_own_sources():
     terms = {
         "length": FunctionReward(function="m:length", normalise="running", sources=("sums",)),
         "constant": TERMS["constant"],
@@ -489,7 +483,7 @@ def test_the_running_statistics_of_a_term_are_of_its_own_sources() -> None:
         (("sums",), r"rewards\.terms = 'desk': no term with a weight applies to prompts of this source"),
     ],
 )
-def test_every_source_needs_a_term_and_every_term_a_source(sources: tuple[str, ...], message: str) -> None:
+def test_every_source_needs_a_term_and_every_term_a_source(sources, message):
     terms = {"length": TERMS["length"].model_copy(update={"sources": sources})}
     with pytest.raises(ConfigError, match=message):
         check_sources(RewardsConfig(terms=terms), {"desk", "sums"})

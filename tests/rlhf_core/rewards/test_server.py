@@ -1,7 +1,5 @@
 """The server: contract, batching, refusals, metrics."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
@@ -65,7 +63,7 @@ def asked(url: str, *texts: str, **more: Any) -> httpx.Response:
     return HTTP.post(url, json={"query": list(texts), **more})
 
 
-def test_it_answers_openrlhfs_contract_at_both_addresses() -> None:
+def test_it_answers_openrlhfs_contract_at_both_addresses():
     """What OpenRLHF's client reads: rewards, scores and extra_logs, one entry per query."""
     with serving(create_app(Counting(), name="n", token="")) as url:
         for path in ("/get_reward", "/"):
@@ -75,7 +73,7 @@ def test_it_answers_openrlhfs_contract_at_both_addresses() -> None:
         assert HTTP.get(url + "/health").json() == {"status": "ok", "serves": "n"}
 
 
-def test_our_client_and_our_server_understand_each_other() -> None:
+def test_our_client_and_our_server_understand_each_other():
     with serving(create_app(Counting(), name="n", token="")) as url:
         urls = [url + "/get_reward"]
         with RemoteRewardClient("far", urls, timeout_s=10, retries=0, batch_size=2, token_env="") as reward:
@@ -83,7 +81,7 @@ def test_our_client_and_our_server_understand_each_other() -> None:
     assert outcome.values == (1.0, None, 3.0)
 
 
-def test_requests_that_wait_are_scored_together_by_one_thread() -> None:
+def test_requests_that_wait_are_scored_together_by_one_thread():
     gate = threading.Event()
     score = Counting(gate)
     app = create_app(score, name="n", token="", limits=ServerLimits(max_batch=8, max_wait_s=0.05))
@@ -101,7 +99,7 @@ def test_requests_that_wait_are_scored_together_by_one_thread() -> None:
     assert len(score.threads) == 1
 
 
-def test_one_request_that_fails_does_not_fail_its_neighbours() -> None:
+def test_one_request_that_fails_does_not_fail_its_neighbours():
     gate = threading.Event()
     score = Counting(gate)
     with serving(create_app(score, name="n", token="")) as url, ThreadPoolExecutor(4) as pool:
@@ -118,7 +116,7 @@ def test_one_request_that_fails_does_not_fail_its_neighbours() -> None:
         assert asked(url, "fine").json()["rewards"] == [4.0]
 
 
-def test_without_the_token_there_is_no_reward_and_no_metrics() -> None:
+def test_without_the_token_there_is_no_reward_and_no_metrics():
     score = Counting()
     with serving(create_app(score, name="n", token="s3cret")) as url:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
@@ -130,7 +128,7 @@ def test_without_the_token_there_is_no_reward_and_no_metrics() -> None:
     assert score.batches == [1]
 
 
-def test_what_is_no_request_is_refused_with_the_reason() -> None:
+def test_what_is_no_request_is_refused_with_the_reason():
     with serving(
         create_app(Counting(), name="n", token="", limits=ServerLimits(body=BodyLimits(max_bytes=1000)))
     ) as url:
@@ -147,7 +145,7 @@ def test_what_is_no_request_is_refused_with_the_reason() -> None:
         assert asked(url, "x" * 2000).status_code == 413
 
 
-def test_a_client_that_stops_half_way_is_sent_away_and_the_next_is_served() -> None:
+def test_a_client_that_stops_half_way_is_sent_away_and_the_next_is_served():
     limits = ServerLimits(body=BodyLimits(timeout_s=0.3))
     with serving(create_app(Counting(), name="n", token="", limits=limits)) as url:
         host, port = url.removeprefix("http://").split(":")
@@ -157,7 +155,7 @@ def test_a_client_that_stops_half_way_is_sent_away_and_the_next_is_served() -> N
             assert half.recv(64).startswith(b"HTTP/1.1 408 ")
 
 
-def test_metrics_count_what_happened() -> None:
+def test_metrics_count_what_happened():
     with serving(create_app(Counting(), name="n", token="")) as url:
         asked(url, "a", "b")
         asked(url, "bad")
@@ -175,7 +173,7 @@ def test_metrics_count_what_happened() -> None:
         assert line in lines
 
 
-def test_labels_arrive_as_text() -> None:
+def test_labels_arrive_as_text():
     queries = read_request(json.dumps({"query": ["a"] * 3, "labels": [4, None, {"tests": ["x"]}]}).encode())
     assert [query.label for query in queries] == ["4", "", '{"tests": ["x"]}']
 
@@ -188,7 +186,7 @@ def wait_until_queued(url: str, count: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_client_that_never_ends_its_headers_is_sent_away_and_so_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_never_ends_its_headers_is_sent_away_and_so_are_too_many(monkeypatch):
     monkeypatch.setattr(http_serving, "HEADERS_S", 2.0)  # all four must connect before it
     monkeypatch.setattr(http_serving, "MOST_CONNECTIONS", 3)
     begun = b"POST /get_reward HTTP/1.1\r\nHost: 127.0.0.1\r\nX-"
@@ -228,7 +226,7 @@ def tokenize(text: str) -> tuple[int, ...]:
     return tuple(text.encode())
 
 
-def test_a_function_gets_prompt_answer_and_label_as_they_were_sent() -> None:
+def test_a_function_gets_prompt_answer_and_label_as_they_were_sent():
     seen: list[Generation] = []
 
     def reward(generations: Sequence[Generation]) -> RewardOutcome:
@@ -246,22 +244,22 @@ def test_a_function_gets_prompt_answer_and_label_as_they_were_sent() -> None:
 @pytest.mark.parametrize(
     ("values", "problem"), [((1.0,), "for 2 answers"), ((1.0, float("nan")), r"rewards\[1\] = nan")]
 )
-def test_what_json_cannot_say_is_refused(values: tuple[float, ...], problem: str) -> None:
+def test_what_json_cannot_say_is_refused(values, problem):
     score = function_score(lambda generations: RewardOutcome(values))
     with pytest.raises(RewardError, match=problem):
         score([Query("a", "", ""), Query("b", "", "")])
 
 
-def test_a_rendered_query_is_read_as_it_stands_and_cut_like_in_training() -> None:
+def test_a_rendered_query_is_read_as_it_stands_and_cut_like_in_training():
     model = Model()
-    score = reward_model_score(model, as_it_stands(tokenize), max_length=3)  # type: ignore[arg-type]
+    score = reward_model_score(model, as_it_stands(tokenize), max_length=3)
     assert score([Query("ab", "a", ""), Query("abcd", "", "")]).values == (97.0 + 98, 97.0 + 98 + 99)
     assert model.seen == [(97, 98), (97, 98, 99)]
     with pytest.raises(RewardError, match="no token"):
         score([Query("", "", "")])
 
 
-def test_a_plain_query_is_rendered_by_the_template_with_an_end_of_turn() -> None:
+def test_a_plain_query_is_rendered_by_the_template_with_an_end_of_turn():
     encode = rendered(lambda prompt, answer: (*tokenize(f"<{prompt}>{answer}"), 0))
     assert encode(Query("hi you", "hi ", "")) == (*b"<hi >you", 0)
     with pytest.raises(RewardError, match="does not begin with it"):

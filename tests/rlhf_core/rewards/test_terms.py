@@ -22,7 +22,7 @@ from tests.rlhf_core.rewards.answers import answer, answers
 from tests.support.reward_servers import scripted
 
 
-def test_a_library_reward_takes_its_arguments(tmp_path: Path) -> None:
+def test_a_library_reward_takes_its_arguments(tmp_path):
     given = {"function": "rlhf_core.rewards.library.text:regex_match", "arguments": {"pattern": r".*\d+.*"}}
     with ExitStack() as leases:
         reward = open_elsewhere("digits", FunctionReward.model_validate(given), tmp_path, leases)
@@ -39,7 +39,7 @@ def counted(prompts, completions, labels, **columns):
 """
 
 
-def test_a_stage_that_goes_on_does_not_pay_again_unless_the_function_changed(tmp_path: Path) -> None:
+def test_a_stage_that_goes_on_does_not_pay_again_unless_the_function_changed(tmp_path):
     calls, file = tmp_path / "calls.txt", tmp_path / "counted.py"
 
     def score(weight: float) -> tuple[float | None, ...]:
@@ -54,7 +54,7 @@ def test_a_stage_that_goes_on_does_not_pay_again_unless_the_function_changed(tmp
     assert score(1.0) == (0.5, 0.5)
 
 
-def test_the_identity_is_what_decides_the_values(tmp_path: Path) -> None:
+def test_the_identity_is_what_decides_the_values(tmp_path):
     file = tmp_path / "one.py"
     file.write_text("def one(generations):\n    return []\n")
     spec = FunctionReward(function=f"{file}:one")
@@ -69,7 +69,7 @@ def test_the_identity_is_what_decides_the_values(tmp_path: Path) -> None:
     assert identity(judge.model_copy(update={"version": "2"})) != identity(judge)
 
 
-def test_an_episode_has_the_sum_of_its_environments_rewards() -> None:
+def test_an_episode_has_the_sum_of_its_environments_rewards():
     plain = answer("x")
     spans = (ActionSpan(0, 1, 0, 0.25), ActionSpan(1, 1, 0, 0.5))
     scored = replace(plain, completion=replace(plain.completion, spans=spans))
@@ -100,7 +100,7 @@ class Paid:
         pass
 
 
-def test_a_verdict_is_kept_as_soon_as_it_is_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verdict_is_kept_as_soon_as_it_is_paid_for(tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf_core.rewards.terms.Judge", Paid)
     spec = JudgeReward(url="http://a/v1", model="m", template="{completion}", concurrency=1, cache=True)
     for asked in (["a", "bb", "bad"], ["bad"]):
@@ -117,9 +117,7 @@ def test_a_verdict_is_kept_as_soon_as_it_is_paid_for(tmp_path: Path, monkeypatch
         (lambda queries: (500, b"out of memory"), "status 500: out of memory"),
     ],
 )
-def test_what_a_server_cannot_score_is_named_and_costs_no_other_answer(
-    tmp_path: Path, faulty: Callable[[list[str]], tuple[int, bytes]], reason: str
-) -> None:
+def test_what_a_server_cannot_score_is_named_and_costs_no_other_answer(tmp_path, faulty, reason):
     def score(body: dict[str, Any]) -> tuple[int, bytes]:
         queries = body["query"]
         assert len(queries) <= 4
@@ -132,7 +130,7 @@ def test_what_a_server_cannot_score_is_named_and_costs_no_other_answer(
     assert list(outcome.failures) == [1] and reason in outcome.failures[1]
 
 
-def test_a_remote_reward_that_is_down_is_given_up_on(tmp_path: Path) -> None:
+def test_a_remote_reward_that_is_down_is_given_up_on(tmp_path):
     outcome, asked = remotely(tmp_path, lambda body: (500, b""), answers(*["a"] * 64), batch_size=64)
     assert len(outcome.failures) == 64 and asked <= terms.REMOTE_FAILED_CALLS + 2
 

@@ -1,7 +1,5 @@
 """A sampler, a trainer and a chat template that compute nothing, for tests of who asks whom for what and when."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Jobs in a thread of their own: in order, with their own errors, and never waited for in vain."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -12,7 +10,7 @@ from rlhf_core.rollouts import answers
 from rlhf_core.rollouts.answers import Background
 
 
-def test_jobs_run_in_order_in_one_other_thread() -> None:
+def test_jobs_run_in_order_in_one_other_thread():
     jobs = Background("sampling")
     seen: list[tuple[int, str]] = []
     waiting = [jobs.submit(lambda n=n: seen.append((n, threading.current_thread().name))) for n in range(3)]
@@ -21,7 +19,7 @@ def test_jobs_run_in_order_in_one_other_thread() -> None:
     jobs.close(interrupted=False)
 
 
-def test_a_failure_has_its_own_message_and_no_later_job_runs() -> None:
+def test_a_failure_has_its_own_message_and_no_later_job_runs():
     jobs = Background("sampling")
     ran: list[int] = []
 
@@ -40,7 +38,7 @@ def test_a_failure_has_its_own_message_and_no_later_job_runs() -> None:
     jobs.close(interrupted=False)
 
 
-def test_an_interrupted_stage_leaves_a_job_behind_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_stage_leaves_a_job_behind_that_does_not_end(monkeypatch):
     monkeypatch.setattr(answers, "INTERRUPT_PATIENCE_S", 0.1)
     go_on = threading.Event()
     jobs = Background("sampling")
@@ -55,7 +53,7 @@ def test_an_interrupted_stage_leaves_a_job_behind_that_does_not_end(monkeypatch:
     assert dropped == []
 
 
-def test_closing_waits_for_the_job_that_runs() -> None:
+def test_closing_waits_for_the_job_that_runs():
     jobs = Background("sampling")
     ended: list[int] = []
     started = threading.Event()
@@ -71,7 +69,7 @@ def test_closing_waits_for_the_job_that_runs() -> None:
     assert ended == [1]
 
 
-def test_nobody_waits_for_a_thread_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_thread_that_is_gone(monkeypatch):
     monkeypatch.setattr(answers, "LOOK_EVERY_S", 0.05)
     jobs = Background("sampling")
     jobs.close(interrupted=False)

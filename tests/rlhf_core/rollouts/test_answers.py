@@ -1,7 +1,5 @@
 """Episodes through whole stages: rewards rise, the trainer sees what was sampled, and a killed run's bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +41,7 @@ def config(agent: dict[str, Any], **changes: Any) -> PPOConfig:
 
 
 @pytest.mark.parametrize(("advantage", "credit"), [("grpo", "episode"), ("reinforce++", "turn")])
-def test_the_reward_of_episodes_rises(tmp_path: Path, policy: Path, advantage: str, credit: str) -> None:
+def test_the_reward_of_episodes_rises(tmp_path, policy, advantage, credit):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     settings = {"steps": 12, "samples_per_prompt": 8, "checkpoint_every": 12, "advantage": advantage}
     shop.run("ppo", config(world("Readable", credit=credit), **settings), inputs)
@@ -53,7 +51,7 @@ def test_the_reward_of_episodes_rises(tmp_path: Path, policy: Path, advantage: s
     assert len(series(shop, "episode/letters")) == 12
 
 
-def test_the_trainer_reads_episodes_exactly_as_they_were_sampled(tmp_path: Path, policy: Path) -> None:
+def test_the_trainer_reads_episodes_exactly_as_they_were_sampled(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     shop.run("ppo", config(world("Readable"), steps=1, sampling=SamplingConfig(max_tokens=12)), inputs)
     # the same log-probabilities to rounding: any shifted, missing or other token between the turns would show
@@ -68,7 +66,7 @@ def test_the_trainer_reads_episodes_exactly_as_they_were_sampled(tmp_path: Path,
         pytest.param(OPENRLHF, id="openrlhf", marks=pytest.mark.slow),  # its process imports torch, three times
     ],
 )
-def test_a_killed_run_with_an_agent_makes_the_same_bytes(tmp_path: Path, policy: Path, agent: dict[str, Any]) -> None:
+def test_a_killed_run_with_an_agent_makes_the_same_bytes(tmp_path, policy, agent):
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     settings = config(agent)
     uninterrupted, _ = whole.run("ppo", settings, inputs)
@@ -80,11 +78,10 @@ def test_a_killed_run_with_an_agent_makes_the_same_bytes(tmp_path: Path, policy:
 def failed_of(shop: Workshop, decision: Decision) -> dict[str, tuple[int, int]]:
     """Return by place in the configuration how many answers failed, of how many, as the record says."""
     record = shop.store.record(decision.key)
-    assert record is not None
     return {path: (one.failed, one.answers) for path, one in record.failures.items()}
 
 
-def test_failed_episodes_are_left_out_with_their_group_and_counted(tmp_path: Path, policy: Path) -> None:
+def test_failed_episodes_are_left_out_with_their_group_and_counted(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     agent = world("Moody", retries=0)
     settings = config(agent, prompts_per_step=6, samples_per_prompt=2, steps=1)
@@ -97,7 +94,7 @@ def test_failed_episodes_are_left_out_with_their_group_and_counted(tmp_path: Pat
     assert shop.run("ppo", patient, inputs)[1].action == "RUN"
 
 
-def test_generated_episodes_are_stored_with_their_turns(tmp_path: Path, policy: Path) -> None:
+def test_generated_episodes_are_stored_with_their_turns(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     settings = GenerateConfig(
         samples_per_prompt=2, sampling=SamplingConfig(max_tokens=12), agent=config(world("Moody", retries=0)).agent
@@ -112,7 +109,7 @@ def test_generated_episodes_are_stored_with_their_turns(tmp_path: Path, policy: 
     assert all(one.spans[0].reward == len(one.text) / 10 for one in kept if not one.failure)
 
 
-def test_metrics_of_episodes_are_means_and_plain_answers_have_none() -> None:
+def test_metrics_of_episodes_are_means_and_plain_answers_have_none():
     spans = (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))
     first = Completion((5, 6, 7), (-0.1, 0.0, -0.2), "", "stop", 0, 1, spans, extras={"tool_calls": 3.0})
     second = Completion((5,), (-0.1,), "", "stop", 0, 1, spans[:1], failure="it hung", extras={"tool_calls": 0.0})

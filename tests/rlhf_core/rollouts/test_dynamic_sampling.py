@@ -1,7 +1,5 @@
 """Groups that carry no gradient are replaced, up to a number of rounds, and a step always has its size."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -31,9 +29,7 @@ ROUNDS = [group("a", 1, 1) + group("b", 0, 1), group("c", 0, 0) + group("d", 1, 
         (3, 2, ["b", "d", "a"], [0, 1]),  # the cap: a fills, for nothing better came
     ],
 )
-def test_rounds_are_drawn_until_there_are_enough_groups(
-    groups: int, rounds: int, names: list[str], drawn: list[int]
-) -> None:
+def test_rounds_are_drawn_until_there_are_enough_groups(groups, rounds, names, drawn):
     asked: list[int] = []
 
     def draw(number: int) -> list[Rollout]:
@@ -45,7 +41,7 @@ def test_rounds_are_drawn_until_there_are_enough_groups(
     assert asked == drawn
 
 
-def test_a_group_with_an_invalid_rollout_is_drawn_anew_and_fills_last() -> None:
+def test_a_group_with_an_invalid_rollout_is_drawn_anew_and_fills_last():
     broken = [replace(rollout, invalid="crashed", reward=math.nan) for rollout in group("a", 0, 1)]
     rounds = [broken + group("b", 1, 1), group("c", 0, 1)]
     made = sampled_until_decided(rounds.__getitem__, DynamicSampling(max_rounds=2), groups=3, group_size=2)
@@ -63,9 +59,7 @@ def test_a_group_with_an_invalid_rollout_is_drawn_anew_and_fills_last() -> None:
         ((2, 1), {"high": 1.5}, False),
     ],
 )
-def test_a_group_is_decided_by_its_spread_or_by_its_mean(
-    rewards: tuple[float, ...], bounds: dict[str, float], decided: bool
-) -> None:
+def test_a_group_is_decided_by_its_spread_or_by_its_mean(rewards, bounds, decided):
     assert is_decided(group("x", *rewards), DynamicSampling(**bounds)) is decided
 
 
@@ -78,14 +72,12 @@ def test_a_group_is_decided_by_its_spread_or_by_its_mean(
         ((1, -1), (None, None), {"low": 0, "high": 1}, False),
     ],
 )
-def test_a_group_is_judged_by_its_scores_where_it_has_some(
-    rewards: tuple[float, ...], scores: tuple[float | None, ...], bounds: dict[str, float], decided: bool
-) -> None:
+def test_a_group_is_judged_by_its_scores_where_it_has_some(rewards, scores, bounds, decided):
     made = [replace(one, score=score) for one, score in zip(group("x", *rewards), scores, strict=True)]
     assert is_decided(made, DynamicSampling(**bounds)) is decided
 
 
-def test_a_group_of_which_some_have_a_score_is_an_error_unless_it_is_invalid_anyway() -> None:
+def test_a_group_of_which_some_have_a_score_is_an_error_unless_it_is_invalid_anyway():
     first, second = group("x", 1, -1)
     with pytest.raises(RewardError, match=r"rewards\.scores\[prompt x\] = \[1\.0\]: .* 1 of the 2 answers .* have one"):
         is_decided([replace(first, score=1.0), second], DynamicSampling())

@@ -1,7 +1,5 @@
 """Where rollouts come from: which weights answer for which step, overlap, and going on from a checkpoint."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -68,7 +66,7 @@ class Ahead:
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2, 4])
-def test_a_step_trains_on_what_the_weights_of_that_many_steps_before_sampled(tmp_path: Path, behind: int) -> None:
+def test_a_step_trains_on_what_the_weights_of_that_many_steps_before_sampled(tmp_path, behind):
     ahead = Ahead(tmp_path, ahead=Staleness(steps=behind))
     with ahead:
         made = [ahead.step(step) for step in range(6)]
@@ -82,7 +80,7 @@ def test_a_step_trains_on_what_the_weights_of_that_many_steps_before_sampled(tmp
     assert ahead.sampler.version == 5 - behind, "weights that nobody samples with are not sent"
 
 
-def test_the_same_prompts_are_asked_with_the_same_seeds_whoever_answers(tmp_path: Path) -> None:
+def test_the_same_prompts_are_asked_with_the_same_seeds_whoever_answers(tmp_path):
     asked = []
     for behind in (0, 2):
         ahead = Ahead(tmp_path / str(behind), ahead=Staleness(steps=behind))
@@ -91,7 +89,7 @@ def test_the_same_prompts_are_asked_with_the_same_seeds_whoever_answers(tmp_path
     assert asked[0] == asked[1]
 
 
-def test_rewards_are_weighed_as_at_the_step_that_trains_on_them(tmp_path: Path) -> None:
+def test_rewards_are_weighed_as_at_the_step_that_trains_on_them(tmp_path):
     ahead = Ahead(tmp_path, ahead=Staleness(steps=2))
     with ahead:
         for step in range(6):
@@ -99,7 +97,7 @@ def test_rewards_are_weighed_as_at_the_step_that_trains_on_them(tmp_path: Path) 
             assert ahead.score.step == step
 
 
-def test_the_next_step_is_sampled_while_this_one_trains(tmp_path: Path) -> None:
+def test_the_next_step_is_sampled_while_this_one_trains(tmp_path):
     ahead = Ahead(tmp_path, ahead=Staleness(steps=1))
     trained = threading.Event()
     seen: list[bool] = []
@@ -119,7 +117,7 @@ def test_the_next_step_is_sampled_while_this_one_trains(tmp_path: Path) -> None:
     assert all(seen)
 
 
-def test_what_goes_wrong_ahead_is_raised_by_the_next_step_and_by_a_checkpoint(tmp_path: Path) -> None:
+def test_what_goes_wrong_ahead_is_raised_by_the_next_step_and_by_a_checkpoint(tmp_path):
     ahead = Ahead(tmp_path, ahead=Staleness(steps=1))
 
     def fail(request: SamplingRequest) -> int:
@@ -144,7 +142,7 @@ def every_third_is_long(request: SamplingRequest) -> int:
     "ahead", [Staleness(steps=1), Staleness(steps=3), PartialRollouts(tokens=2), PartialRollouts(staleness=2, tokens=1)]
 )
 @pytest.mark.parametrize("at", [1, 3, 5])
-def test_a_source_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path: Path, ahead: Any, at: int) -> None:
+def test_a_source_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path, ahead, at):
     whole = Ahead(tmp_path / "whole", every_third_is_long, ahead=ahead)
     with whole:
         expected = [whole.step(step) for step in range(6)]
@@ -163,7 +161,7 @@ def test_a_source_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path:
 @pytest.mark.parametrize(
     "ahead", [None, Staleness(steps=2), PartialRollouts(tokens=2), PartialRollouts(staleness=1, tokens=2)]
 )
-def test_steps_that_were_scored_after_the_checkpoint_are_taken_from_the_log(tmp_path: Path, ahead: Any) -> None:
+def test_steps_that_were_scored_after_the_checkpoint_are_taken_from_the_log(tmp_path, ahead):
     killed = Ahead(tmp_path, every_third_is_long, ahead=ahead)
     with killed:
         killed.step(0)
@@ -177,14 +175,14 @@ def test_steps_that_were_scored_after_the_checkpoint_are_taken_from_the_log(tmp_
     assert resumed.score.scored == killed.score.scored  # restored, not scored again
 
 
-def test_a_checkpoint_without_the_rollouts_that_it_counts_on_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_rollouts_that_it_counts_on_is_refused(tmp_path):
     ahead = Ahead(tmp_path, ahead=Staleness(steps=2))
     rule = r"rollouts of the steps 3 to 4 should be here, but found those of \[\]; start the stage over with --force"
     with ahead, pytest.raises(DataError, match=rule):
         ahead.steps.load(tmp_path / "nothing", 3)
 
 
-def test_staleness_is_weighed_by_tokens_over_the_segments() -> None:
+def test_staleness_is_weighed_by_tokens_over_the_segments():
     parts = Completion((1,) * 4, (0.0,) * 4, "", "stop", 5, 0, (ActionSpan(0, 3, 3), ActionSpan(3, 4, 5)))
     whole = Completion((1,) * 4, (0.0,) * 4, "", "stop", 5, 0)
     rollouts = [Rollout(PROMPTS[0], (9, 0), made, 0.0, {}) for made in (parts, whole)]
@@ -192,7 +190,7 @@ def test_staleness_is_weighed_by_tokens_over_the_segments() -> None:
 
 
 @pytest.mark.parametrize("ahead", [None, "staleness", "dynamic"])
-def test_a_step_without_a_valid_group_is_scored_again_by_the_next_attempt(tmp_path: Path, ahead: Any) -> None:
+def test_a_step_without_a_valid_group_is_scored_again_by_the_next_attempt(tmp_path, ahead):
     class Down(FakeScorer):
         def __call__(self, generations: Sequence[Generation]) -> list[Rollout]:
             return [replace(one, reward=math.nan, invalid="refused") for one in super().__call__(generations)]
@@ -205,7 +203,7 @@ def test_a_step_without_a_valid_group_is_scored_again_by_the_next_attempt(tmp_pa
         assert len(again.step(0)[0]) == 4
 
 
-def test_episodes_that_all_failed_are_not_kept_in_a_checkpoint_for_ever(tmp_path: Path) -> None:
+def test_episodes_that_all_failed_are_not_kept_in_a_checkpoint_for_ever(tmp_path):
     class Away(FakeSampler):
         def _answer(self, request: SamplingRequest, most: int) -> Completion:
             failure = "the server is away" if len(self.batches) == 2 else ""
@@ -224,7 +222,7 @@ def test_episodes_that_all_failed_are_not_kept_in_a_checkpoint_for_ever(tmp_path
     assert versions == [{1}, {1}, {1}, {2}, {3}], "step 2 too: its weights come after those of step 1"
 
 
-def test_what_failed_is_noted_before_the_answers_are_kept(tmp_path: Path) -> None:
+def test_what_failed_is_noted_before_the_answers_are_kept(tmp_path):
     """A kill between the two would keep answers that failed under settings that nobody noted."""
     log, noted = RolloutLog(tmp_path / "log"), []
 

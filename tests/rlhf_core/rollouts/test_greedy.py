@@ -1,7 +1,5 @@
 """The greedy baseline: each prompt once, at temperature 0, with the rewards of the step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +62,7 @@ def with_greedy(
     return kept, rewards, noted
 
 
-def test_each_prompt_is_answered_once_and_each_rollout_gets_its_own() -> None:
+def test_each_prompt_is_answered_once_and_each_rollout_gets_its_own():
     engine: Any = Greedy()
     rollouts = [rollout("a", (1, 2)), rollout("a", (1, 2)), rollout("b", (1, 2, 3)), rollout("b", (1, 2, 3))]
     kept, found, _ = with_greedy(engine, rollouts, scored(length), group_size=2)
@@ -72,7 +70,7 @@ def test_each_prompt_is_answered_once_and_each_rollout_gets_its_own() -> None:
     assert engine.temperature == 0.0 and [one.prompt_ids for one in engine.asked] == [(1, 2), (1, 2, 3)]
 
 
-def test_prompts_of_the_same_words_share_an_answer_and_no_reward() -> None:
+def test_prompts_of_the_same_words_share_an_answer_and_no_reward():
     def by_label(generations: Sequence[Generation]) -> list[float]:
         return [float(ord(one.prompt.id)) for one in generations]
 
@@ -81,7 +79,7 @@ def test_prompts_of_the_same_words_share_an_answer_and_no_reward() -> None:
     assert found == (float(ord("a")), float(ord("b"))) and len(engine.asked) == 1
 
 
-def test_a_prompt_without_a_greedy_reward_is_left_out_and_noted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prompt_without_a_greedy_reward_is_left_out_and_noted(caplog):
     engine: Any = Greedy()
     engine.fails = (1,)
     rollouts = [rollout("a", (1,)), rollout("a", (1,)), rollout("b", (2, 3)), rollout("b", (2, 3))]
@@ -91,7 +89,7 @@ def test_a_prompt_without_a_greedy_reward_is_left_out_and_noted(caplog: pytest.L
     assert "prompt a has no greedy answer with a reward (the server went away)" in caplog.text
 
 
-def test_failures_of_rollouts_and_of_greedy_answers_are_noted_together() -> None:
+def test_failures_of_rollouts_and_of_greedy_answers_are_noted_together():
     scorer = scored(length)
     lost = Completion((), (), "", "stop", 0, 1, failure="lost")
     scorer.at_step(3)
@@ -100,7 +98,7 @@ def test_failures_of_rollouts_and_of_greedy_answers_are_noted_together() -> None
     assert noted[0]["agent"] == (1, 2)
 
 
-def test_where_no_prompt_has_a_baseline_the_step_fails() -> None:
+def test_where_no_prompt_has_a_baseline_the_step_fails():
     engine: Any = Greedy()
     engine.fails = (1,)
     with pytest.raises(

@@ -1,7 +1,5 @@
 """The guard of policy optimization: held-out evaluation, early stop, rollbacks, and a killed run's bytes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -49,7 +47,7 @@ def report(shop: Workshop, ref: ArtifactRef) -> dict[str, Any]:
     return found
 
 
-def test_the_best_checkpoint_by_the_independent_reward_is_the_result(tmp_path: Path, policy: Path) -> None:
+def test_the_best_checkpoint_by_the_independent_reward_is_the_result(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     ref, decision = shop.run("ppo", watched(evaluate=EVALUATE, steps=8), inputs)
     independent, proxy = series(shop, "eval/independent/mean"), series(shop, "eval/reward/mean")
@@ -65,7 +63,7 @@ def test_the_best_checkpoint_by_the_independent_reward_is_the_result(tmp_path: P
     assert exported.read_bytes() != trained.read_bytes()
 
 
-def test_a_run_without_a_better_evaluation_ends_early(tmp_path: Path, policy: Path) -> None:
+def test_a_run_without_a_better_evaluation_ends_early(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     patient = EVALUATE.model_copy(update={"patience": 2, "every": 1})
     ref, decision = shop.run("ppo", watched(evaluate=patient, steps=30), inputs)
@@ -76,7 +74,7 @@ def test_a_run_without_a_better_evaluation_ends_early(tmp_path: Path, policy: Pa
     assert report(shop, ref)["ended"]["why"].startswith("no better eval/independent/mean since step ")
 
 
-def test_a_rollback_returns_to_the_start_and_lowers_the_learning_rate(tmp_path: Path, policy: Path) -> None:
+def test_a_rollback_returns_to_the_start_and_lowers_the_learning_rate(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     monitor = ROLLBACK | {"for_steps": 2, "max_rollbacks": 2, "kl_coef_factor": 3.0}
     settings = watched(evaluate=EVALUATE, monitors=[monitor], steps=9, kl={"coef": 0.01}, checkpoint_every=100)
@@ -102,9 +100,7 @@ def test_a_rollback_returns_to_the_start_and_lowers_the_learning_rate(tmp_path: 
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 5, 7])
-def test_a_killed_run_with_evaluations_and_rollbacks_ends_with_the_same_bytes(
-    tmp_path: Path, policy: Path, at: int
-) -> None:
+def test_a_killed_run_with_evaluations_and_rollbacks_ends_with_the_same_bytes(tmp_path, policy, at):
     monitor = ROLLBACK | {"for_steps": 3, "after": 1, "max_rollbacks": 9}
     settings = watched(
         evaluate=EVALUATE.model_copy(update={"independent": None}),
@@ -123,9 +119,7 @@ def test_a_killed_run_with_evaluations_and_rollbacks_ends_with_the_same_bytes(
     assert ref.digest == expected.digest
 
 
-def test_how_often_checkpoints_are_written_and_a_stop_on_request_change_no_rollback(
-    tmp_path: Path, policy: Path
-) -> None:
+def test_how_often_checkpoints_are_written_and_a_stop_on_request_change_no_rollback(tmp_path, policy):
     monitor = ROLLBACK | {"for_steps": 2, "after": 4, "max_rollbacks": 1}
     results = []
     for every in (2, 100):
@@ -139,7 +133,7 @@ def test_how_often_checkpoints_are_written_and_a_stop_on_request_change_no_rollb
     assert [one.digest for one in results] == [ref.digest] * 2
 
 
-def test_a_run_that_was_stopped_and_killed_before_its_result_does_not_go_on(tmp_path: Path, policy: Path) -> None:
+def test_a_run_that_was_stopped_and_killed_before_its_result_does_not_go_on(tmp_path, policy):
     settings = watched(evaluate=EVALUATE, monitors=[ROLLBACK | {"action": "stop", "for_steps": 2}])
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, decision = whole.run("ppo", settings, inputs)
@@ -153,7 +147,7 @@ def test_a_run_that_was_stopped_and_killed_before_its_result_does_not_go_on(tmp_
             raise KeyboardInterrupt
         return original(*args, **rest)
 
-    killed.store.commit = dying  # type: ignore[method-assign]
+    killed.store.commit = dying
     with pytest.raises(KeyboardInterrupt):
         killed.run("ppo", settings, inputs)
     ref, decision = killed.run("ppo", settings, inputs)
@@ -162,7 +156,7 @@ def test_a_run_that_was_stopped_and_killed_before_its_result_does_not_go_on(tmp_
     assert ref.digest == expected.digest
 
 
-def test_evaluation_and_warnings_change_no_update(tmp_path: Path, policy: Path) -> None:
+def test_evaluation_and_warnings_change_no_update(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     evaluate = EVALUATE.model_copy(update={"export": "last"})
     monitors = [ROLLBACK | {"action": "warn"}]
@@ -181,7 +175,7 @@ def test_evaluation_and_warnings_change_no_update(tmp_path: Path, policy: Path) 
     assert not (trained / "monitors.json").exists()
 
 
-def test_evaluation_beside_sampling_ahead_is_resumed(tmp_path: Path, policy: Path) -> None:
+def test_evaluation_beside_sampling_ahead_is_resumed(tmp_path, policy):
     settings = watched(evaluate=EVALUATE, ahead=Staleness(steps=2), checkpoint_every=2)
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, _ = whole.run("ppo", settings, inputs)
@@ -190,16 +184,14 @@ def test_evaluation_beside_sampling_ahead_is_resumed(tmp_path: Path, policy: Pat
     assert ref.digest == expected.digest
 
 
-def test_a_metric_that_was_never_logged_is_named_at_the_end(
-    tmp_path: Path, policy: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_metric_that_was_never_logged_is_named_at_the_end(tmp_path, policy, caplog):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     monitor = {"type": "band", "metric": "reward_extra/own/mine", "low": 1.0}
     shop.run("ppo", watched(monitors=[monitor], steps=1), inputs)
     assert "no step had the metric reward_extra/own/mine" in caplog.text
 
 
-def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, policy: Path) -> None:
+def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path, policy):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     with pytest.raises(ConfigError, match=r"ppo\.monitors\[0\]\.metric = 'rollout/turns': no step of this run"):
         shop.run("ppo", watched(monitors=[{"type": "band", "metric": "rollout/turns", "low": 1.0}]), inputs)
@@ -207,8 +199,8 @@ def test_a_monitor_of_a_metric_that_no_step_has_ends_the_run(tmp_path: Path, pol
 
 @pytest.mark.parametrize("advantage", ["rloo", "gae"])
 def test_a_first_step_whose_answers_are_all_cut_off_and_masked_does_not_end_the_run(
-    tmp_path: Path, policy: Path, advantage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, policy, advantage, caplog
+):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     # one token of 320 ends an answer, so that all 8 answers of the first step have two tokens, the limit
     cut_off: dict[str, Any] = {"sampling": {"max_tokens": 2}, "truncated_answers": "mask", "steps": 1}
@@ -250,7 +242,7 @@ def test_a_first_step_whose_answers_are_all_cut_off_and_masked_does_not_end_the_
         (independent(composition={"type": "gdpo"}), "evaluate.independent.composition.type = 'gdpo': "),
     ],
 )
-def test_what_could_never_find_anything_or_act_is_refused(changes: dict[str, Any], rule: str) -> None:
+def test_what_could_never_find_anything_or_act_is_refused(changes, rule):
     with pytest.raises(ValidationError, match=rule):
         watched(**changes)
 

@@ -1,7 +1,5 @@
 """Held-out prompts: which ones they are, and what the answers to them are scored with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +26,7 @@ def contents(prompts: Sequence[Prompt]) -> set[str]:
     return {prompt.messages[-1].content for prompt in prompts}
 
 
-def test_the_same_prompts_are_held_out_whatever_their_order_and_ids() -> None:
+def test_the_same_prompts_are_held_out_whatever_their_order_and_ids():
     config = HeldOutConfig(prompts=5)
     training, held_out = hold_out(PROMPTS, config)
     assert len(held_out) == 5
@@ -37,7 +35,7 @@ def test_the_same_prompts_are_held_out_whatever_their_order_and_ids() -> None:
     assert contents(hold_out(renamed, config)[1]) == contents(held_out)
 
 
-def test_no_training_prompt_has_a_held_out_conversation() -> None:
+def test_no_training_prompt_has_a_held_out_conversation():
     twice = [*PROMPTS, *(Prompt(f"again-{one.id}", one.messages, "", "test") for one in PROMPTS)]
     training, held_out = hold_out(twice, HeldOutConfig(prompts=5))
     assert len(held_out) == 5
@@ -45,11 +43,11 @@ def test_no_training_prompt_has_a_held_out_conversation() -> None:
     assert len(training) == 30
 
 
-def test_without_a_section_all_prompts_are_trained_on_in_their_order() -> None:
+def test_without_a_section_all_prompts_are_trained_on_in_their_order():
     assert hold_out(PROMPTS, None) == (PROMPTS, [])
 
 
-def test_some_prompts_must_be_left_to_train_on() -> None:
+def test_some_prompts_must_be_left_to_train_on():
     with pytest.raises(ConfigError, match=r"ppo\.evaluate\.prompts = 20: there are 20 different prompts"):
         hold_out(PROMPTS, HeldOutConfig(prompts=20))
 
@@ -95,7 +93,7 @@ def by_prompt(generations: Sequence[Generation]) -> list[float]:
     return [10 * int(one.prompt.id[1:]) + 2.0 * (place % 2) for place, one in enumerate(generations)]
 
 
-def test_every_evaluation_draws_with_the_same_seeds_and_scores_by_prompt() -> None:
+def test_every_evaluation_draws_with_the_same_seeds_and_scores_by_prompt():
     engine = Engine()
     terms = RewardsConfig(terms={"own": TERM})
     evaluated = held_out(engine, Scorer(terms, {"own": by_prompt}), None, [])
@@ -110,7 +108,7 @@ def test_every_evaluation_draws_with_the_same_seeds_and_scores_by_prompt() -> No
     assert metrics["eval/reward_component/own"] == 11.0
 
 
-def test_the_rewards_that_train_are_not_normalized_and_their_statistics_are_left_alone() -> None:
+def test_the_rewards_that_train_are_not_normalized_and_their_statistics_are_left_alone():
     config = RewardsConfig(terms={"own": TERM.model_copy(update={"normalise": "running"})}, normalise="running")
     trained = Scorer(config, {"own": by_prompt})
     before = str(trained.state())
@@ -119,7 +117,7 @@ def test_the_rewards_that_train_are_not_normalized_and_their_statistics_are_left
     assert str(trained.state()) == before
 
 
-def test_an_answer_that_the_independent_reward_failed_for_is_left_out_and_noted() -> None:
+def test_an_answer_that_the_independent_reward_failed_for_is_left_out_and_noted():
     failing = RewardsConfig(terms={"gold": TERM.model_copy(update={"on_failure": "invalid"})})
 
     def fails_for_the_first(generations: Sequence[Generation]) -> RewardOutcome:
@@ -135,7 +133,7 @@ def test_an_answer_that_the_independent_reward_failed_for_is_left_out_and_noted(
     assert noted == [(-5, {"agent": (0, 6), "rewards.terms.own": (0, 6), "evaluate.independent.terms.gold": (2, 6)})]
 
 
-def test_terms_of_one_name_are_kept_apart() -> None:
+def test_terms_of_one_name_are_kept_apart():
     terms = RewardsConfig(terms={"own": TERM})
     independent = Scorer(terms, {"own": lambda generations: [1.0] * len(generations)})
     evaluated = held_out(Engine(), Scorer(terms, {"own": by_prompt}), independent, [])
@@ -143,7 +141,7 @@ def test_terms_of_one_name_are_kept_apart() -> None:
     assert (metrics["eval/reward_component/own"], metrics["eval/independent_component/own"]) == (11.0, 1.0)
 
 
-def test_an_episode_that_failed_is_noted_once() -> None:
+def test_an_episode_that_failed_is_noted_once():
     terms = RewardsConfig(terms={"own": TERM})
     noted: list[tuple[int, Counts]] = []
     evaluated = held_out(Engine(), Scorer(terms, {"own": by_prompt}), Scorer(terms, {"own": by_prompt}), noted)

@@ -1,7 +1,5 @@
 """Partial rollouts: every step has its groups, whole, whatever the lengths; every token is known by who sampled it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,8 +61,8 @@ sizes = {
 @settings(max_examples=150)
 @given(**sizes)
 def test_no_sizes_and_no_lengths_lock_up_and_no_group_is_lost_torn_or_older_than_the_bound(
-    prompts: int, group: int, tokens: int, rounds: int, more: int, salt: int
-) -> None:
+    prompts, group, tokens, rounds, more, salt
+):
     in_flight = prompts + more
     given = {"prompts": prompts, "group": group, "tokens": tokens, "rounds": rounds, "in_flight": in_flight}
     sampler = of_the_state(tokens * rounds, salt)
@@ -92,7 +90,7 @@ def test_no_sizes_and_no_lengths_lock_up_and_no_group_is_lost_torn_or_older_than
     assert max(per_version) <= rounds
 
 
-def test_a_step_ends_when_its_groups_are_whole_and_what_is_long_goes_on_under_the_next_weights() -> None:
+def test_a_step_ends_when_its_groups_are_whole_and_what_is_long_goes_on_under_the_next_weights():
     # groups of one, two a step, four under way; only prompt p0 is long
     long_prompt = 0
     sampler = FakeSampler(lambda request: 6 if request.prompt_ids[1] == long_prompt else 1)
@@ -105,7 +103,7 @@ def test_a_step_ends_when_its_groups_are_whole_and_what_is_long_goes_on_under_th
     assert [(span.start, span.end) for span in spans] == [(0, 2), (2, 4), (4, 6)]
 
 
-def test_an_answer_goes_on_from_its_own_tokens_with_a_seed_of_its_own_per_segment() -> None:
+def test_an_answer_goes_on_from_its_own_tokens_with_a_seed_of_its_own_per_segment():
     sampler = FakeSampler(lambda request: 4)
     ((drawn, pool),) = steps_of(sampler, 1, prompts=1, group=2, tokens=2, rounds=2, in_flight=1)
     (_, first), (_, second) = sampler.batches
@@ -116,16 +114,16 @@ def test_an_answer_goes_on_from_its_own_tokens_with_a_seed_of_its_own_per_segmen
     assert pool == Pool(begun=1)
 
 
-def test_prompts_come_in_their_order_and_a_prompt_that_comes_again_has_other_seeds() -> None:
+def test_prompts_come_in_their_order_and_a_prompt_that_comes_again_has_other_seeds():
     steps = steps_of(FakeSampler(), 2, prompts=7, group=1, tokens=1, rounds=2, in_flight=7)
     drawn = [one for step, _ in steps for one in step]
     assert sorted(one.prompt.id for one in drawn[:7]) == sorted(one.prompt.id for one in drawn[7:])
     assert len({one.completion.seed for one in drawn}) == 14
 
 
-def test_a_sampler_that_cuts_answers_short_ends_in_an_error_and_not_in_a_loop() -> None:
+def test_a_sampler_that_cuts_answers_short_ends_in_an_error_and_not_in_a_loop():
     class Short(FakeSampler):
-        def _answer(self, request: SamplingRequest, most: int):  # type: ignore[no-untyped-def]
+        def _answer(self, request: SamplingRequest, most: int):
             return super()._answer(request, 1)
 
     with pytest.raises(SamplingError, match=r"ahead\.tokens = 4: the sampler ended answers early: 0 of 1 groups"):

@@ -1,8 +1,5 @@
 """A monitor pauses a run: a person decides, at whatever time, and the result is that of the decision."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +35,7 @@ def paused(shop: Workshop, settings: PPOConfig, inputs: dict[str, Any]) -> Quest
 
 
 @pytest.mark.parametrize("answer", ["approve", "reject"])
-def test_the_result_is_that_of_the_decision_whenever_it_came(tmp_path: Path, policy: Path, answer: Answer) -> None:
+def test_the_result_is_that_of_the_decision_whenever_it_came(tmp_path, policy, answer):
     late, inputs = shop_and_inputs(tmp_path / "late", policy)
     question = paused(late, pausing(), inputs)
     leased = late.runtime.engines()
@@ -64,7 +61,7 @@ def test_the_result_is_that_of_the_decision_whenever_it_came(tmp_path: Path, pol
     assert event["message"].endswith(f"> 0.5 for 2 steps at step 2: {said}")
 
 
-def test_an_approved_run_is_the_one_that_was_only_warned_of(tmp_path: Path, policy: Path) -> None:
+def test_an_approved_run_is_the_one_that_was_only_warned_of(tmp_path, policy):
     def exported(name: str, settings: PPOConfig) -> tuple[bytes, float]:
         shop, inputs = shop_and_inputs(tmp_path / name, policy)
         if settings.monitors[0].action == "pause":
@@ -80,13 +77,13 @@ def test_an_approved_run_is_the_one_that_was_only_warned_of(tmp_path: Path, poli
     assert exported("paused", pausing(evaluate=every)) == (expected, step)
 
 
-def test_a_pause_at_the_last_step_decides_about_the_result(tmp_path: Path, policy: Path) -> None:
+def test_a_pause_at_the_last_step_decides_about_the_result(tmp_path, policy):
     last = EVALUATE.model_copy(update={"export": "last"})
     results = {}
     for answer in ("approve", "reject"):
         shop, inputs = shop_and_inputs(tmp_path / answer, policy)
         settings = pausing(evaluate=last, steps=2)
-        decide(shop, paused(shop, settings, inputs), answer, by="ada")  # type: ignore[arg-type]
+        decide(shop, paused(shop, settings, inputs), answer, by="ada")
         _, decision = shop.run("ppo", settings, inputs)
         results[answer] = shop.metrics(decision)["exported_step"]
     assert results == {"approve": 2.0, "reject": 0.0}

@@ -1,7 +1,5 @@
 """Rollouts without a reward: their groups are left out, and a step of nothing else is an error."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -18,18 +16,18 @@ def rollout(name: str, invalid: str = "") -> Rollout:
     return Rollout(prompt, (1,), completion, math.nan if invalid else 1.0, {}, invalid)
 
 
-def test_a_group_loses_all_its_members_with_one() -> None:
+def test_a_group_loses_all_its_members_with_one():
     rollouts = [rollout("a"), rollout("a"), rollout("b"), rollout("b", "crashed"), rollout("c"), rollout("c")]
     assert [one.prompt.id for one in valid_groups(rollouts, group_size=2)] == ["a", "a", "c", "c"]
     assert [one.prompt.id for one in valid_groups(rollouts, group_size=1)] == ["a", "a", "b", "c", "c"]
 
 
-def test_a_step_without_a_valid_group_is_an_error_that_says_why() -> None:
+def test_a_step_without_a_valid_group_is_an_error_that_says_why():
     with pytest.raises(RewardError, match=r"rewards\[prompt b\] = 'crashed': every group"):
         valid_groups([rollout("a"), rollout("b", "crashed")], group_size=2)
 
 
-def test_metrics_by_source_need_several_sources() -> None:
+def test_metrics_by_source_need_several_sources():
     rows = [replace(rollout(name), reward=reward) for name, reward in (("a", 1.0), ("a", 3.0), ("b", 5.0), ("b", 5.0))]
     assert by_source(rows, 2) == {}
     mixed = [replace(one, prompt=replace(one.prompt, source=one.prompt.id)) for one in rows]

@@ -1,7 +1,5 @@
 """Joining and starting Ray: addresses, environments of workers, time limits and tokens."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -50,27 +48,23 @@ def refused(address: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(error.value)
 
 
-def test_an_address_without_ray_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_ray_is_refused_in_one_line(monkeypatch):
     address = f"127.0.0.1:{free_port()}"
     assert refused(address, monkeypatch) == (
         f"RAY_ADDRESS = {address}: no Ray head answers; start one with `ray start --head` or unset it"
     )
 
 
-def test_another_service_behind_the_port_is_not_waited_for(
-    talkative_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_service_behind_the_port_is_not_waited_for(talkative_port, monkeypatch):
     assert "no Ray head answers" in refused(f"127.0.0.1:{talkative_port}", monkeypatch)
 
 
 @pytest.mark.parametrize(("address", "message"), [("head", "no Ray head"), ("ray://head:10001", "client protocol")])
-def test_an_address_that_cannot_be_joined_is_refused(
-    address: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_that_cannot_be_joined_is_refused(address, message, monkeypatch):
     assert message in refused(address, monkeypatch)
 
 
-def test_workers_find_this_package_and_soon_sleep_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_find_this_package_and_soon_sleep_when_idle(monkeypatch):
     root = str(Path(rlhf_core.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/users/own", root]))
     environment = worker_environment(threads=3)
@@ -79,13 +73,13 @@ def test_workers_find_this_package_and_soon_sleep_when_idle(monkeypatch: pytest.
     assert idle_threads().items() <= environment.items()
 
 
-def test_workers_that_compute_at_once_share_the_cores() -> None:
+def test_workers_that_compute_at_once_share_the_cores():
     assert threads_per_worker(RuntimeConfig(cpu_threads=0), workers=1) == available_cores()
     assert threads_per_worker(RuntimeConfig(cpu_threads=0), workers=10_000) == 1
     assert threads_per_worker(RuntimeConfig(cpu_threads=5), workers=2) == 5
 
 
-def test_workers_compute_with_the_kernels_that_were_chosen_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_compute_with_the_kernels_that_were_chosen_here(monkeypatch):
     """On a Ray that somebody else started they would have the choice of its nodes, and round as those do."""
     chosen = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
     for name, value in chosen.items():
@@ -109,27 +103,27 @@ def heads(*answers: ConfigError | bool) -> Callable[[int], bool]:
     return connect
 
 
-def test_a_head_that_went_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_went_is_waited_for(monkeypatch):
     monkeypatch.setattr(connection, "RECONNECT_EVERY_S", 0.01)
     monkeypatch.setattr(connection, "connect", heads(ConfigError("no head"), ConfigError("no head"), False))
     assert connect_again(2) is False
 
 
-def test_a_head_that_stays_away_is_one_error_after_the_stated_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_stays_away_is_one_error_after_the_stated_time(monkeypatch):
     monkeypatch.setattr(connection, "RECONNECT_TIMEOUT_S", 0.0)
     monkeypatch.setattr(connection, "connect", heads(ConfigError("no head"), ConfigError("no head")))
     with pytest.raises(ConfigError, match="no head"):
         connect_again(2)
 
 
-def test_a_call_into_a_ray_that_hangs_ends_at_its_deadline() -> None:
+def test_a_call_into_a_ray_that_hangs_ends_at_its_deadline():
     forever = threading.Event()
     with pytest.raises(WorkerLostError, match=r"Ray = 'starting Ray': not finished within 0\.1 s"):
         in_lasting_thread(forever.wait, what="starting Ray", timeout_s=0.1)
     forever.set()
 
 
-def test_an_error_of_the_call_itself_is_passed_on() -> None:
+def test_an_error_of_the_call_itself_is_passed_on():
     def refuse() -> None:
         raise TimeoutError("its own")
 
@@ -137,7 +131,7 @@ def test_an_error_of_the_call_itself_is_passed_on() -> None:
         in_lasting_thread(refuse, what="starting Ray", timeout_s=60)
 
 
-def test_rays_token_is_for_this_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rays_token_is_for_this_user_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -151,6 +145,6 @@ def test_rays_token_is_for_this_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_
     assert stat.S_IMODE(token.stat().st_mode) == 0o600 and token.read_text() == "as Ray made it"
 
 
-def test_versions_name_only_the_engines_of_the_config() -> None:
+def test_versions_name_only_the_engines_of_the_config():
     assert set(trainer_versions(TrainerConfig(engine="torch"))) == {"torch", "transformers"}
     assert trainer_versions(TrainerConfig(engine="torch"))["torch"] == torch.__version__

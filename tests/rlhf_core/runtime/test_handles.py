@@ -1,7 +1,5 @@
 """Trainers and samplers whose work is done by workers, here by objects that note what they are asked."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -21,8 +19,8 @@ from rlhf_core.types import SamplingRequest, TokenSample
 SAMPLES = [TokenSample(tuple(range(10, 16 + 3 * i)), (0, 0) + (1,) * (4 + 3 * i)) for i in range(7)]
 
 
-def test_weights_of_another_runtime_are_refused() -> None:
-    sampler = RaySampler(None, transfer="", tensor_parallel=1)  # type: ignore[arg-type]
+def test_weights_of_another_runtime_are_refused():
+    sampler = RaySampler(None, transfer="", tensor_parallel=1)
     with pytest.raises(SamplingError, match=r"weights\.payload = 'dict': does not come from this runtime's trainer"):
         sampler.load_weights(Weights({}, ""), version=1)
 
@@ -41,9 +39,9 @@ class Engines:
         return [[(own.pop(0), "done")] if own else [] for own in self.given]
 
 
-def test_a_new_request_goes_to_the_engine_with_the_fewest() -> None:
+def test_a_new_request_goes_to_the_engine_with_the_fewest():
     engines = Engines()
-    sampler = RaySampler(engines, transfer="", tensor_parallel=1)  # type: ignore[arg-type]
+    sampler = RaySampler(engines, transfer="", tensor_parallel=1)
     request, sampling = SamplingRequest((1,), 7), SamplingConfig()
     assert [number for number, _ in sampler.advance([(n, request) for n in range(5)], sampling)] == [0, 1]
     assert engines.given == [[2, 4], [3]]
@@ -53,7 +51,7 @@ def test_a_new_request_goes_to_the_engine_with_the_fewest() -> None:
     assert sampler.advance([], sampling) == []
 
 
-def test_ranks_that_share_rows_get_the_same_samples_and_one_answers() -> None:
+def test_ranks_that_share_rows_get_the_same_samples_and_one_answers():
     class FourWorkers:
         actors = range(4)
 
@@ -64,12 +62,12 @@ def test_ranks_that_share_rows_get_the_same_samples_and_one_answers() -> None:
                 return [{"loss": float(len(each[1]))} for each in arguments]
             return [[(float(len(sample.token_ids)),) for sample in each[1]] for each in arguments]
 
-    trainer = RayTrainer(FourWorkers(), "policy", "policy-0", transfer="", ranks_per_share=2)  # type: ignore[arg-type]
+    trainer = RayTrainer(FourWorkers(), "policy", "policy-0", transfer="", ranks_per_share=2)
     assert trainer.forward_backward(SAMPLES, SftObjective(pack_to=None)) == {"loss": 7.0}
     assert trainer.values(SAMPLES) == [(float(len(sample.token_ids)),) for sample in SAMPLES]
 
 
-def test_the_ranks_get_scalars_by_name_and_samples_may_be_named_too() -> None:
+def test_the_ranks_get_scalars_by_name_and_samples_may_be_named_too():
     asked: list[Any] = []
 
     class OneWorker:
@@ -79,7 +77,7 @@ def test_the_ranks_get_scalars_by_name_and_samples_may_be_named_too() -> None:
             asked.append((method, arguments, keywords))
             return [[(0.0,)] * len(arguments[0][1])]
 
-    trainer = RayTrainer(OneWorker(), "policy", "policy-0", transfer="")  # type: ignore[arg-type]
+    trainer = RayTrainer(OneWorker(), "policy", "policy-0", transfer="")
     assert trainer.top_logprobs(SAMPLES[:2], k=3, temperature=0.5) == [(0.0,)] * 2
     assert trainer.logprobs(samples=SAMPLES[:2], temperature=0.5) == [(0.0,)] * 2
     assert [(method, keywords) for method, _, keywords in asked] == [
@@ -87,7 +85,7 @@ def test_the_ranks_get_scalars_by_name_and_samples_may_be_named_too() -> None:
         ("logprobs", {"temperature": 0.5}),
     ]
     with pytest.raises(TypeError, match="temperature"):
-        trainer.logprobs(SAMPLES)  # type: ignore[call-arg]
+        trainer.logprobs(SAMPLES)
 
 
 REQUESTS = [SamplingRequest((1, 2), seed=7)]
@@ -132,7 +130,7 @@ def step(trainer: RayTrainer, sampler: RaySampler) -> None:
     sampler.advance([], SamplingConfig())
 
 
-def test_an_engine_sleeps_while_models_train_and_wakes_to_take_weights_and_to_sample() -> None:
+def test_an_engine_sleeps_while_models_train_and_wakes_to_take_weights_and_to_sample():
     log: list[str] = []
     trainer, sampler = handles(log, sleeps=True)
     step(trainer, sampler)
@@ -144,7 +142,7 @@ def test_an_engine_sleeps_while_models_train_and_wakes_to_take_weights_and_to_sa
     assert log == once * 2
 
 
-def test_a_trainer_sleeps_while_the_engine_samples_and_each_wakes_when_the_other_has_gone_to_sleep() -> None:
+def test_a_trainer_sleeps_while_the_engine_samples_and_each_wakes_when_the_other_has_gone_to_sleep():
     log: list[str] = []
     trainer, sampler = handles(log, sleeps=True, trainers=True)
     step(trainer, sampler)
@@ -155,14 +153,14 @@ def test_a_trainer_sleeps_while_the_engine_samples_and_each_wakes_when_the_other
     assert log == ["trainer rest True", *turn, *turn]
 
 
-def test_a_trainer_sleeps_beside_an_engine_that_does_not() -> None:
+def test_a_trainer_sleeps_beside_an_engine_that_does_not():
     log: list[str] = []
     step(*handles(log, sleeps=False, trainers=True))
     assert log[:4] == ["trainer rest True", "engine generate", "trainer wake", "trainer logprobs"]
     assert not {"engine sleep", "engine wake"} & set(log)
 
 
-def test_a_trainer_that_only_hands_unused_memory_over_is_not_woken() -> None:
+def test_a_trainer_that_only_hands_unused_memory_over_is_not_woken():
     log: list[str] = []
     train: Any = Workers("trainer", log)
     engines: Any = Workers("engine", log)
@@ -174,7 +172,7 @@ def test_a_trainer_that_only_hands_unused_memory_over_is_not_woken() -> None:
     assert log == ["trainer rest False", "engine sleep", "trainer rest False", "engine wake", "engine sleep"]
 
 
-def test_workers_that_replaced_sleeping_ones_are_awake_and_are_put_to_sleep_in_their_turn() -> None:
+def test_workers_that_replaced_sleeping_ones_are_awake_and_are_put_to_sleep_in_their_turn():
     log: list[str] = []
     trainers: list[Any] = [Workers("trainer", log)]
     engines: list[Any] = [Workers("engine", log)]
@@ -190,13 +188,13 @@ def test_workers_that_replaced_sleeping_ones_are_awake_and_are_put_to_sleep_in_t
     assert log == ["trainer rest True", "engine sleep", "new engine sleep"]
 
 
-def test_an_engine_that_may_not_sleep_never_does() -> None:
+def test_an_engine_that_may_not_sleep_never_does():
     log: list[str] = []
     step(*handles(log, sleeps=False))
     assert not {"engine sleep", "engine wake"} & set(log)
 
 
-def test_weights_from_host_memory_are_taken_awake() -> None:
+def test_weights_from_host_memory_are_taken_awake():
     log: list[str] = []
     trainer, sampler = handles(log, sleeps=True)
     trainer.optim_step(learning_rate=0.1)
@@ -204,18 +202,18 @@ def test_weights_from_host_memory_are_taken_awake() -> None:
     assert log == ["engine sleep", "trainer optim_step", "engine wake", "engine load_weights"]
 
 
-def test_engines_that_are_gone_or_not_there_yet_are_not_put_to_sleep() -> None:
+def test_engines_that_are_gone_or_not_there_yet_are_not_put_to_sleep():
     log: list[str] = []
     gone: Any = Workers("engine", log)
     gone.broken = True
     for engines in (None, gone):
-        with GpuSharing(lambda engines=engines: engines).training():  # type: ignore[misc]
+        with GpuSharing(lambda engines=engines: engines).training():
             pass
     assert log == []
-    SampleWorker.sleep(SampleWorker(None, 1))  # type: ignore[arg-type]  # a worker that has opened nothing
+    SampleWorker.sleep(SampleWorker(None, 1))  # a worker that has opened nothing
 
 
-def test_training_waits_until_the_sampling_is_over() -> None:
+def test_training_waits_until_the_sampling_is_over():
     order: list[str] = []
     log: list[str] = []
     workers: Any = Workers("engine", log)

@@ -1,7 +1,5 @@
 """Noticing that Ray's own servers are gone or hang, with servers of ours in their place."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys
@@ -23,7 +21,7 @@ SETTINGS = bytes((0, 0, 0, liveness.HTTP2_SETTINGS, 0, 0, 0, 0, 0))
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch) -> None:
     monkeypatch.setattr(liveness, "WATCH_EVERY_S", 0.05)
     monkeypatch.setattr(liveness, "PROBE_TIMEOUT_S", 0.1)
 
@@ -74,26 +72,26 @@ def lost(watch: RayWatch) -> str:
     return watch.lost
 
 
-def test_a_server_that_answers_is_not_lost(server: Server) -> None:
+def test_a_server_that_answers_is_not_lost(server):
     greet(server.address)
     with watching(server) as watch:
         time.sleep(0.5)
         assert watch.lost == ""
 
 
-def test_a_server_that_ended_is_lost(server: Server) -> None:
+def test_a_server_that_ended_is_lost(server):
     with watching(server) as watch:
         server.end()
         assert lost(watch) == f"the Ray head at {server.address} has stopped"
 
 
-def test_a_server_that_hangs_is_lost(server: Server) -> None:
+def test_a_server_that_hangs_is_lost(server):
     with watching(server) as watch:
         server.silent.set()
         assert lost(watch) == f"the Ray head at {server.address} did not answer 5 times in a row"
 
 
-def test_a_server_that_was_slow_for_a_while_is_not_lost(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_was_slow_for_a_while_is_not_lost(server, monkeypatch):
     monkeypatch.setattr(liveness, "SILENCES", 1000)
     with watching(server) as watch:
         server.silent.set()
@@ -104,9 +102,7 @@ def test_a_server_that_was_slow_for_a_while_is_not_lost(server: Server, monkeypa
         assert watch._silences["the Ray head"] == 0 and watch.lost == ""
 
 
-def test_who_asks_is_not_told_that_all_is_well_while_that_is_uncertain(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_asks_is_not_told_that_all_is_well_while_that_is_uncertain(server, monkeypatch):
     monkeypatch.setattr(liveness, "REFUSALS", 4)
     with watching(server) as watch:
         assert watch.settle() == ""
@@ -124,10 +120,9 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names a process by prctl")
-def test_of_a_ray_of_our_own_orphans_and_stopped_processes_are_killed_and_nothing_else(server: Server) -> None:
+def test_of_a_ray_of_our_own_orphans_and_stopped_processes_are_killed_and_nothing_else(server):
     raylet = subprocess.Popen([sys.executable, "-c", RAYLET], stdout=subprocess.PIPE, text=True)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    assert raylet.stdout is not None
     worker = psutil.Process(int(raylet.stdout.readline()))
     watch = RayWatch({"the Ray head": server.address}, own=True)
     watch.stop()  # noted whose is what
@@ -143,9 +138,7 @@ def test_of_a_ray_of_our_own_orphans_and_stopped_processes_are_killed_and_nothin
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_a_head_that_wants_a_token_is_told_from_one_that_does_not(
-    refuses: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_wants_a_token_is_told_from_one_that_does_not(refuses, monkeypatch):
     import grpc
 
     monkeypatch.setattr(liveness, "PROBE_TIMEOUT_S", 10.0)
@@ -166,6 +159,6 @@ def test_a_head_that_wants_a_token_is_told_from_one_that_does_not(
         server.stop(None)
 
 
-def test_no_head_asks_for_nothing() -> None:
+def test_no_head_asks_for_nothing():
     assert not asks_for_token("auto")
     assert not asks_for_token(f"127.0.0.1:{free_port()}")

@@ -1,7 +1,5 @@
 """The runtime in this process, and the sampler that each configuration opens."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -15,7 +13,6 @@ import pytest
 from rlhf_core.config import engines
 from rlhf_core.config.engines import (
     AnySamplerConfig,
-    BaseSamplerConfig,
     HFSamplerConfig,
     OptimizerConfig,
     RuntimeConfig,
@@ -36,7 +33,7 @@ from stages.generate import GenerateConfig
 from tests.support.workshop import RUNTIME, Workshop, make_policy
 
 
-def test_the_type_chooses_the_runtime_and_nothing_has_served_yet() -> None:
+def test_the_type_chooses_the_runtime_and_nothing_has_served_yet():
     local = open_runtime(RuntimeConfig(type="local", sampler=HFSamplerConfig()))
     on_ray = open_runtime(RuntimeConfig(type="ray"))
     assert isinstance(local, LocalRuntime)
@@ -50,9 +47,7 @@ REQUESTS = [SamplingRequest((10, 11, 12), seed=seed) for seed in range(4)]
 SAMPLES = [TokenSample(tuple(range(10, 30)), (0,) * 4 + (1,) * 16)]
 
 
-def test_a_trained_policy_is_sampled_with_its_new_weights_and_version(
-    policies: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_trained_policy_is_sampled_with_its_new_weights_and_version(policies, tmp_path):
     runtime = LocalRuntime(CONFIG)
     spec = ModelSpec(str(policies[0]), "lm", None, 0)
     sampling = SamplingConfig(max_tokens=8)
@@ -72,7 +67,7 @@ def test_a_trained_policy_is_sampled_with_its_new_weights_and_version(
     runtime.close()
 
 
-def test_two_sampler_leases_at_once_are_refused(policies: tuple[Path, Path]) -> None:
+def test_two_sampler_leases_at_once_are_refused(policies):
     runtime = LocalRuntime(CONFIG)
     with (
         runtime.sampler(policies[0]),
@@ -84,7 +79,7 @@ def test_two_sampler_leases_at_once_are_refused(policies: tuple[Path, Path]) -> 
         assert len(sampler.generate(REQUESTS, SamplingConfig(max_tokens=2))) == 4
 
 
-def test_reopening_serves_the_next_policy_and_frees_the_last(policies: tuple[Path, Path]) -> None:
+def test_reopening_serves_the_next_policy_and_frees_the_last(policies):
     config = HFSamplerConfig()
     first = open_sampler(policies[0], config, threads=1, transfer="")
     second = reopen_sampler(first, policies[1], config, threads=1, transfer="")
@@ -96,7 +91,7 @@ def test_reopening_serves_the_next_policy_and_frees_the_last(policies: tuple[Pat
 
 
 @pytest.mark.parametrize("config", get_args(AnySamplerConfig))
-def test_the_module_of_every_sampler_configuration_has_its_engine(config: type[BaseSamplerConfig]) -> None:
+def test_the_module_of_every_sampler_configuration_has_its_engine(config):
     # In a process of its own, to see that the module is imported without vLLM.
     program = (
         "import importlib, inspect, sys; "
@@ -114,7 +109,7 @@ def documented() -> tuple[str, str]:
     return configuration, module
 
 
-def test_the_documented_sampler_serves_a_generate_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_sampler_serves_a_generate_stage(tmp_path, monkeypatch):
     configuration, source = documented()
     names = dict(vars(engines))
     exec(configuration, names)

@@ -3,13 +3,10 @@
 Ray hands them out as it does real ones, so who gets which is tested here; what computes on them is in `tests/gpu`.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +79,7 @@ def config_of(workers: int, train: float, engines: int, sample: float, **more: A
     )
 
 
-def test_halves_of_gpus_put_a_rank_and_an_engine_on_each_gpu_and_never_two_ranks(cluster: Any) -> None:
+def test_halves_of_gpus_put_a_rank_and_an_engine_on_each_gpu_and_never_two_ranks(cluster):
     places = Places(reserve(config_of(4, 0.5, 4, 0.5)))
     assert len({gpus[0] for gpus in places.train}) == 4
     assert sorted(places.train) == sorted(places.sample)
@@ -92,27 +89,25 @@ def test_halves_of_gpus_put_a_rank_and_an_engine_on_each_gpu_and_never_two_ranks
     assert places.nodes[:2] == [places.nodes[0]] * 2
 
 
-def test_ranks_that_outnumber_the_engines_still_have_a_gpu_each(cluster: Any) -> None:
+def test_ranks_that_outnumber_the_engines_still_have_a_gpu_each(cluster):
     places = Places(reserve(config_of(3, 0.3, 2, 0.6)))
     assert len({gpus[0] for gpus in places.train}) == 3
     assert len({gpus[0] for gpus in places.sample}) == 2
     assert {gpus[0] for gpus in places.sample} < {gpus[0] for gpus in places.train}
 
 
-def test_a_rank_and_an_engine_alone_share_one_gpu_and_leave_its_rest_to_others(cluster: Any) -> None:
+def test_a_rank_and_an_engine_alone_share_one_gpu_and_leave_its_rest_to_others(cluster):
     places = Places(reserve(config_of(1, 0.4, 1, 0.4)))
     assert places.train == places.sample
 
 
-def test_whole_gpus_are_dealt_out_node_by_node(cluster: Any) -> None:
+def test_whole_gpus_are_dealt_out_node_by_node(cluster):
     places = Places(reserve(config_of(2, 1, 2, 1)))
     assert len({gpus[0] for gpus in places.train + places.sample}) == 4
     assert len(set(places.nodes)) == 1  # all ranks on one node, all engines on the other
 
 
-def test_a_worker_that_computes_on_the_cpu_in_place_of_its_gpu_is_refused(
-    cluster: Any, policies: tuple[Path, Path]
-) -> None:
+def test_a_worker_that_computes_on_the_cpu_in_place_of_its_gpu_is_refused(cluster, policies):
     config = RuntimeConfig(
         gpus_per_train_worker=0.5,
         gpus_per_engine=0.5,
@@ -140,9 +135,7 @@ def test_a_worker_that_computes_on_the_cpu_in_place_of_its_gpu_is_refused(
 # ---------------------------------------------------------------- GPUs that are not there yet
 
 
-def test_a_node_that_comes_later_is_waited_for_and_what_is_missing_is_logged(
-    cluster: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_comes_later_is_waited_for_and_what_is_missing_is_logged(cluster, caplog, monkeypatch):
     monkeypatch.setattr(placement, "SAY_EVERY_S", 1.0)
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(reserve, config_of(5, 1, 1, 0, placement_timeout_s=120))
@@ -157,7 +150,7 @@ def test_a_node_that_comes_later_is_waited_for_and_what_is_missing_is_logged(
     assert len({gpus[0] for gpus in places.train}) == 5
 
 
-def test_a_cluster_that_does_not_grow_is_an_error_that_names_what_is_missing(cluster: Any) -> None:
+def test_a_cluster_that_does_not_grow_is_an_error_that_names_what_is_missing(cluster):
     """And what waited is what an autoscaler looks at: a placement group that is pending."""
     import ray
 
@@ -178,7 +171,7 @@ def test_a_cluster_that_does_not_grow_is_an_error_that_names_what_is_missing(clu
     assert _reserved() == []  # or it would take the GPUs from the next attempt
 
 
-def test_a_reservation_that_nobody_wants_any_more_is_given_up(cluster: Any) -> None:
+def test_a_reservation_that_nobody_wants_any_more_is_given_up(cluster):
     with pytest.raises(WorkerLostError, match="stopped waiting: the runtime is being closed"):
         reserve(config_of(5, 1, 1, 0, placement_timeout_s=60), over=lambda: "the runtime is being closed")
     assert _reserved() == []

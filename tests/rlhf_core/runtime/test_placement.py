@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from rlhf_core.config.engines import RuntimeConfig, VllmSamplerConfig
@@ -8,7 +6,7 @@ from rlhf_core.runtime.placement import by_node, gpu_order, layout, reserve
 THREE = VllmSamplerConfig(engines=3)
 
 
-def test_on_cpus_nothing_is_reserved_so_that_all_workers_fit_one_machine() -> None:
+def test_on_cpus_nothing_is_reserved_so_that_all_workers_fit_one_machine():
     placement = reserve(RuntimeConfig(train_workers=2, sampler=VllmSamplerConfig(engines=3)))
     assert placement.train == ({"num_cpus": 0, "num_gpus": 0},) * 2
     assert placement.sample == ({"num_cpus": 0, "num_gpus": 0},) * 3
@@ -33,15 +31,15 @@ WHOLE, PAIR, ALONE = {"CPU": 1, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 1}
     ],
 )
 def test_no_two_workers_of_a_kind_are_in_one_bundle_or_on_one_gpu(
-    workers: int, train: float, engines: int, sample: float, bundles: object, of_train: object, of_sample: object
-) -> None:
+    workers, train, engines, sample, bundles, of_train, of_sample
+):
     sampler = VllmSamplerConfig(engines=engines, tensor_parallel=int(max(1, sample)))
     config = RuntimeConfig(train_workers=workers, gpus_per_train_worker=train, gpus_per_engine=sample, sampler=sampler)
     made = layout(config)
     assert (list(made.bundles), list(made.train), list(made.sample)) == (bundles, of_train, of_sample)
 
 
-def test_ranks_are_neighbours_where_their_bundles_are() -> None:
+def test_ranks_are_neighbours_where_their_bundles_are():
     nodes = {0: "a", 1: "b", 2: "a", 3: "b", 4: "b", 5: "c"}
     pairs = layout(RuntimeConfig(train_workers=6, gpus_per_train_worker=0.5, gpus_per_engine=0.5))
     assert by_node(pairs, nodes).train == (0, 1, 3, 4, 2, 5)  # the pair first, then the node with most
@@ -53,5 +51,5 @@ def test_ranks_are_neighbours_where_their_bundles_are() -> None:
     assert (placed.train, placed.sample) == ((0, 2, 1), (3, 4, 5))  # an engine of two GPUs is no place for a rank
 
 
-def test_workers_are_ordered_by_node_as_they_come_and_then_by_gpu() -> None:
+def test_workers_are_ordered_by_node_as_they_come_and_then_by_gpu():
     assert gpu_order([["b:7"], ["b:10"], ["a:1"], ["b:2"], ["a:0"]]) == [3, 0, 1, 4, 2]

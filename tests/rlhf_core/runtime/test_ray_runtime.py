@@ -1,7 +1,5 @@
 """The whole seam with real engines, on one Ray: vLLM and a trainer, and two DeepSpeed ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -24,11 +22,7 @@ from rlhf_core.config.engines import (
     TrainerConfig,
     VllmSamplerConfig,
 )
-from rlhf_core.errors import (
-    ConfigError,
-    SamplingError,
-    TrainingError,
-)
+from rlhf_core.errors import ConfigError, SamplingError, TrainingError
 from rlhf_core.interfaces import ModelSpec, Trainer
 from rlhf_core.models.initialise import initialise_llama
 from rlhf_core.runtime.connection import connect, ray_folder
@@ -77,9 +71,7 @@ def pids(runtime: RayRuntime) -> tuple[int, int]:
     return runtime._train_workers().call("test", "pid")[0], runtime._sample_workers().call("test", "pid")[0]
 
 
-def test_a_ray_of_our_own_and_its_workers_serve_this_machine_alone(
-    runtime: RayRuntime, policies: tuple[Path, Path]
-) -> None:
+def test_a_ray_of_our_own_and_its_workers_serve_this_machine_alone(runtime, policies):
     with runtime.trainer("policy", spec(policies[0]), None), runtime.sampler(policies[0]):
         listening = {
             (process.name().partition(".")[0], connection.laddr.ip.removeprefix("::ffff:"))
@@ -94,9 +86,7 @@ def test_a_ray_of_our_own_and_its_workers_serve_this_machine_alone(
     assert not (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o077
 
 
-def test_a_trained_policy_reaches_the_engine_which_then_agrees_with_the_trainer(
-    runtime: RayRuntime, policies: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_trained_policy_reaches_the_engine_which_then_agrees_with_the_trainer(runtime, policies, tmp_path):
     with (
         runtime.trainer("policy", spec(policies[0]), OptimizerConfig()) as trainer,
         runtime.sampler(policies[0]) as sampler,
@@ -125,9 +115,7 @@ def test_a_trained_policy_reaches_the_engine_which_then_agrees_with_the_trainer(
     assert runtime.engines().keys() == {"ray", "torch", "transformers", "vllm"}
 
 
-def test_workers_stay_warm_between_leases_and_change_their_policy(
-    runtime: RayRuntime, policies: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_workers_stay_warm_between_leases_and_change_their_policy(runtime, policies, tmp_path):
     before = pids(runtime)
     tokens = []
     for policy in (policies[0], policies[1], policies[0]):
@@ -140,9 +128,7 @@ def test_workers_stay_warm_between_leases_and_change_their_policy(
     assert pids(runtime) == before
 
 
-def test_a_second_sampler_lease_is_refused_while_the_first_is_open(
-    runtime: RayRuntime, policies: tuple[Path, Path]
-) -> None:
+def test_a_second_sampler_lease_is_refused_while_the_first_is_open(runtime, policies):
     with (
         runtime.sampler(policies[0]),
         pytest.raises(SamplingError, match="already leased"),
@@ -151,9 +137,7 @@ def test_a_second_sampler_lease_is_refused_while_the_first_is_open(
         pass
 
 
-def test_a_killed_trainer_is_an_error_in_bounded_time_and_the_next_lease_works(
-    runtime: RayRuntime, policies: tuple[Path, Path]
-) -> None:
+def test_a_killed_trainer_is_an_error_in_bounded_time_and_the_next_lease_works(runtime, policies):
     victim = pids(runtime)[0]
     start = time.monotonic()
     with (
@@ -183,7 +167,7 @@ sys.exit(f"{alive}" if alive or len(started) < 3 else 0)
 """
 
 
-def test_closing_leaves_no_process_behind(policies: tuple[Path, Path]) -> None:
+def test_closing_leaves_no_process_behind(policies):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
@@ -223,20 +207,20 @@ def trainers(one_ray: None, policies: tuple[Path, Path]) -> Iterator[tuple[Train
             yield ranks, alone
 
 
-def test_results_per_sample_come_back_in_order(trainers: tuple[Trainer, Trainer]) -> None:
+def test_results_per_sample_come_back_in_order(trainers):
     ranks, alone = (trainer.logprobs(UNEQUAL, temperature=1.0) for trainer in trainers)
     for got, expected in zip(ranks, alone, strict=True):
         assert got == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_likeliest_tokens_come_back_in_order(trainers: tuple[Trainer, Trainer]) -> None:
+def test_the_likeliest_tokens_come_back_in_order(trainers):
     ranks, alone = (trainer.top_logprobs(UNEQUAL, k=3, temperature=1.0) for trainer in trainers)
     for got, expected in zip(ranks, alone, strict=True):
         assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
         assert got.ids[:, 0].tolist() == expected.ids[:, 0].tolist()
 
 
-def test_steps_on_two_ranks_are_steps_on_the_whole_batch(trainers: tuple[Trainer, Trainer]) -> None:
+def test_steps_on_two_ranks_are_steps_on_the_whole_batch(trainers):
     for _ in range(3):
         for name in ("forward_backward", "loss"):
             ranks, alone = (getattr(trainer, name)(UNEQUAL, SftObjective(pack_to=None)) for trainer in trainers)
@@ -245,7 +229,7 @@ def test_steps_on_two_ranks_are_steps_on_the_whole_batch(trainers: tuple[Trainer
         assert ranks == pytest.approx(alone, rel=1e-4)
 
 
-def test_gpus_that_the_cluster_lacks_are_counted_before_anything_starts() -> None:
+def test_gpus_that_the_cluster_lacks_are_counted_before_anything_starts():
     config = RuntimeConfig(train_workers=3000, gpus_per_train_worker=1, gpus_per_engine=0.5)
     with pytest.raises(
         ConfigError,

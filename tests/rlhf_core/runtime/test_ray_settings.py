@@ -1,7 +1,5 @@
 """What Ray finds when it is imported, in processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -42,12 +40,12 @@ def seen_after(imports: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["ray_runtime", "train_worker", "worker_group"])
-def test_ray_is_imported_with_our_settings_and_without_the_engines(name: str) -> None:
+def test_ray_is_imported_with_our_settings_and_without_the_engines(name):
     seen = seen_after(f"import rlhf_core.runtime.{name}")
     assert seen["disabled"] and len(seen["set"]) == 2
     assert seen["engines"] == []  # the workers import them
 
 
-def test_a_worker_keeps_the_settings_of_its_node() -> None:
+def test_a_worker_keeps_the_settings_of_its_node():
     seen = seen_after("import ray\nimport rlhf_core.runtime.train_worker")
     assert not seen["disabled"] and seen["set"] == []

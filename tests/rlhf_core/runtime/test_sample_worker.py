@@ -1,11 +1,8 @@
 """The worker as a plain object; on Ray, with vLLM, it is tested by test_ray_runtime."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from rlhf_core.runtime.sample_worker import LOW, SampleWorker, at_low_priority
 from rlhf_core.types import SamplingRequest
 
 
-def test_a_worker_recovers_from_a_policy_that_cannot_be_opened(policies: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_worker_recovers_from_a_policy_that_cannot_be_opened(policies, tmp_path):
     worker = SampleWorker(HFSamplerConfig(), threads=1)
     worker.open(policies[0], "")
     with pytest.raises(ConfigError, match=r"config\.json"):
@@ -29,7 +26,7 @@ def test_a_worker_recovers_from_a_policy_that_cannot_be_opened(policies: tuple[P
 
 
 @pytest.mark.engine
-def test_a_vllm_for_the_cpu_does_not_sit_on_a_gpu(monkeypatch: pytest.MonkeyPatch, policies: tuple[Path, Path]) -> None:
+def test_a_vllm_for_the_cpu_does_not_sit_on_a_gpu(monkeypatch, policies):
     platforms = pytest.importorskip("vllm.platforms", reason="vLLM is not installed")
     if platforms.current_platform.device_type != "cpu":
         pytest.skip("this vLLM is built for GPUs")
@@ -43,9 +40,7 @@ def test_a_vllm_for_the_cpu_does_not_sit_on_a_gpu(monkeypatch: pytest.MonkeyPatc
         worker.open(policies[0], "")
 
 
-def test_a_sampler_that_cannot_sleep_is_named_where_its_configuration_says_it_sleeps(
-    policies: tuple[Path, Path],
-) -> None:
+def test_a_sampler_that_cannot_sleep_is_named_where_its_configuration_says_it_sleeps(policies):
     worker = SampleWorker(HFSamplerConfig(), threads=1)
     with pytest.raises(SamplingError, match="no policy was opened on this worker; take a new lease"):
         worker.generate([], SamplingConfig())
@@ -57,7 +52,7 @@ def test_a_sampler_that_cannot_sleep_is_named_where_its_configuration_says_it_sl
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities per thread are Linux's")
-def test_the_work_gives_way_and_its_caller_does_not() -> None:
+def test_the_work_gives_way_and_its_caller_does_not():
     def own() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
@@ -66,7 +61,7 @@ def test_the_work_gives_way_and_its_caller_does_not() -> None:
     assert own() == before
 
 
-def test_an_error_of_the_work_reaches_the_caller() -> None:
+def test_an_error_of_the_work_reaches_the_caller():
     with pytest.raises(ImportError, match="no engine"):
         at_low_priority(_fail)
 

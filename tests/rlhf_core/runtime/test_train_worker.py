@@ -1,9 +1,5 @@
 """The worker as a plain object; on Ray it is tested by `test_ray_runtime` and `test_handles`."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,7 +14,7 @@ from rlhf_core.types import TokenSample
 SAMPLE = TokenSample((10, 11, 12), (0, 1, 1))
 
 
-def test_one_worker_hosts_several_roles_until_they_are_released(policies: tuple[Path, Path]) -> None:
+def test_one_worker_hosts_several_roles_until_they_are_released(policies):
     worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
     for lease, folder in zip(("policy-1", "reference-2"), policies, strict=True):
         assert set(worker.open(lease, ModelSpec(str(folder), "lm", None, 0), None)) == {"torch", "transformers"}
@@ -30,9 +26,7 @@ def test_one_worker_hosts_several_roles_until_they_are_released(policies: tuple[
         worker.logprobs("policy-1", [SAMPLE], temperature=1.0)
 
 
-def test_a_gpu_that_torch_does_not_see_is_an_error_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_gpu_that_torch_does_not_see_is_an_error_before_anything_is_loaded(monkeypatch, tmp_path):
     worker = TrainWorker(2, 1, TrainerConfig(engine="torch"), gpus_per_worker=1)
     monkeypatch.setattr(worker, "gpus", lambda: ["0123456789abcdef:3"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -41,9 +35,7 @@ def test_a_gpu_that_torch_does_not_see_is_an_error_before_anything_is_loaded(
         worker.open("policy-1", ModelSpec(str(tmp_path / "not there"), "lm", None, 0), None)
 
 
-def test_a_worker_that_rests_keeps_its_models_in_host_memory_and_goes_on_with_the_same_numbers(
-    policies: tuple[Path, Path],
-) -> None:
+def test_a_worker_that_rests_keeps_its_models_in_host_memory_and_goes_on_with_the_same_numbers(policies):
     rows = [SAMPLE, TokenSample((10, 14, 15, 16), (0, 1, 1, 1))]
     objective = SftObjective(pack_to=None)
     histories = []
@@ -77,9 +69,7 @@ def test_a_worker_that_rests_keeps_its_models_in_host_memory_and_goes_on_with_th
     assert worker.logprobs("reference-2", rows, temperature=1.0) == histories[0][-1]
 
 
-def test_memory_is_handed_back_at_release_and_whenever_a_worker_rests(
-    monkeypatch: pytest.MonkeyPatch, policies: tuple[Path, Path]
-) -> None:
+def test_memory_is_handed_back_at_release_and_whenever_a_worker_rests(monkeypatch, policies):
     worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
     worker.open("policy-1", ModelSpec(str(policies[0]), "lm", None, 0), None)
     handed_back: list[str] = []
@@ -90,7 +80,7 @@ def test_memory_is_handed_back_at_release_and_whenever_a_worker_rests(
     assert handed_back == ["cache"] * 2
 
 
-def test_only_the_newest_staged_weights_can_be_sent(policies: tuple[Path, Path]) -> None:
+def test_only_the_newest_staged_weights_can_be_sent(policies):
     worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
     worker.open("policy-1", ModelSpec(str(policies[0]), "lm", None, 0), None)
     first, second = worker.stage_weights("policy-1"), worker.stage_weights("policy-1")
@@ -102,9 +92,7 @@ def test_only_the_newest_staged_weights_can_be_sent(policies: tuple[Path, Path])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_ranks_of_several_machines_do_not_wait_for_each_other_at_a_loopback_address(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str
-) -> None:
+def test_ranks_of_several_machines_do_not_wait_for_each_other_at_a_loopback_address(monkeypatch, tmp_path, host):
     worker = TrainWorker(2, 1, TrainerConfig(engine="torch"))
     monkeypatch.setattr(worker, "_warm", lambda: None)
     worker.join(1, MeetingPoint(host, 29500, "another machine"))
@@ -116,9 +104,7 @@ def test_ranks_of_several_machines_do_not_wait_for_each_other_at_a_loopback_addr
 
 
 @pytest.mark.parametrize("place", [("127.0.0.1", network()), ("192.0.2.1", "another machine")])
-def test_an_address_that_leads_to_rank_0_is_not_refused(
-    monkeypatch: pytest.MonkeyPatch, policies: tuple[Path, Path], place: tuple[str, str]
-) -> None:
+def test_an_address_that_leads_to_rank_0_is_not_refused(monkeypatch, policies, place):
     worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
     monkeypatch.setattr(worker, "_warm", lambda: None)
     worker.join(0, MeetingPoint(place[0], 29500, place[1]))

@@ -1,7 +1,5 @@
 """How weights travel: packed through the object store, or from GPU to GPU."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -31,12 +29,12 @@ EMBEDDING = (152_064, 3584)
         (["a:0", "a:1"], [["a:0"]], ""),  # several ranks beside a shared GPU
     ],
 )
-def test_the_placement_chooses_the_transfer(train: list[str], engines: list[list[str]], transfer: str) -> None:
+def test_the_placement_chooses_the_transfer(train, engines, transfer):
     assert choose_transfer(train, engines) == transfer
 
 
 @pytest.fixture
-def packed_by_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+def packed_by_vllm(monkeypatch) -> Any:
     """vLLM's own packing for CUDA IPC, with another device in place of the GPU."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from vllm.distributed.weight_transfer import packed_tensor
@@ -63,7 +61,7 @@ def packed_by_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.engine
-def test_a_tensor_that_is_larger_than_vllms_own_buffer_gets_a_larger_one(packed_by_vllm: Any) -> None:
+def test_a_tensor_that_is_larger_than_vllms_own_buffer_gets_a_larger_one(packed_by_vllm):
     def meta(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
@@ -83,7 +81,7 @@ def test_a_tensor_that_is_larger_than_vllms_own_buffer_gets_a_larger_one(packed_
 
 
 @pytest.mark.engine
-def test_what_is_packed_into_our_buffer_is_what_comes_out(packed_by_vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_packed_into_our_buffer_is_what_comes_out(packed_by_vllm, monkeypatch):
     from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
     monkeypatch.setattr("rlhf_core.runtime.weight_sync.IPC_BUFFER_BYTES", 1000)
@@ -100,7 +98,7 @@ def test_what_is_packed_into_our_buffer_is_what_comes_out(packed_by_vllm: Any, m
     assert all(torch.equal(seen[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_sender_says_when_a_larger_model_needs_a_new_buffer() -> None:
+def test_a_sender_says_when_a_larger_model_needs_a_new_buffer():
     sender = DeviceSender.__new__(DeviceSender)
     sender._ipc, sender._buffer_bytes = True, ipc_buffer_bytes({"a": torch.ones(8)})
     assert sender.fits({"b": torch.ones(8), "c": torch.ones(8)})
@@ -109,7 +107,7 @@ def test_a_sender_says_when_a_larger_model_needs_a_new_buffer() -> None:
     assert sender.fits({"b": torch.ones(9)})
 
 
-def test_packed_weights_come_back_bit_for_bit_with_dtype_shape_and_order() -> None:
+def test_packed_weights_come_back_bit_for_bit_with_dtype_shape_and_order():
     tensors = {
         "b": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16),
         "a": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),  # not contiguous
@@ -121,14 +119,14 @@ def test_packed_weights_come_back_bit_for_bit_with_dtype_shape_and_order() -> No
     assert received["a"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
 
-def test_packed_weights_leave_the_pickle_stream() -> None:
+def test_packed_weights_leave_the_pickle_stream():
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(pack({"w": torch.zeros(1000, 1000)}), protocol=5, buffer_callback=buffers.append)
     assert len(stream) < 2000  # the 4 MB travel out of band, which is what lets readers map them
     assert sum(len(buffer.raw()) for buffer in buffers) == 4_000_000
 
 
-def test_buckets_keep_every_tensor_in_order_and_stay_below_the_limit_unless_one_tensor_alone_is_above() -> None:
+def test_buckets_keep_every_tensor_in_order_and_stay_below_the_limit_unless_one_tensor_alone_is_above():
     sizes = {"a": 3, "b": 4, "huge": 20, "c": 1, "d": 5, "e": 1}
     tensors = {name: torch.arange(size, dtype=torch.float32) for name, size in sizes.items()}
     parts = list(buckets(tensors, most_bytes=28))

@@ -1,7 +1,5 @@
 """Worker groups over small actors of a real Ray: what a caller sees when a worker fails, hangs or dies."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -77,14 +75,14 @@ def new_group() -> Iterator[Callable[..., WorkerGroup]]:
         ray.shutdown()
 
 
-def test_results_come_in_rank_order(new_group: Callable[..., WorkerGroup]) -> None:
+def test_results_come_in_rank_order(new_group):
     group = new_group(2)
     assert group.call_each("policy", "double", [(3,), (4,)]) == [6, 8]
     assert group.call_first("policy", "double", 5) == 10
     group.kill()
 
 
-def test_the_calls_of_several_threads_reach_all_actors_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calls_of_several_threads_reach_all_actors_in_one_order(monkeypatch):
     # ranks that did the calls of two threads in different orders would wait for each other in their collectives
     class Method:
         def __init__(self) -> None:
@@ -116,9 +114,7 @@ def test_the_calls_of_several_threads_reach_all_actors_in_one_order(monkeypatch:
     assert actors[0].note.seen == actors[1].note.seen == actors[2].note.seen
 
 
-def test_our_own_errors_pass_as_they_are_and_others_name_role_worker_and_cause(
-    new_group: Callable[..., WorkerGroup],
-) -> None:
+def test_our_own_errors_pass_as_they_are_and_others_name_role_worker_and_cause(new_group):
     group = new_group(1)
     with pytest.raises(DataError, match="rows = 3: too few; add some"):
         group.call("policy", "refuse")
@@ -131,7 +127,7 @@ def test_our_own_errors_pass_as_they_are_and_others_name_role_worker_and_cause(
     group.kill()
 
 
-def test_a_call_past_its_deadline_fails_and_its_worker_is_ended(new_group: Callable[..., WorkerGroup]) -> None:
+def test_a_call_past_its_deadline_fails_and_its_worker_is_ended(new_group):
     group = new_group(1, timeout_s=60, error=SamplingError)
     group.call("policy", "double", 1)  # wait for the process
     group._timeout_s = 0.5
@@ -142,7 +138,7 @@ def test_a_call_past_its_deadline_fails_and_its_worker_is_ended(new_group: Calla
     assert group.broken
 
 
-def test_a_dead_rank_is_seen_while_the_others_wait_for_it(new_group: Callable[..., WorkerGroup]) -> None:
+def test_a_dead_rank_is_seen_while_the_others_wait_for_it(new_group):
     group = new_group(2)
     group.call("policy", "double", 1)
     start = time.monotonic()
@@ -153,7 +149,7 @@ def test_a_dead_rank_is_seen_while_the_others_wait_for_it(new_group: Callable[..
         group.call("policy", "double", 1)
 
 
-def test_a_rank_that_failed_because_another_died_is_a_lost_worker(new_group: Callable[..., WorkerGroup]) -> None:
+def test_a_rank_that_failed_because_another_died_is_a_lost_worker(new_group):
     group = new_group(2)
     group.call("policy", "double", 1)
     with pytest.raises(TrainerLostError, match=r"fail_or_die_later on worker 1'.*worker died"):
@@ -161,7 +157,7 @@ def test_a_rank_that_failed_because_another_died_is_a_lost_worker(new_group: Cal
     assert group.broken
 
 
-def test_what_died_with_another_worker_is_a_lost_worker(new_group: Callable[..., WorkerGroup]) -> None:
+def test_what_died_with_another_worker_is_a_lost_worker(new_group):
     import ray
 
     owner = new_group(1)
@@ -177,7 +173,7 @@ def test_what_died_with_another_worker_is_a_lost_worker(new_group: Callable[...,
     assert group.broken
 
 
-def test_a_call_that_waits_ends_soon_after_ray_is_lost(new_group: Callable[..., WorkerGroup]) -> None:
+def test_a_call_that_waits_ends_soon_after_ray_is_lost(new_group):
     lost: list[str] = []
     group = new_group(1, ray_lost=lambda: "".join(lost))
     group.call("policy", "double", 1)

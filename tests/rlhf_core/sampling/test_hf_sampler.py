@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +27,7 @@ def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in completions]
 
 
-def test_a_request_gets_the_same_tokens_in_any_company(sampler: HFSampler) -> None:
+def test_a_request_gets_the_same_tokens_in_any_company(sampler):
     together = sampler.generate(REQUESTS, SAMPLING)
     alone = [sampler.generate([request], SAMPLING)[0] for request in REQUESTS]
     assert tokens(together) == tokens(alone)
@@ -37,13 +35,13 @@ def test_a_request_gets_the_same_tokens_in_any_company(sampler: HFSampler) -> No
         assert one.logprobs == near(other.logprobs, of_model(TINY))
 
 
-def test_the_seed_decides_the_completion(sampler: HFSampler) -> None:
+def test_the_seed_decides_the_completion(sampler):
     first, again, other = (sampler.generate([SamplingRequest((10, 11), seed=seed)], SAMPLING)[0] for seed in (1, 1, 2))
     assert first == again
     assert first.token_ids != other.token_ids
 
 
-def test_logprobs_are_those_of_the_sampled_tokens(sampler: HFSampler, policies: tuple[Path, Path]) -> None:
+def test_logprobs_are_those_of_the_sampled_tokens(sampler, policies):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(policies[0])
@@ -57,7 +55,7 @@ def test_logprobs_are_those_of_the_sampled_tokens(sampler: HFSampler, policies: 
     assert completion.logprobs == near(tuple(expected), of_model(TINY))
 
 
-def test_greedy_takes_the_most_likely_token_whatever_the_seed(sampler: HFSampler) -> None:
+def test_greedy_takes_the_most_likely_token_whatever_the_seed(sampler):
     greedy = SamplingConfig(max_tokens=6, temperature=0)
     first, other = (sampler.generate([replace(REQUESTS[0], seed=seed)], greedy)[0] for seed in (1, 2))
     assert first.token_ids == other.token_ids
@@ -66,7 +64,7 @@ def test_greedy_takes_the_most_likely_token_whatever_the_seed(sampler: HFSampler
     assert only_one.logprobs == (0.0,) * len(only_one.token_ids)  # one token is left, with probability 1
 
 
-def test_temperature_then_top_k_then_top_p() -> None:
+def test_temperature_then_top_k_then_top_p():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     # Temperature 1/2 squares: 0.25 : 0.09 : 0.0225 : 0.0025. Top-k 3 drops the last; the others sum to 0.3625, so the
     # first holds 0.69 of them: top-p 0.6 keeps it alone, top-p 0.7 the first two.
@@ -76,13 +74,13 @@ def test_temperature_then_top_k_then_top_p() -> None:
     assert processed_logprobs(logits, config).exp().tolist()[0] == pytest.approx([1, 0, 0, 0])
 
 
-def test_a_uniform_picks_the_token_whose_interval_holds_it() -> None:
+def test_a_uniform_picks_the_token_whose_interval_holds_it():
     logprobs = torch.tensor([0.25, 0.0, 0.75]).log().repeat(4, 1)
     uniforms = torch.tensor([0.0, 0.2499, 0.2501, 0.9999], dtype=torch.float64)
     assert inverse_cdf(logprobs, uniforms).tolist() == [0, 0, 2, 2]  # a token of probability 0 is never drawn
 
 
-def test_an_answer_ends_at_the_stop_token_which_its_text_leaves_out(sampler: HFSampler) -> None:
+def test_an_answer_ends_at_the_stop_token_which_its_text_leaves_out(sampler):
     stop = 4  # <|end|>, the fifth special token
     long = [SamplingRequest((10, 11, 12), seed=seed) for seed in range(64)]
     completions = sampler.generate(long, SamplingConfig(max_tokens=80))
@@ -95,7 +93,7 @@ def test_an_answer_ends_at_the_stop_token_which_its_text_leaves_out(sampler: HFS
     assert {len(c.token_ids) for c in completions if c.finish_reason == "length"} == {80}
 
 
-def test_new_weights_sample_like_the_policy_they_came_from(policies: tuple[Path, Path]) -> None:
+def test_new_weights_sample_like_the_policy_they_came_from(policies):
     sampler = HFSampler(policies[0], HFSamplerConfig())
     before = sampler.generate(REQUESTS, SAMPLING)
     payload = load_file(policies[1] / "model.safetensors")
@@ -106,7 +104,7 @@ def test_new_weights_sample_like_the_policy_they_came_from(policies: tuple[Path,
     assert {completion.policy_version for completion in after} == {3}
 
 
-def test_weights_that_are_not_what_was_sent_are_refused(policies: tuple[Path, Path]) -> None:
+def test_weights_that_are_not_what_was_sent_are_refused(policies):
     sampler = HFSampler(policies[0], HFSamplerConfig())
     payload = load_file(policies[1] / "model.safetensors")
     with pytest.raises(SamplingError, match="the trainer sent 0000"):
@@ -116,7 +114,7 @@ def test_weights_that_are_not_what_was_sent_are_refused(policies: tuple[Path, Pa
         sampler.load_weights(Weights(payload, weights_digest(payload)), version=1)
 
 
-def test_a_request_may_ask_for_fewer_tokens_and_gets_the_beginning_of_its_answer(sampler: HFSampler) -> None:
+def test_a_request_may_ask_for_fewer_tokens_and_gets_the_beginning_of_its_answer(sampler):
     whole = sampler.generate(REQUESTS, SAMPLING)
     cut = [replace(request, max_tokens=1 + index) for index, request in enumerate(REQUESTS)]
     for index, (one, other) in enumerate(zip(sampler.generate(cut, SAMPLING), whole, strict=True)):
@@ -125,7 +123,7 @@ def test_a_request_may_ask_for_fewer_tokens_and_gets_the_beginning_of_its_answer
     assert len(sampler.generate([more], SAMPLING)[0].token_ids) <= 12  # the configuration's limit stays
 
 
-def test_advancing_answers_what_is_new(sampler: HFSampler) -> None:
+def test_advancing_answers_what_is_new(sampler):
     finished = sampler.advance([(7, REQUESTS[1]), (9, REQUESTS[0])], SAMPLING)
     assert [number for number, _ in finished] == [7, 9]
     assert tokens([completion for _, completion in finished]) == tokens(sampler.generate(REQUESTS[1::-1], SAMPLING))

@@ -1,7 +1,5 @@
 """What a sampler reads of a policy's folder, which requests and weights it refuses, and what it makes of an engine's tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence
@@ -45,13 +43,13 @@ def changed(policy: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_it_is_read_as_it_was_written(policies: tuple[Path, Path]) -> None:
+def test_it_is_read_as_it_was_written(policies):
     folder = PolicyFolder.read(policies[0], max_model_len=96)
     assert (folder.path, folder.vocab_size, folder.max_model_len) == (policies[0], 320, 96)
     assert folder.stops and folder.decode(folder.stops) == ""
 
 
-def test_the_language_model_of_a_nested_config_counts(policies: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_language_model_of_a_nested_config_counts(policies, tmp_path):
     text = {"vocab_size": 320, "max_position_embeddings": 64}
     nested = changed(policies[0], tmp_path / "nested", vocab_size=7, text_config=text)
     assert PolicyFolder.read(nested, max_model_len=64).vocab_size == 320
@@ -59,28 +57,26 @@ def test_the_language_model_of_a_nested_config_counts(policies: tuple[Path, Path
         PolicyFolder.read(nested, max_model_len=65)
 
 
-def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.json"):
         PolicyFolder.read(tmp_path, max_model_len=8)
 
 
-def test_an_answer_keeps_its_tokens_and_shows_its_text_without_special_ones() -> None:
+def test_an_answer_keeps_its_tokens_and_shows_its_text_without_special_ones():
     done = FOLDER.completion(REQUEST, (0, 2), (-0.5, -0.25), version=3)
     assert (done.token_ids, done.logprobs, done.text) == ((0, 2), (-0.5, -0.25), "a")
     assert (done.finish_reason, done.policy_version, done.seed) == ("stop", 3, 50)
     assert FOLDER.completion(REQUEST, (2, 0), (-0.5, -0.25), version=3).finish_reason == "length"
 
 
-def test_an_answer_of_nothing_or_of_a_diverged_policy_is_none() -> None:
+def test_an_answer_of_nothing_or_of_a_diverged_policy_is_none():
     with pytest.raises(SamplingError, match=r"seed 50.*no tokens were returned"):
         FOLDER.completion(REQUEST, (), (), version=0)
     with pytest.raises(SamplingError, match=r"seed 50.*diverged"):
         FOLDER.completion(REQUEST, (0,), (float("nan"),), version=0)
 
 
-def test_policies_of_one_shape_share_an_architecture_and_others_do_not(
-    policies: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_policies_of_one_shape_share_an_architecture_and_others_do_not(policies, tmp_path):
     again = changed(policies[1], tmp_path / "again", dtype="bfloat16", transformers_version="0", eos_token_id=3)
     wider = changed(policies[1], tmp_path / "wider", hidden_size=256)
     assert architecture(policies[0]) == architecture(policies[1]) == architecture(again) != architecture(wider)
@@ -94,7 +90,7 @@ def check(*prompts: tuple[int, ...], max_tokens: int = 4) -> None:
     check_requests(requests, vocab_size=10, max_tokens=max_tokens, max_model_len=8)
 
 
-def test_an_overlong_request_is_named_with_its_seed_and_lengths() -> None:
+def test_an_overlong_request_is_named_with_its_seed_and_lengths():
     with pytest.raises(
         SamplingError, match=r"requests\[1\] \(seed 51\) = 9: 5 prompt tokens \+ max_tokens 4 exceed .* 8"
     ):
@@ -102,24 +98,24 @@ def test_an_overlong_request_is_named_with_its_seed_and_lengths() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "message"), [((), "no tokens"), ((3, 10), r"\[0, 10\)"), ((-1,), r"\[0, 10\)")])
-def test_a_prompt_that_the_policy_cannot_read_is_refused(prompt: tuple[int, ...], message: str) -> None:
+def test_a_prompt_that_the_policy_cannot_read_is_refused(prompt, message):
     with pytest.raises(SamplingError, match=message):
         check(prompt)
 
 
-def test_stop_tokens_are_those_of_the_model_and_of_the_tokenizer(tmp_path: Path) -> None:
+def test_stop_tokens_are_those_of_the_model_and_of_the_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     assert stop_token_ids(tmp_path, tokenizer_eos=5) == (2, 5, 7)
 
 
-def test_a_policy_without_any_stop_token_is_refused(tmp_path: Path) -> None:
+def test_a_policy_without_any_stop_token_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="no end-of-sequence token"):
         stop_token_ids(tmp_path, tokenizer_eos=None)
 
 
-def test_a_request_that_asks_for_fewer_tokens_needs_less_room() -> None:
+def test_a_request_that_asks_for_fewer_tokens_needs_less_room():
     request = SamplingRequest((1, 2, 3, 4, 5), seed=50, max_tokens=3)
     check_requests([request], vocab_size=10, max_tokens=4, max_model_len=8)  # 5 + 3 = 8
     FOLDER.check([REQUEST], SamplingConfig(max_tokens=4))  # 2 + 4 = 6
@@ -131,11 +127,11 @@ def test_a_request_that_asks_for_fewer_tokens_needs_less_room() -> None:
 SENT = {"norm": torch.ones(8), "head": torch.arange(12.0).reshape(3, 4)}
 
 
-def test_the_tensors_that_were_sent_are_returned() -> None:
+def test_the_tensors_that_were_sent_are_returned():
     assert received_tensors(Weights(SENT, weights_digest(SENT))) is SENT
 
 
-def test_other_tensors_than_were_sent_are_refused() -> None:
+def test_other_tensors_than_were_sent_are_refused():
     changed = SENT | {"norm": torch.zeros(8)}
     with pytest.raises(
         SamplingError, match=r"weights\.digest = .*: the trainer sent .*please report this as a bug in the transfer"
@@ -143,6 +139,6 @@ def test_other_tensors_than_were_sent_are_refused() -> None:
         received_tensors(Weights(changed, weights_digest(SENT)))
 
 
-def test_a_payload_that_is_no_mapping_is_refused() -> None:
+def test_a_payload_that_is_no_mapping_is_refused():
     with pytest.raises(SamplingError, match=r"weights\.payload = 'list': must map names to tensors; resolve it first"):
         tensors_of(Weights([], ""))

@@ -1,7 +1,5 @@
 """vLLM with prefix caching: what is found again within a version of the weights, and never across an update."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,7 +20,7 @@ LONG = InitModel(
 )  # fmt: skip
 
 
-def test_a_prefix_is_computed_once_for_each_version_of_the_weights(tmp_path: Path) -> None:
+def test_a_prefix_is_computed_once_for_each_version_of_the_weights(tmp_path):
     policy = tmp_path / "policy"
     train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=320, folder=policy)
     initialise_llama(LONG, policy, seed=7)

@@ -1,7 +1,5 @@
 """What `VllmSampler` asks of its engine, seen from an engine that only writes it down; vLLM itself is not needed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,9 +60,7 @@ def salts(engine: Engine) -> list[str]:
     return found
 
 
-def test_prefixes_are_salted_anew_whenever_the_weights_change(
-    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefixes_are_salted_anew_whenever_the_weights_change(policies, monkeypatch):
     sampler, engine = opened(policies[0], monkeypatch, prefix_caching=True)
     seen = []
 
@@ -84,15 +80,13 @@ def test_prefixes_are_salted_anew_whenever_the_weights_change(
     assert engine.calls.count("reset_prefix_cache") == 2
 
 
-def test_without_prefix_caching_nothing_is_salted(policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_prefix_caching_nothing_is_salted(policies, monkeypatch):
     sampler, engine = opened(policies[0], monkeypatch)
     sampler.generate(REQUESTS, SamplingConfig(max_tokens=1))
     assert engine.prompts == [{"prompt_token_ids": [10, 11]}] * 2
 
 
-def test_an_engine_falls_asleep_once_and_not_while_it_samples(
-    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_falls_asleep_once_and_not_while_it_samples(policies, monkeypatch):
     sampler, engine = opened(policies[0], monkeypatch, sleep=True)
     sampler.wake()
     sampler.sleep()

@@ -1,7 +1,5 @@
 """vLLM runs in two processes of its own: what happens in it, and whether a second one repeats the first."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,7 +20,7 @@ Seen = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def processes(policies: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, Seen]:
+def processes(policies: tuple[Path, Path], tmp_path_factory) -> tuple[Seen, Seen]:
     """What the full program and the one that only generates saw; they run side by side."""
     folder = tmp_path_factory.mktemp("vllm")
     arguments = [(*policies, folder / "full.json"), (policies[0], folder / "again.json")]
@@ -45,31 +43,29 @@ def seen(processes: tuple[Seen, Seen]) -> Seen:
     return processes[0]
 
 
-def test_the_engine_listens_on_the_loopback_alone_wherever_the_name_of_its_machine_leads(seen: Seen) -> None:
+def test_the_engine_listens_on_the_loopback_alone_wherever_the_name_of_its_machine_leads(seen):
     assert seen["listening"] == ["127.0.0.1"]
     if not seen["renamed"]:
         pytest.skip("the machine's own name may lead to its loopback")
 
 
-def test_another_process_gives_bitwise_the_same_completions(processes: tuple[Seen, Seen]) -> None:
+def test_another_process_gives_bitwise_the_same_completions(processes):
     assert processes[0]["first"] == processes[1]["first"]
 
 
-def test_the_same_requests_give_the_same_completions_again(seen: Seen) -> None:
+def test_the_same_requests_give_the_same_completions_again(seen):
     assert seen["first"] == seen["again"]
     assert len({tuple(completion["token_ids"]) for completion in seen["first"]}) == 24
 
 
 @pytest.mark.parametrize(("name", "temperature"), [("first", 1.0), ("greedy", 1.0)])
-def test_logprobs_agree_with_transformers(
-    name: str, temperature: float, seen: Seen, policies: tuple[Path, Path]
-) -> None:
+def test_logprobs_agree_with_transformers(name, temperature, seen, policies):
     for expected, completion in zip(_transformers_logprobs(policies[0], seen[name], temperature), seen[name]):
         # 2e-3 is what the importance ratio of an unchanged policy may be off by; fp32 kernels are far below it.
         assert completion["logprobs"] == pytest.approx(expected, abs=2e-3)
 
 
-def test_requests_that_join_while_others_are_sampled_get_the_same_tokens(seen: Seen) -> None:
+def test_requests_that_join_while_others_are_sampled_get_the_same_tokens(seen):
     assert len(seen["advanced"]) == len(PROMPTS)
     assert list(seen["advanced"]) != sorted(seen["advanced"], key=int)  # short answers finish before long ones
     for number, completion in seen["advanced"].items():
@@ -77,21 +73,21 @@ def test_requests_that_join_while_others_are_sampled_get_the_same_tokens(seen: S
         assert completion["logprobs"] == pytest.approx(seen["first"][int(number)]["logprobs"], abs=1e-4)
 
 
-def test_what_is_still_being_sampled_is_dropped_by_the_next_batch(seen: Seen) -> None:
+def test_what_is_still_being_sampled_is_dropped_by_the_next_batch(seen):
     assert [_content(one) for one in seen["after_advancing"]] == [_content(one) for one in seen["first"]]
 
 
-def test_more_prompt_tokens_than_a_pass_takes_are_sampled_with_their_seeds(seen: Seen) -> None:
+def test_more_prompt_tokens_than_a_pass_takes_are_sampled_with_their_seeds(seen):
     assert seen["crowd"] == 120
 
 
-def test_greedy_logprobs_are_the_largest(seen: Seen, policies: tuple[Path, Path]) -> None:
+def test_greedy_logprobs_are_the_largest(seen, policies):
     for prompt, completion in zip(PROMPTS, seen["greedy"], strict=True):
         logprobs_LV = _logprobs(policies[0], prompt, completion["token_ids"])
         assert logprobs_LV.argmax(-1).tolist() == completion["token_ids"]
 
 
-def test_top_k_renormalises_over_the_tokens_that_are_left(seen: Seen, policies: tuple[Path, Path]) -> None:
+def test_top_k_renormalises_over_the_tokens_that_are_left(seen, policies):
     for prompt, completion in zip(PROMPTS, seen["filtered"], strict=True):
         logprobs_LV = _logprobs(policies[0], prompt, completion["token_ids"], temperature=0.7)
         top_L5 = logprobs_LV.topk(5)
@@ -101,19 +97,19 @@ def test_top_k_renormalises_over_the_tokens_that_are_left(seen: Seen, policies: 
             assert logprob == pytest.approx(expected.item(), abs=2e-3)
 
 
-def test_weights_from_memory_sample_exactly_like_their_policy(seen: Seen) -> None:
+def test_weights_from_memory_sample_exactly_like_their_policy(seen):
     reloaded = seen["reloads"]["from_memory"]
     assert [_content(c) for c in reloaded] == [_content(c) for c in seen["fresh_other"]]
     assert [_content(c) for c in reloaded] != [_content(c) for c in seen["first"]]
     assert {completion["policy_version"] for completion in reloaded} == {5}
 
 
-def test_a_warm_engine_serves_the_next_policy_exactly_like_a_new_one(seen: Seen) -> None:
+def test_a_warm_engine_serves_the_next_policy_exactly_like_a_new_one(seen):
     assert seen["reloads"]["accepted"]
     assert seen["reloads"]["from_folder"] == seen["first"]  # back at version 0
 
 
-def test_finish_reasons_and_texts_follow_the_stop_token(seen: Seen) -> None:
+def test_finish_reasons_and_texts_follow_the_stop_token(seen):
     completions = [c for name in ("first", "filtered", "fresh_other") for c in seen[name]]
     assert {c["finish_reason"] for c in completions} >= {"length"}
     for completion in completions:
@@ -123,7 +119,7 @@ def test_finish_reasons_and_texts_follow_the_stop_token(seen: Seen) -> None:
         assert "<|" not in completion["text"]
 
 
-def test_refusals_say_what_to_do(seen: Seen) -> None:
+def test_refusals_say_what_to_do(seen):
     overlong, wrong_digest, too_many_positions = seen["errors"]
     assert "SamplingError: requests[0] (seed 100) = 97: 3 prompt tokens + max_tokens 94 exceed" in overlong
     assert "SamplingError: weights.digest" in wrong_digest

@@ -1,7 +1,5 @@
 """`vllm serve` itself on the CPU: the same seeds give what the engine in this library's own process gives."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -53,7 +51,7 @@ ENVIRONMENT = {
 
 
 @pytest.fixture(scope="module")
-def in_process(policies: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+def in_process(policies: tuple[Path, Path], tmp_path_factory) -> list[list[dict[str, Any]]]:
     """What the engine in a process of its own says to `REQUESTS`, under both policies."""
     folder = tmp_path_factory.mktemp("in_process")
     said = []
@@ -65,7 +63,7 @@ def in_process(policies: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def server(policies: tuple[Path, Path], tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def server(policies: tuple[Path, Path], tmp_path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A server of the first policy: its URL and its process group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -99,12 +97,8 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def test_a_server_says_what_the_engine_in_process_says_before_and_after_new_weights(
-    server: tuple[str, subprocess.Popen[bytes]],
-    in_process: list[list[dict[str, Any]]],
-    policies: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    server, in_process, policies, tmp_path, monkeypatch
+):
     url, process = server
     monkeypatch.setenv("SERVER_KEY", "secret")
     config = VllmServerSamplerConfig(

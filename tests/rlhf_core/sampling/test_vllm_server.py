@@ -1,13 +1,10 @@
 """One server by its wire: what it must be able to do, and what of its answers is taken for a completion."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,14 +50,14 @@ def answering(wire: Wire, **choice: Any) -> None:
     wire.fault = changed
 
 
-def test_the_tokens_and_their_log_probabilities_are_read_as_sent(wire: Wire) -> None:
+def test_the_tokens_and_their_log_probabilities_are_read_as_sent(wire):
     sent = completion(json.loads(json.dumps(BODY)), "", "default")["choices"][0]
     tokens, logprobs = asked(wire.url, generate)
     assert tokens == sent["token_ids"] and len(tokens) == 3
     assert logprobs == [one["logprob"] for one in sent["logprobs"]["content"]]
 
 
-def test_what_json_cannot_hold_is_not_taken_for_a_number(wire: Wire) -> None:
+def test_what_json_cannot_hold_is_not_taken_for_a_number(wire):
     entries = [{"token_id": 5, "logprob": -9999.0}, {"token_id": 6, "logprob": -0.5}]
     answering(wire, token_ids=[5, 6], logprobs={"content": entries})
     _, logprobs = asked(wire.url, generate)
@@ -76,16 +73,14 @@ def test_what_json_cannot_hold_is_not_taken_for_a_number(wire: Wire) -> None:
         ({"logprobs": None}, "returned something other than a completion", True),
     ],
 )
-def test_answers_that_are_no_completions_are_not_taken_for_some(
-    choice: dict[str, Any], problem: str, refused: bool, wire: Wire
-) -> None:
+def test_answers_that_are_no_completions_are_not_taken_for_some(choice, problem, refused, wire):
     answering(wire, **choice)
     with pytest.raises(ServerFailed, match=problem) as failed:
         asked(wire.url, generate)
     assert failed.value.refused == refused  # what is refused is asked of no other server
 
 
-def test_a_completion_of_other_weights_makes_the_server_stale(wire: Wire) -> None:
+def test_a_completion_of_other_weights_makes_the_server_stale(wire):
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "newer", "start": 1, "end": 3}]
     answering(wire, weight_versions=spans)
 
@@ -98,14 +93,14 @@ def test_a_completion_of_other_weights_makes_the_server_stale(wire: Wire) -> Non
 
 
 @pytest.mark.parametrize(("status", "refused"), [(400, True), (408, False), (429, False), (503, False)])
-def test_what_may_pass_is_not_a_refusal(status: int, refused: bool, wire: Wire) -> None:
+def test_what_may_pass_is_not_a_refusal(status, refused, wire):
     wire.fault = lambda route, body: (status, {"error": "the reason"})
     with pytest.raises(ServerFailed, match=rf"answered {GENERATE} with {status}: .*the reason") as failed:
         asked(wire.url, generate)
     assert failed.value.refused == refused
 
 
-def test_every_call_has_its_deadline(wire: Wire) -> None:
+def test_every_call_has_its_deadline(wire):
     release = threading.Event()
 
     def hangs(route: str, body: Any) -> Answer | None:
@@ -120,7 +115,7 @@ def test_every_call_has_its_deadline(wire: Wire) -> None:
         release.set()
 
 
-def test_a_load_that_is_refused_leaves_the_server_answering_under_nobodys_version(wire: Wire, tmp_path: Path) -> None:
+def test_a_load_that_is_refused_leaves_the_server_answering_under_nobodys_version(wire, tmp_path):
     def refuses(route: str, body: Any) -> Answer | None:
         return (200, {"results": [["the digest is another"]]}) if route == "/collective_rpc" else None
 
@@ -140,9 +135,7 @@ def test_a_load_that_is_refused_leaves_the_server_answering_under_nobodys_versio
         (GENERATE, (401, {"error": "Unauthorized"}), r"runtime\.sampler\.token_env"),
     ],
 )
-def test_a_server_that_lacks_a_route_is_refused_with_the_option_that_adds_it(
-    route: str, answer: Answer, remedy: str, wire: Wire
-) -> None:
+def test_a_server_that_lacks_a_route_is_refused_with_the_option_that_adds_it(route, answer, remedy, wire):
     config = VllmServerSamplerConfig(urls=(wire.url,), weights_folder="/weights", max_model_len=96)
     assert asked(wire.url, lambda server: server.check(config)) == "0.32.0"
     wire.fault = lambda asked, body: answer if asked == route else None

@@ -1,7 +1,5 @@
 """The sampler over servers that speak vLLM's wire; against `vllm serve` itself in `test_vllm_serve`."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -51,12 +49,12 @@ def hanging() -> Iterator[Hanging]:
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pauses(monkeypatch) -> None:
     monkeypatch.setattr(vllm_server_sampler, "FIRST_PAUSE_S", 0.0)
 
 
 @pytest.fixture
-def opened(policies: tuple[Path, Path], tmp_path: Path) -> Opened:
+def opened(policies: tuple[Path, Path], tmp_path) -> Opened:
     """Return a function that opens a sampler of the first policy on servers, given as wires or by URL."""
 
     def on(*servers: Wire | str, **fields: Any) -> closing[VllmServerSampler]:
@@ -88,7 +86,7 @@ def said(completion: Completion) -> tuple[tuple[int, ...], tuple[float, ...]]:
 # ---------------------------------------------------------------- sampling
 
 
-def test_each_request_gets_its_own_tokens_and_logprobs_from_one_of_the_servers(wires: Wires, opened: Opened) -> None:
+def test_each_request_gets_its_own_tokens_and_logprobs_from_one_of_the_servers(wires, opened):
     with opened(*wires) as sampler:
         completions = sampler.generate(REQUESTS, SAMPLING)
     assert [said(one) for one in completions] == [expected(wires[0], request) for request in REQUESTS]
@@ -98,7 +96,7 @@ def test_each_request_gets_its_own_tokens_and_logprobs_from_one_of_the_servers(w
     assert min(shares) >= 3
 
 
-def test_a_request_carries_what_decides_its_answer(wires: Wires, opened: Opened) -> None:
+def test_a_request_carries_what_decides_its_answer(wires, opened):
     with opened(wires[0]) as sampler:
         sampler.generate([SamplingRequest((10, 11), seed=7, max_tokens=3)], SAMPLING)
         sampler.generate([SamplingRequest((10, 11), seed=7)], SamplingConfig(temperature=0, top_p=0.5, max_tokens=2))
@@ -120,7 +118,7 @@ def test_a_request_carries_what_decides_its_answer(wires: Wires, opened: Opened)
     assert greedy["sampling_params"] | {"seed": None, "top_p": 1.0, "temperature": 0.0} == greedy["sampling_params"]
 
 
-def test_requests_that_join_later_get_the_same_answers(wires: Wires, opened: Opened) -> None:
+def test_requests_that_join_later_get_the_same_answers(wires, opened):
     waiting = list(enumerate(REQUESTS))
     new, waiting = waiting[:4], waiting[4:]
     done: dict[int, Completion] = {}
@@ -132,9 +130,7 @@ def test_requests_that_join_later_get_the_same_answers(wires: Wires, opened: Ope
     assert [said(done[number]) for number in range(12)] == [expected(wires[0], request) for request in REQUESTS]
 
 
-def test_what_is_still_being_sampled_is_dropped_by_the_next_batch(
-    wires: Wires, opened: Opened, hanging: Hanging
-) -> None:
+def test_what_is_still_being_sampled_is_dropped_by_the_next_batch(wires, opened, hanging):
     with opened(wires[0]) as sampler:
         wires[0].fault = partial(hanging, seed=5)
         sampler.advance([(0, SamplingRequest((10,), seed=5)), (1, REQUESTS[1])], SAMPLING)
@@ -142,7 +138,7 @@ def test_what_is_still_being_sampled_is_dropped_by_the_next_batch(
         assert sampler.advance([], SAMPLING) == []
 
 
-def test_a_server_never_has_more_requests_than_it_may(wires: Wires, opened: Opened) -> None:
+def test_a_server_never_has_more_requests_than_it_may(wires, opened):
     wires[0].waits_for = 3
     with opened(wires[0], max_in_flight=3) as sampler:
         sampler.generate(REQUESTS, SAMPLING)
@@ -152,9 +148,7 @@ def test_a_server_never_has_more_requests_than_it_may(wires: Wires, opened: Open
 # ---------------------------------------------------------------- weights
 
 
-def test_new_weights_are_served_by_all_under_their_version(
-    wires: Wires, opened: Opened, policies: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_new_weights_are_served_by_all_under_their_version(wires, opened, policies, tmp_path):
     weights = trained(policies[1])
     with opened(*wires) as sampler:
         before = sampler.generate(REQUESTS, SAMPLING)
@@ -183,9 +177,7 @@ def test_new_weights_are_served_by_all_under_their_version(
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_other_weights_than_those_that_were_sent_are_refused_and_never_sampled_from(
-    wires: Wires, opened: Opened, policies: tuple[Path, Path]
-) -> None:
+def test_other_weights_than_those_that_were_sent_are_refused_and_never_sampled_from(wires, opened, policies):
     with opened(*wires) as sampler:
         with pytest.raises(SamplingError, match=rf"weights = '{wires[0].url}': the files in .* have the digest"):
             sampler.load_weights(Weights(load_file(policies[1] / "model.safetensors"), "0" * 64), version=3)
@@ -195,7 +187,7 @@ def test_other_weights_than_those_that_were_sent_are_refused_and_never_sampled_f
             sampler.generate(REQUESTS[:1], SAMPLING)
 
 
-def test_a_reload_that_the_engine_refuses_says_why(wires: Wires, opened: Opened, policies: tuple[Path, Path]) -> None:
+def test_a_reload_that_the_engine_refuses_says_why(wires, opened, policies):
     def refuses(route: str, body: Any) -> Answer | None:
         return (500, {"error": "size mismatch"}) if route == "/collective_rpc" else None
 
@@ -205,9 +197,7 @@ def test_a_reload_that_the_engine_refuses_says_why(wires: Wires, opened: Opened,
             sampler.load_weights(trained(policies[1]), version=1)
 
 
-def test_weights_that_do_not_arrive_in_time_leave_the_server_out(
-    wires: Wires, opened: Opened, hanging: Hanging, policies: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_that_do_not_arrive_in_time_leave_the_server_out(wires, opened, hanging, policies, caplog):
     with opened(*wires) as sampler:
         sampler.config = sampler.config.model_copy(update={"load_timeout_s": 0.5})
         wires[1].fault = partial(hanging, of="/collective_rpc")
@@ -226,9 +216,7 @@ def test_weights_that_do_not_arrive_in_time_leave_the_server_out(
 # ---------------------------------------------------------------- servers that fail
 
 
-def test_requests_of_a_server_that_is_lost_are_sent_to_another(
-    wires: Wires, opened: Opened, policies: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_requests_of_a_server_that_is_lost_are_sent_to_another(wires, opened, policies, caplog):
     with ExitStack() as stack:
         mortal = Wire()
         running = stack.enter_context(ExitStack())
@@ -245,9 +233,7 @@ def test_requests_of_a_server_that_is_lost_are_sent_to_another(
             sampler.generate(REQUESTS[:1], SAMPLING)
 
 
-def test_a_server_that_restarted_with_other_weights_is_left_out(
-    wires: Wires, opened: Opened, policies: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_restarted_with_other_weights_is_left_out(wires, opened, policies, caplog):
     with opened(*wires) as sampler:
         wires[0].label, wires[0].digest = "default", "another policy"
         completions = sampler.generate(REQUESTS, SAMPLING)
@@ -257,7 +243,7 @@ def test_a_server_that_restarted_with_other_weights_is_left_out(
         assert wires[0].digest == wires[1].digest
 
 
-def test_a_policy_that_has_diverged_is_no_answer(wires: Wires, opened: Opened) -> None:
+def test_a_policy_that_has_diverged_is_no_answer(wires, opened):
     wire = wires[0]
 
     def diverged(route: str, body: Any) -> Answer | None:
@@ -273,7 +259,7 @@ def test_a_policy_that_has_diverged_is_no_answer(wires: Wires, opened: Opened) -
             sampler.generate(REQUESTS[:1], SAMPLING)
 
 
-def test_a_request_that_is_refused_is_not_sent_again(wires: Wires, opened: Opened) -> None:
+def test_a_request_that_is_refused_is_not_sent_again(wires, opened):
     with opened(*wires) as sampler:
         for wire in wires:
             wire.asked.clear()
@@ -283,7 +269,7 @@ def test_a_request_that_is_refused_is_not_sent_again(wires: Wires, opened: Opene
         assert sum(len(wire.asked) for wire in wires) == 1
 
 
-def test_a_request_has_a_deadline(wires: Wires, opened: Opened, hanging: Hanging) -> None:
+def test_a_request_has_a_deadline(wires, opened, hanging):
     with opened(wires[0], request_timeout_s=0.3, retries=1) as sampler:
         wires[0].fault = hanging
         with pytest.raises(SamplerLostError, match=rf"{wires[0].url} took longer than 0\.3 s"):
@@ -308,21 +294,19 @@ def test_a_request_has_a_deadline(wires: Wires, opened: Opened, hanging: Hanging
         ({"max_model_len": 64}, "its max_model_len is 64; start it with --max-model-len 96"),
     ],
 )
-def test_a_server_that_would_answer_otherwise_is_refused(
-    settings: dict[str, Any], remedy: str, wires: Wires, opened: Opened, tmp_path: Path
-) -> None:
+def test_a_server_that_would_answer_otherwise_is_refused(settings, remedy, wires, opened, tmp_path):
     wires[0].settings |= settings
     with pytest.raises(ConfigError, match=remedy):
         opened(wires[0])
     assert not (tmp_path / "weights").exists()
 
 
-def test_without_any_server_the_urls_are_named(opened: Opened) -> None:
+def test_without_any_server_the_urls_are_named(opened):
     with pytest.raises(SamplerLostError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         opened("http://127.0.0.1:9")
 
 
-def test_the_token_is_sent_and_must_be_set(wires: Wires, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_sent_and_must_be_set(wires, opened, monkeypatch):
     with pytest.raises(ConfigError, match=r"runtime\.sampler\.token_env = 'SERVERS_KEY': is not set"):
         opened(wires[0], token_env="SERVERS_KEY")
     monkeypatch.setenv("SERVERS_KEY", "secret")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,18 +29,18 @@ def sent() -> dict[str, torch.Tensor]:
     return {"norm": torch.arange(6.0), "embed_tokens": torch.arange(70.0 * 2).reshape(70, 2), "proj": torch.ones(2, 2)}
 
 
-def test_what_the_engine_holds_as_it_was_sent_matches() -> None:
+def test_what_the_engine_holds_as_it_was_sent_matches():
     assert worker(Held()).mismatched_weights(probe_weights(sent())) == []
 
 
-def test_a_stale_norm_and_a_stale_embedding_are_named() -> None:
+def test_a_stale_norm_and_a_stale_embedding_are_named():
     tensors = sent()
     tensors["norm"][3] += 0.5
     tensors["embed_tokens"][69] += 1
     assert worker(Held()).mismatched_weights(probe_weights(tensors)) == ["norm", "embed_tokens"]
 
 
-def test_weights_are_compared_in_the_precision_of_the_engine() -> None:
+def test_weights_are_compared_in_the_precision_of_the_engine():
     tensors = sent()
     tensors["norm"] += 1e-4  # 3 + 1e-4 is 3 in bfloat16
     tensors["norm"][0] = 0
@@ -81,13 +79,13 @@ class Unfused(Held):
         self.proj = nn.Parameter(torch.zeros(2, 2))
 
 
-def test_a_folder_of_several_files_is_loaded(tmp_path: Path) -> None:
+def test_a_folder_of_several_files_is_loaded(tmp_path):
     model = Unfused()
     assert Reloading(model, stale=False).load_folder(*in_a_folder(tmp_path)) == []
     assert model.norm[0] == 1
 
 
-def test_a_folder_of_other_weights_is_not_loaded(tmp_path: Path) -> None:
+def test_a_folder_of_other_weights_is_not_loaded(tmp_path):
     folder, digest = in_a_folder(tmp_path)
     model = Unfused()
     (problem,) = Reloading(model, stale=False).load_folder(folder, "f" * 64)
@@ -95,12 +93,12 @@ def test_a_folder_of_other_weights_is_not_loaded(tmp_path: Path) -> None:
     assert model.norm[0] == 0
 
 
-def test_an_engine_that_goes_on_with_its_old_weights_is_found_out(tmp_path: Path) -> None:
+def test_an_engine_that_goes_on_with_its_old_weights_is_found_out(tmp_path):
     problems = Reloading(Unfused(), stale=True).load_folder(*in_a_folder(tmp_path))
     assert problems == ["norm has other values than those sent", "embed_tokens has other values than those sent"]
 
 
-def test_the_settings_are_those_that_decide_about_logprobs() -> None:
+def test_the_settings_are_those_that_decide_about_logprobs():
     told = WeightReload()
     model = SimpleNamespace(
         dtype=torch.bfloat16, head_dtype=torch.float32, max_model_len=96, logprobs_mode="raw_logprobs", seed=3

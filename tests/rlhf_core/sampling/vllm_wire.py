@@ -1,7 +1,5 @@
 """A server with the wire of `vllm serve` as it was recorded from vLLM 0.32.0, and with faults on demand."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Configuration is frozen and strict; operational fields stay out of the key."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import pytest
@@ -23,7 +21,7 @@ class Outer(Config):
     threads: Annotated[int, OPERATIONAL] = 2
 
 
-def test_operational_fields_are_left_out_at_every_depth() -> None:
+def test_operational_fields_are_left_out_at_every_depth():
     assert keyed(Outer()) == {
         "name": "x",
         "inner": {"rate": 0.5},
@@ -32,11 +30,11 @@ def test_operational_fields_are_left_out_at_every_depth() -> None:
     }
 
 
-def test_an_unknown_key_and_a_change_are_refused() -> None:
+def test_an_unknown_key_and_a_change_are_refused():
     with pytest.raises(ValidationError, match="Extra inputs"):
         Outer.model_validate({"nane": "y"})
     with pytest.raises(ValidationError, match="frozen"):
-        Outer().name = "y"  # type: ignore[misc]
+        Outer().name = "y"
 
 
 class Later(Config):
@@ -44,7 +42,7 @@ class Later(Config):
     floor: float = added_option(0.0, ge=0)
 
 
-def test_an_option_that_was_added_later_enters_the_key_and_the_json_only_when_it_is_set() -> None:
+def test_an_option_that_was_added_later_enters_the_key_and_the_json_only_when_it_is_set():
     assert keyed(Later()) == keyed(Later(floor=0.0)) == {"rate": 0.5}
     assert keyed(Later(floor=2.0)) == {"rate": 0.5, "floor": 2.0}
     assert Later().model_dump_json() == '{"rate":0.5}'
@@ -60,7 +58,7 @@ class Newer(Outer):
     bounds: tuple[float, ...] = added_option(())
 
 
-def test_an_option_that_is_not_used_is_neither_written_nor_keyed() -> None:
+def test_an_option_that_is_not_used_is_neither_written_nor_keyed():
     assert keyed(Newer()) == keyed(Outer())
     assert Newer().model_dump_json() == Outer().model_dump_json()
     used = Newer(watch=Inner(workers=9), bounds=(0.5,))

@@ -1,7 +1,5 @@
 """References to environment variables, and what is refused in their place."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -26,13 +24,13 @@ def function(**arguments: Any) -> FunctionReward:
 
 
 @pytest.mark.parametrize("value", ["abc\r", " abc", "a\nb", "tök"])
-def test_a_token_that_no_header_can_hold_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_no_header_can_hold_is_refused(value, monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", value)
     with pytest.raises(ConfigError, match=r"^judge = 'JUDGE_TOKEN': .*: no header can hold it; set the variable to"):
         bearer("judge", "JUDGE_TOKEN")
 
 
-def test_references_at_any_depth_are_what_their_variables_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_at_any_depth_are_what_their_variables_hold(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "hunter2/1")
     given = {"n": 3, "keys": ["env:JUDGE_KEY", None], "headers": {"Authorization": "Bearer ${env:JUDGE_KEY}"}}
     assert resolved(given, "arguments") == {
@@ -42,12 +40,12 @@ def test_references_at_any_depth_are_what_their_variables_hold(monkeypatch: pyte
     }
 
 
-def test_in_an_address_the_value_is_quoted_so_that_it_stays_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_an_address_the_value_is_quoted_so_that_it_stays_where_it_stands(monkeypatch):
     monkeypatch.setenv("PASSWORD", "a@b/c")
     assert resolved("https://me:${env:PASSWORD}@host/x", "url") == "https://me:a%40b%2Fc@host/x"
 
 
-def test_what_was_read_is_taken_out_of_texts_as_it_stands_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_read_is_taken_out_of_texts_as_it_stands_there(monkeypatch):
     monkeypatch.setenv("READ_SECRET", "pass 'word\"/1")
     value = resolved("env:READ_SECRET", "arguments.password")
     text = f"{value} | {[value]!r} | {resolved('http://h/?q=${env:READ_SECRET}', 'url')}"
@@ -55,7 +53,7 @@ def test_what_was_read_is_taken_out_of_texts_as_it_stands_there(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("value", ["", None])
-def test_a_variable_that_is_not_set_is_refused_by_its_key(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+def test_a_variable_that_is_not_set_is_refused_by_its_key(monkeypatch, value):
     monkeypatch.delenv("NO_SUCH", raising=False)
     if value is not None:
         monkeypatch.setenv("NO_SUCH", value)
@@ -81,9 +79,7 @@ def test_a_variable_that_is_not_set_is_refused_by_its_key(monkeypatch: pytest.Mo
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Config) else value,
 )
-def test_every_place_that_may_hold_a_secret_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch, config: Config, key: str
-) -> None:
+def test_every_place_that_may_hold_a_secret_is_looked_at(monkeypatch, config, key):
     monkeypatch.delenv("NO_SUCH", raising=False)
     with pytest.raises(ConfigError, match=f"^{key} = .*is not set; export it"):
         check(config, "x")
@@ -137,7 +133,7 @@ MAKERS: dict[str, Callable[[Any], Config]] = {
         ("command", ("agent.py", "https://me:hunter2@host"), "command = 'https://***@host'"),
     ],
 )
-def test_a_secret_in_clear_is_refused_and_not_repeated(place: str, value: Any, message: str) -> None:
+def test_a_secret_in_clear_is_refused_and_not_repeated(place, value, message):
     with pytest.raises(ValidationError, match=re.escape(message)) as caught:
         MAKERS[place](value)
     assert "hunter2" not in str(caught.value)
@@ -160,12 +156,12 @@ def test_a_secret_in_clear_is_refused_and_not_repeated(place: str, value: Any, m
         ("command", ("agent.py", "--max-tokens", "64", "--token-limit=3", "--api-key-env", "KEY", "--secret", "--fast")),
     ],
 )  # fmt: skip
-def test_what_only_sounds_like_a_secret_and_references_pass(place: str, value: Any) -> None:
+def test_what_only_sounds_like_a_secret_and_references_pass(place, value):
     made = MAKERS[place](value)
     assert canonical_json(value).strip("[]") in canonical_json(made.model_dump(mode="json"))
 
 
-def test_the_value_is_no_part_of_the_key_and_the_reference_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_value_is_no_part_of_the_key_and_the_reference_is(monkeypatch):
     digests = set()
     for value in ("hunter2", "hunter3"):
         monkeypatch.setenv("JUDGE_KEY", value)

@@ -1,13 +1,9 @@
 """What a secret looks like, and what is left of a text without it."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pydantic
@@ -38,11 +34,11 @@ from rlhf_core.secrets.redaction import (
         ),
     ],
 )
-def test_secrets_are_hidden_and_tokens_of_a_tokenizer_are_not(key: str, value: str, seen: str) -> None:
+def test_secrets_are_hidden_and_tokens_of_a_tokenizer_are_not(key, value, seen):
     assert hidden(key, value) == seen
 
 
-def test_a_secret_is_hidden_by_its_looks_wherever_it_stands() -> None:
+def test_a_secret_is_hidden_by_its_looks_wherever_it_stands():
     text = "git clone https://me:hunter2@host/x with hf_abcdefghijklmnopqrstuv and sk-abcdefghijklmnop1234"
     assert without_secrets(text) == "git clone https://***@host/x with *** and ***"
 
@@ -56,7 +52,7 @@ def test_a_secret_is_hidden_by_its_looks_wherever_it_stands() -> None:
         ("http://[hunter2", "an unreadable address"),
     ],
 )
-def test_an_address_is_printed_without_what_must_stay_secret(url: str, printed: str) -> None:
+def test_an_address_is_printed_without_what_must_stay_secret(url, printed):
     assert shown(url) == printed
 
 
@@ -64,18 +60,18 @@ def test_an_address_is_printed_without_what_must_stay_secret(url: str, printed: 
     "name",
     ["password", "X-Api-Key", "apiKey", "OPENAI_API_KEY", "WANDB_KEY", "HFToken", "api_key_2", "db.secret", "Cookie"],
 )
-def test_a_secret_is_known_by_the_last_words_of_its_name(name: str) -> None:
+def test_a_secret_is_known_by_the_last_words_of_its_name(name):
     assert is_secret_name(name)
 
 
 @pytest.mark.parametrize(
     "name", ["max_tokens", "stop_token", "eosToken", "tokenizer", "key", "keyword", "monkey", "token_env", "secretary"]
 )
-def test_part_of_a_word_makes_no_secret(name: str) -> None:
+def test_part_of_a_word_makes_no_secret(name):
     assert not is_secret_name(name)
 
 
-def test_references_are_shown_wherever_a_secret_would_be_hidden() -> None:
+def test_references_are_shown_wherever_a_secret_would_be_hidden():
     kept = {
         "api_key": "env:KEY",
         "headers": {"Authorization": "Bearer ${env:KEY}"},
@@ -85,7 +81,7 @@ def test_references_are_shown_wherever_a_secret_would_be_hidden() -> None:
     assert without_secrets("asked https://me:${env:KEY}@host") == "asked https://me:${env:KEY}@host"
 
 
-def test_log_records_of_any_logger_are_without_what_is_known(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_records_of_any_logger_are_without_what_is_known(caplog):
     know("a-known-secret-of-logs")
     log = logging.getLogger("a.library")
     log.warning("%s with %d words: %s", "a-known-secret-of-logs", 3, ["a-known-secret-of-logs"])
@@ -97,7 +93,7 @@ def test_log_records_of_any_logger_are_without_what_is_known(caplog: pytest.LogC
     assert "KeyError: '***'" in caplog.text and "a-known-secret" not in caplog.text
 
 
-def test_errors_are_without_it_and_without_their_causes() -> None:
+def test_errors_are_without_it_and_without_their_causes():
     know("a-known-secret-of-errors")
     try:
         try:
@@ -163,9 +159,7 @@ def raise_group() -> None:
         (raise_clean_from_another, ValueError),
     ],
 )
-def test_errors_that_keep_their_text_elsewhere_are_replaced_and_others_keep_their_class(
-    fails: Callable[[], Any], kind: type[Exception] | str
-) -> None:
+def test_errors_that_keep_their_text_elsewhere_are_replaced_and_others_keep_their_class(fails, kind):
     know(SECRET)
     with pytest.raises(Exception) as raised:  # of any class
         fails()
@@ -184,7 +178,7 @@ def all_texts(error: BaseException | None) -> str:
     return "\n".join(texts)
 
 
-def test_an_interruption_and_an_error_without_secrets_stay_as_they_are() -> None:
+def test_an_interruption_and_an_error_without_secrets_stay_as_they_are():
     know(SECRET)
     interruption = KeyboardInterrupt(SECRET)
     interruption.__context__ = NeverChanged()
@@ -196,12 +190,12 @@ def test_an_interruption_and_an_error_without_secrets_stay_as_they_are() -> None
 
 
 @pytest.mark.parametrize("text", ["x" * 200_000, "sk-" * 60_000, "Bearer " * 40_000, "://a:" * 40_000, "hf_" * 60_000])
-def test_a_long_text_takes_no_longer_than_its_length(text: str) -> None:
+def test_a_long_text_takes_no_longer_than_its_length(text):
     began = time.process_time()
     assert without_secrets(text) == text
     assert time.process_time() - began < 2.0  # hundredths of a second; a minute where it goes by the square
 
 
-def test_short_values_are_not_looked_for() -> None:
+def test_short_values_are_not_looked_for():
     know("yes")
     assert without_secrets("yesterday") == "yesterday"

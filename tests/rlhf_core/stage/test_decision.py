@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -41,12 +39,12 @@ def _said(store: ArtifactStore, spec: StageSpec, **options: Any) -> tuple[str, s
     return decision.action, decision.reason
 
 
-def test_the_first_run_says_so_and_deciding_computes_nothing(store: ArtifactStore) -> None:
+def test_the_first_run_says_so_and_deciding_computes_nothing(store):
     assert _said(store, toy_spec()) == ("RUN", "first run")
     assert not store.layout.attempts.exists()
 
 
-def test_a_decision_is_compared_with_stages_of_the_same_pipeline(store: ArtifactStore) -> None:
+def test_a_decision_is_compared_with_stages_of_the_same_pipeline(store):
     """Also the time it took: that of the last result, whatever was tried since."""
     mine, other = (toy_spec(ToyConfig(kl_coef=0.2), pipeline=name) for name in ("mine", "other"))
     _run(store, toy_spec(pipeline="mine"))
@@ -62,7 +60,7 @@ def test_a_decision_is_compared_with_stages_of_the_same_pipeline(store: Artifact
     assert store.latest("toy") == last_record(store, other) != first
 
 
-def test_a_run_then_hits_with_when_and_how_long(store: ArtifactStore) -> None:
+def test_a_run_then_hits_with_when_and_how_long(store):
     _run(store, toy_spec())
     decision = decide(store, toy_spec())
     assert decision.action == "HIT" and decision.step is None
@@ -83,12 +81,12 @@ def test_a_run_then_hits_with_when_and_how_long(store: ArtifactStore) -> None:
         ({"engines": {"trainer": {"dtype": "bfloat16"}}}, 'engines.trainer: nothing -> {"dtype": "bfloat16"}'),
     ],
 )
-def test_a_run_names_the_field_that_changed(store: ArtifactStore, changes: dict[str, Any], reason: str) -> None:
+def test_a_run_names_the_field_that_changed(store, changes, reason):
     _run(store, toy_spec())
     assert _said(store, toy_spec(**changes)) == ("RUN", reason)
 
 
-def test_many_changes_are_counted(store: ArtifactStore) -> None:
+def test_many_changes_are_counted(store):
     _run(store, toy_spec())
     config = ToyConfig(kl_coef=1.0, steps=1, inner=Inner(rate=1.0), names=("x", "y"))
     assert decide(store, toy_spec(config, seed=1)).reason == (
@@ -96,7 +94,7 @@ def test_many_changes_are_counted(store: ArtifactStore) -> None:
     )
 
 
-def test_a_changed_input_is_named_with_both_digests(store: ArtifactStore) -> None:
+def test_a_changed_input_is_named_with_both_digests(store):
     first, second = (run_toy(store, toy_spec(ToyConfig(steps=steps), label=f"base-{steps}"))[0] for steps in (1, 2))
     _run(store, toy_spec(inputs={"policy": first}))
     _, reason = _said(store, toy_spec(inputs={"policy": second}))
@@ -105,7 +103,7 @@ def test_a_changed_input_is_named_with_both_digests(store: ArtifactStore) -> Non
     assert reason == f"input policy changed: {first.digest[:8]} -> nothing"
 
 
-def test_the_comparison_is_with_what_the_stage_last_was_even_if_that_was_a_hit(store: ArtifactStore) -> None:
+def test_the_comparison_is_with_what_the_stage_last_was_even_if_that_was_a_hit(store):
     for kl_coef in (0.05, 0.1, 0.05):
         _run(store, toy_spec(ToyConfig(kl_coef=kl_coef)))
     assert decide(store, toy_spec(ToyConfig(kl_coef=0.2))).reason == "toy.kl_coef: 0.05 -> 0.2"
@@ -119,15 +117,13 @@ def test_the_comparison_is_with_what_the_stage_last_was_even_if_that_was_a_hit(s
         ("shards", ("RESUME", "from the files of attempt 1: shard-1.txt, shard-2.txt, shard-3.txt", None)),
     ],
 )
-def test_a_failed_attempt_is_resumed_from_what_it_left(
-    store: ArtifactStore, trouble: str, decision: tuple[str, str, int | None]
-) -> None:
+def test_a_failed_attempt_is_resumed_from_what_it_left(store, trouble, decision):
     _fail(store, trouble)
     found = decide(store, toy_spec())
     assert (found.action, found.reason, found.step) == decision
 
 
-def test_a_lost_artifact_is_the_reason_to_run(store: ArtifactStore) -> None:
+def test_a_lost_artifact_is_the_reason_to_run(store):
     _run(store, toy_spec())
     remove_tree(store.layout.objects)
     for _ in range(2):  # the second time the record is in quarantine already
@@ -139,14 +135,14 @@ def test_a_lost_artifact_is_the_reason_to_run(store: ArtifactStore) -> None:
     assert _said(store, toy_spec()) == ("RUN", "its artifact is gone")
 
 
-def test_a_key_under_computation_is_attached_to(store: ArtifactStore) -> None:
+def test_a_key_under_computation_is_attached_to(store):
     key = decide(store, toy_spec()).key
     with store.lease(key):
         action, reason = _said(store, toy_spec())
     assert action == "ATTACH" and reason.startswith("process ") and reason.endswith(" is computing it")
 
 
-def test_a_hit_takes_milliseconds(store: ArtifactStore) -> None:
+def test_a_hit_takes_milliseconds(store):
     _run(store, toy_spec())
     decide(store, toy_spec())  # parses the code once per process
     started = time.process_time()
@@ -162,12 +158,12 @@ def _under(timeout_s: float, trouble: str = "") -> StageSpec:
     return toy_spec(ToyConfig(inner=Inner(timeout_s=timeout_s), trouble=trouble))
 
 
-def test_a_result_without_failures_is_a_hit_under_any_settings_of_them(store: ArtifactStore) -> None:
+def test_a_result_without_failures_is_a_hit_under_any_settings_of_them(store):
     _run(store, _under(60.0))
     assert decide(store, _under(5.0)).action == "HIT"
 
 
-def test_a_result_with_failed_answers_is_a_hit_under_their_settings_alone(store: ArtifactStore) -> None:
+def test_a_result_with_failed_answers_is_a_hit_under_their_settings_alone(store):
     first = _run(store, _under(5.0))
     action, reason = _said(store, _under(5.0))
     assert action == "HIT" and reason.endswith("; 3 of 12 answers failed (inner)")
@@ -180,7 +176,7 @@ def test_a_result_with_failed_answers_is_a_hit_under_their_settings_alone(store:
     assert record is not None and (record.failures, record.attempts) == ({}, 2)
 
 
-def test_unfinished_work_is_resumed_under_any_settings_and_counts_for_the_last(store: ArtifactStore) -> None:
+def test_unfinished_work_is_resumed_under_any_settings_and_counts_for_the_last(store):
     with pytest.raises(ValueError, match="went wrong"):
         _run(store, _under(5.0, "raise:3"))
     said = "from step 2 of attempt 1; 3 of 12 answers failed so far (inner): --force starts over"
@@ -196,7 +192,7 @@ def test_unfinished_work_is_resumed_under_any_settings_and_counts_for_the_last(s
     assert decide(store, _under(5.0)).action == "RUN"
 
 
-def test_the_work_of_a_second_run_survives_a_kill_although_the_first_has_a_record(store: ArtifactStore) -> None:
+def test_the_work_of_a_second_run_survives_a_kill_although_the_first_has_a_record(store):
     key = _run(store, _under(5.0)).key
     with pytest.raises(ValueError, match="went wrong"):
         _run(store, _under(60.0, "raise:3"))
@@ -206,10 +202,9 @@ def test_the_work_of_a_second_run_survives_a_kill_although_the_first_has_a_recor
     assert decide(store, _under(5.0)).action == "HIT"
 
 
-def test_a_result_that_an_earlier_version_kept_as_a_numbered_take_is_a_hit(store: ArtifactStore) -> None:
+def test_a_result_that_an_earlier_version_kept_as_a_numbered_take_is_a_hit(store):
     first = _run(store, _under(5.0))
     record = store.record(first.key)
-    assert record is not None
     payload = record.payload | {"take": 2}
     take = record.model_copy(update={"key": payload_key(payload), "payload": payload, "failures": {}})
     write_json(store.layout.key(take.key), take.to_json())
@@ -218,7 +213,7 @@ def test_a_result_that_an_earlier_version_kept_as_a_numbered_take_is_a_hit(store
     assert decide(store, _under(5.0)).key == first.key
 
 
-def test_a_process_that_waited_for_a_result_which_does_not_fit_computes_its_own(store: ArtifactStore) -> None:
+def test_a_process_that_waited_for_a_result_which_does_not_fit_computes_its_own(store):
     slow = toy_spec(ToyConfig(inner=Inner(timeout_s=5.0), seconds_a_step=0.3))
     other = threading.Thread(target=_run, args=(store, slow))
     held = store.layout.attempt(stage_key(slow))
@@ -236,7 +231,7 @@ def test_a_process_that_waited_for_a_result_which_does_not_fit_computes_its_own(
 
 
 @pytest.fixture
-def stage_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stage_file(tmp_path, monkeypatch) -> Path:
     """A stage module `drifting` that a test may edit."""
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "drifting.py"
@@ -251,7 +246,7 @@ def _drift(file: Path) -> None:
     file.write_text(f"{file.read_text()}EXTRA = 2\n")
 
 
-def test_a_hit_names_the_modules_whose_code_has_changed(store: ArtifactStore, stage_file: Path) -> None:
+def test_a_hit_names_the_modules_whose_code_has_changed(store, stage_file):
     spec = toy_spec(module="drifting")
     _run(store, spec)
     assert "code changed" not in decide(store, spec).reason
@@ -260,9 +255,7 @@ def test_a_hit_names_the_modules_whose_code_has_changed(store: ArtifactStore, st
     assert action == "HIT" and reason.endswith("; code changed since (drifting)")
 
 
-def test_strict_code_takes_a_result_of_this_very_code_and_runs_for_any_other(
-    store: ArtifactStore, stage_file: Path
-) -> None:
+def test_strict_code_takes_a_result_of_this_very_code_and_runs_for_any_other(store, stage_file):
     spec = toy_spec(module="drifting")
     _run(store, spec)
     assert decide(store, spec, strict=Strictness(code=True)).action == "HIT"
@@ -273,7 +266,7 @@ def test_strict_code_takes_a_result_of_this_very_code_and_runs_for_any_other(
     assert decide(store, spec).action == "HIT"
 
 
-def test_a_strict_stage_runs_when_its_code_changes(store: ArtifactStore, stage_file: Path) -> None:
+def test_a_strict_stage_runs_when_its_code_changes(store, stage_file):
     spec = toy_spec(module="drifting", code="strict")
     _run(store, spec)
     assert decide(store, spec).action == "HIT"
@@ -281,9 +274,7 @@ def test_a_strict_stage_runs_when_its_code_changes(store: ArtifactStore, stage_f
     assert _said(store, spec) == ("RUN", "code changed (drifting)")
 
 
-def test_a_resume_says_that_the_code_has_changed_and_the_record_names_both(
-    store: ArtifactStore, stage_file: Path
-) -> None:
+def test_a_resume_says_that_the_code_has_changed_and_the_record_names_both(store, stage_file):
     before = stage_file.read_text()
     spec = toy_spec(module="drifting")
     with pytest.raises(ValueError, match="went wrong"):
@@ -303,9 +294,7 @@ def test_a_resume_says_that_the_code_has_changed_and_the_record_names_both(
     assert record is not None and record.earlier_code == {}
 
 
-def test_a_forced_attempt_that_waited_goes_on_also_after_a_kill_and_no_longer_once_it_has_committed(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
+def test_a_forced_attempt_that_waited_goes_on_also_after_a_kill_and_no_longer_once_it_has_committed(store, tmp_path):
     _run(store, toy_spec())
     people = tmp_path / "approved"
     with pytest.raises(StageWaiting):
@@ -323,9 +312,7 @@ def test_a_forced_attempt_that_waited_goes_on_also_after_a_kill_and_no_longer_on
     assert _said(store, toy_spec(), force=True) == ("RUN", "forced")
 
 
-def test_a_forced_attempt_that_waits_starts_over_if_its_code_has_changed(
-    store: ArtifactStore, stage_file: Path, tmp_path: Path
-) -> None:
+def test_a_forced_attempt_that_waits_starts_over_if_its_code_has_changed(store, stage_file, tmp_path):
     with pytest.raises(StageWaiting):
         _run(store, toy_spec(ToyConfig(trouble=f"people:{tmp_path}/never"), module="drifting"), force=True)
     spec = toy_spec(module="drifting")
@@ -338,7 +325,7 @@ def test_a_forced_attempt_that_waits_starts_over_if_its_code_has_changed(
     assert record is not None and record.resumed_from is None
 
 
-def test_why_a_stage_runs_shows_no_secret_that_an_earlier_version_kept() -> None:
+def test_why_a_stage_runs_shows_no_secret_that_an_earlier_version_kept():
     same = {"stage": "score", "version": 1, "seed": 1, "schema": 1, "inputs": {}, "engines": {}, "callables": {}}
     old = same | {"config": {"arguments": {"api_key": "hunter2"}, "at": "https://me:hunter2@host/x"}}
     new = same | {"config": {"arguments": {"api_key": "env:KEY"}, "at": "https://me:${env:KEY}@host/x"}}
@@ -348,7 +335,7 @@ def test_why_a_stage_runs_shows_no_secret_that_an_earlier_version_kept() -> None
     ]
 
 
-def test_a_failure_is_noted_without_secrets_whatever_raised_it(store: ArtifactStore) -> None:
+def test_a_failure_is_noted_without_secrets_whatever_raised_it(store):
     know("step 1 went wrong")  # as if that were a secret
     with pytest.raises(ValueError, match=r"^\*\*\*$"):
         _run(store, toy_spec(ToyConfig(trouble="raise:1")))
@@ -356,9 +343,7 @@ def test_a_failure_is_noted_without_secrets_whatever_raised_it(store: ArtifactSt
     assert attempt.failure == "ValueError: ***"
 
 
-def test_an_error_whose_text_cannot_be_changed_is_raised_and_noted_as_another(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_whose_text_cannot_be_changed_is_raised_and_noted_as_another(store, monkeypatch):
     def fails(*_: object, **__: object) -> None:
         TypeAdapter(int).validate_python("a-secret-of-a-value")
 
@@ -378,9 +363,7 @@ def test_an_error_whose_text_cannot_be_changed_is_raised_and_noted_as_another(
     "changes",
     [{"key": None}, {"payload": []}, {"payload": {}}, {"code": "x"}, {"payload": {"config": 1}}, {"payload": None}],
 )
-def test_a_note_with_values_of_other_types_says_nothing_of_what_changed(
-    store: ArtifactStore, changes: dict[str, Any]
-) -> None:
+def test_a_note_with_values_of_other_types_says_nothing_of_what_changed(store, changes):
     _run(store, toy_spec())
     path = store.layout.label(toy_spec().label)
     table = json.loads(path.read_text())
@@ -390,9 +373,7 @@ def test_a_note_with_values_of_other_types_says_nothing_of_what_changed(
         assert _said(store, toy_spec(seed=8)) == ("RUN", "the record of its last configuration cannot be read")
 
 
-def test_other_versions_are_said_and_count_where_they_are_asked_to(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_versions_are_said_and_count_where_they_are_asked_to(store, monkeypatch):
     spec = toy_spec()
     _run(store, spec)
     assert (

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ POLICY = PolicyRef(uri="store://aa", digest="aa11", parents=("p",))
 OTHER = PolicyRef(uri="store://bb", digest="bb22")
 
 
-def test_the_key_of_a_fixed_spec_never_changes() -> None:
+def test_the_key_of_a_fixed_spec_never_changes():
     # If this fails, every artifact of every user is about to be made again: raise KEY_SCHEMA only on purpose.
     spec = toy_spec(inputs={"policy": POLICY, "reward_models": {"b": OTHER, "a": POLICY}, "data": (OTHER, POLICY)})
     assert key_payload(spec) == {
@@ -36,7 +33,7 @@ def test_the_key_of_a_fixed_spec_never_changes() -> None:
 
 
 @given(st.permutations(["kl_coef", "steps", "names", "inner", "workers"]))
-def test_the_order_of_fields_and_inputs_does_not_matter(order: list[str]) -> None:
+def test_the_order_of_fields_and_inputs_does_not_matter(order):
     values: dict[str, Any] = {"kl_coef": 0.05, "steps": 3, "names": ("a", "b"), "inner": Inner(), "workers": 1}
     inputs = {f"in_{name}": PolicyRef(uri="store://x", digest=name) for name in order}
     ordered = {name: inputs[name] for name in sorted(inputs)}
@@ -44,7 +41,7 @@ def test_the_order_of_fields_and_inputs_does_not_matter(order: list[str]) -> Non
     assert stage_key(toy_spec(config, inputs=inputs)) == stage_key(toy_spec(ToyConfig(), inputs=ordered))
 
 
-def test_operational_fields_and_the_label_do_not_enter_the_key() -> None:
+def test_operational_fields_and_the_label_do_not_enter_the_key():
     key = stage_key(toy_spec())
     assert stage_key(toy_spec(ToyConfig(workers=8, inner=Inner(log_every=1)))) == key
     assert stage_key(toy_spec(label="elsewhere/toy")) == key
@@ -63,11 +60,11 @@ def test_operational_fields_and_the_label_do_not_enter_the_key() -> None:
         {"inputs": {"policy": POLICY}},
     ],
 )
-def test_whatever_changes_the_result_changes_the_key(changes: dict[str, Any]) -> None:
+def test_whatever_changes_the_result_changes_the_key(changes):
     assert stage_key(toy_spec(**changes)) != stage_key(toy_spec())
 
 
-def test_an_input_counts_by_its_content_not_by_its_place_or_its_parents() -> None:
+def test_an_input_counts_by_its_content_not_by_its_place_or_its_parents():
     key = stage_key(toy_spec(inputs={"policy": POLICY}))
     moved = PolicyRef(uri="file:///models/x", digest="aa11")
     assert stage_key(toy_spec(inputs={"policy": moved})) == key
@@ -75,7 +72,7 @@ def test_an_input_counts_by_its_content_not_by_its_place_or_its_parents() -> Non
     assert stage_key(toy_spec(inputs={"reference": POLICY})) != key
 
 
-def test_code_enters_the_key_of_strict_stages_and_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_enters_the_key_of_strict_stages_and_on_request(monkeypatch):
     assert "code" not in key_payload(toy_spec())
     asked = key_payload(toy_spec(), strict_code=True)
     assert asked["code"] == code_digest("tests.support.toy_stage")
@@ -84,9 +81,7 @@ def test_code_enters_the_key_of_strict_stages_and_on_request(monkeypatch: pytest
     assert stage_key(toy_spec()) == payload_key(asked)
 
 
-def test_a_function_in_the_configuration_is_named_by_its_code_and_not_by_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_in_the_configuration_is_named_by_its_code_and_not_by_its_path(tmp_path, monkeypatch):
     for name, value in (("one.py", 1), ("two.py", 2)):
         (tmp_path / name).write_text(f"def score(x): return {value}\n")
     one, two = f"{tmp_path}/one.py:score", f"{tmp_path}/two.py:score"
@@ -104,18 +99,18 @@ def test_a_function_in_the_configuration_is_named_by_its_code_and_not_by_its_pat
     assert key(one, two) != before
 
 
-def test_refs_are_listed_in_one_order() -> None:
+def test_refs_are_listed_in_one_order():
     spec = toy_spec(inputs={"z": (OTHER, POLICY), "a": {"y": OTHER, "x": POLICY}, "m": POLICY})
     assert [ref.digest for ref in spec.refs()] == ["aa11", "bb22", "aa11", "bb22", "aa11"]
 
 
 @pytest.mark.parametrize("value", [None, "store://x", (POLICY, "x"), {"a": 1}])
-def test_an_input_that_is_no_handle_is_refused(value: Any) -> None:
+def test_an_input_that_is_no_handle_is_refused(value):
     with pytest.raises(ConfigError, match=r"inputs\.policy = "):
         stage_key(toy_spec(inputs={"policy": value}))
 
 
-def test_a_module_without_run_is_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_without_run_is_no_stage(tmp_path, monkeypatch):
     (tmp_path / "no_stage.py").write_text("VERSION = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
@@ -123,14 +118,12 @@ def test_a_module_without_run_is_no_stage(tmp_path: Path, monkeypatch: pytest.Mo
         stage_module(toy_spec(module="no_stage"))
 
 
-def test_a_code_policy_that_is_none_is_refused() -> None:
+def test_a_code_policy_that_is_none_is_refused():
     with pytest.raises(ConfigError, match=r"toy\.code = 'loose': must be 'strict' or 'warn'"):
         toy_spec(code="loose")
 
 
-def test_a_key_needs_the_source_of_the_stage_and_not_its_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_needs_the_source_of_the_stage_and_not_its_import(tmp_path, monkeypatch):
     (tmp_path / "unimportable.py").write_text("raise RuntimeError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import json
 import multiprocessing
@@ -38,7 +36,7 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_stage_runs_once_and_then_hits(store: ArtifactStore) -> None:
+def test_a_stage_runs_once_and_then_hits(store):
     said: list[Decision] = []
     ref, decision = run_toy(store, toy_spec(), on_decision=said.append)
     # kl_coef * (1 + 2 + 3) + 3 * seed = 0.3 + 21
@@ -49,12 +47,11 @@ def test_a_stage_runs_once_and_then_hits(store: ArtifactStore) -> None:
     assert said == [decision, second]
 
 
-def test_the_record_says_from_what_with_what_and_how_long(store: ArtifactStore) -> None:
+def test_the_record_says_from_what_with_what_and_how_long(store):
     base, _ = run_toy(store, toy_spec(label="base"))
     spec = toy_spec(inputs={"policy": base}, label="ppo")
     ref, _ = run_toy(store, spec, tracking={"mlflow_run": "r1"})
     record = store.record(stage_key(spec))
-    assert record is not None
     assert (record.label, record.stage, record.attempts, record.resumed_from) == ("ppo", "toy", 1, None)
     assert record.handle == ref and ref.parents == (base.digest,) and record.inputs == (base.uri,)
     assert record.metrics == {"total": 1.5} and record.engines == {"none": "1.0"}
@@ -63,7 +60,7 @@ def test_the_record_says_from_what_with_what_and_how_long(store: ArtifactStore) 
     assert 0 < record.seconds < 60
 
 
-def test_children_are_handles_of_their_own(store: ArtifactStore) -> None:
+def test_children_are_handles_of_their_own(store):
     ref, _ = run_toy(store, toy_spec(ToyConfig(trouble="children")))
     assert isinstance(ref, PreparedDataRef) and isinstance(ref.base, PolicyRef)
     assert (store.path(ref.base) / "config.json").read_text() == "{}"
@@ -71,7 +68,7 @@ def test_children_are_handles_of_their_own(store: ArtifactStore) -> None:
     assert decision.action == "HIT" and again == ref
 
 
-def test_a_failure_keeps_checkpoints_and_its_reason_and_the_next_run_goes_on(store: ArtifactStore) -> None:
+def test_a_failure_keeps_checkpoints_and_its_reason_and_the_next_run_goes_on(store):
     whole, _ = run_toy(ArtifactStore(store.root.parent / "whole"), toy_spec())
     with pytest.raises(ValueError, match="step 3"):
         run_toy(store, toy_spec(ToyConfig(trouble="raise:3")))
@@ -89,7 +86,7 @@ def test_a_failure_keeps_checkpoints_and_its_reason_and_the_next_run_goes_on(sto
     assert _names(folder / "work-2") == ["metrics.jsonl"], "checkpoints go once the result is there"
 
 
-def test_an_interrupt_is_noted_as_such(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_noted_as_such(store, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -99,7 +96,7 @@ def test_an_interrupt_is_noted_as_such(store: ArtifactStore, monkeypatch: pytest
     assert run_toy(store)[1].reason == "from step 1 of attempt 1"
 
 
-def test_metrics_wear_the_label_and_replayed_steps_are_not_recorded_twice(store: ArtifactStore) -> None:
+def test_metrics_wear_the_label_and_replayed_steps_are_not_recorded_twice(store):
     tracker = RecordingTracker()
     with pytest.raises(ValueError, match="step 2"):
         run_toy(store, toy_spec(ToyConfig(trouble="raise:2"), label="a/b"), tracker=tracker)
@@ -118,14 +115,12 @@ def test_metrics_wear_the_label_and_replayed_steps_are_not_recorded_twice(store:
     ("trouble", "text"),
     [("no commit", "returned without committing an artifact"), ("other handle", "returned another handle")],
 )
-def test_a_stage_must_return_what_it_committed(store: ArtifactStore, trouble: str, text: str) -> None:
+def test_a_stage_must_return_what_it_committed(store, trouble, text):
     with pytest.raises(ArtifactError, match=text):
         run_toy(store, toy_spec(ToyConfig(trouble=trouble)))
 
 
-def test_a_disk_that_is_full_before_the_stage_begins_is_named_too(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_before_the_stage_begins_is_named_too(store, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -138,14 +133,14 @@ def test_a_disk_that_is_full_before_the_stage_begins_is_named_too(
     assert run_toy(store)[1].action == "RUN"
 
 
-def test_a_full_disk_in_a_stage_is_named_and_the_next_run_goes_on(store: ArtifactStore) -> None:
+def test_a_full_disk_in_a_stage_is_named_and_the_next_run_goes_on(store):
     with pytest.raises(ArtifactError, match=r"the disk is full; free space, or .*run the same command again to resume"):
         run_toy(store, toy_spec(ToyConfig(trouble="full")))
     assert store.record(stage_key(toy_spec())) is None
     assert run_toy(store)[1].reason == "from step 3 of attempt 1"
 
 
-def test_force_starts_from_the_beginning_and_makes_a_new_record(store: ArtifactStore) -> None:
+def test_force_starts_from_the_beginning_and_makes_a_new_record(store):
     first, _ = run_toy(store)
     before = store.record(stage_key(toy_spec()))
     with pytest.raises(ValueError, match="step 3"):
@@ -160,7 +155,7 @@ def test_force_starts_from_the_beginning_and_makes_a_new_record(store: ArtifactS
     assert (before.attempts, after.attempts) == (1, 3) and after.started > before.started
 
 
-def test_an_identical_parent_made_again_stops_the_cascade(store: ArtifactStore) -> None:
+def test_an_identical_parent_made_again_stops_the_cascade(store):
     first, _ = run_toy(store, toy_spec(ToyConfig(kl_coef=0.0, steps=2), label="base"))
     run_toy(store, toy_spec(inputs={"policy": first}, label="child"))
     # 2 steps of seed 7 and 1 step of seed 14 both add up to 14.0: another key, the same content.
@@ -178,7 +173,7 @@ def _run_in_process(root: Path, config: ToyConfig, results: Any) -> None:
     results.put((ref.digest, decision.action, said))
 
 
-def test_two_processes_share_one_computation(store: ArtifactStore) -> None:
+def test_two_processes_share_one_computation(store):
     config = ToyConfig(seconds_a_step=0.2)
     results = FORK.Queue()
     processes = [FORK.Process(target=_run_in_process, args=(store.root, config, results)) for _ in range(2)]
@@ -193,7 +188,7 @@ def test_two_processes_share_one_computation(store: ArtifactStore) -> None:
     assert len(history(_work(store, toy_spec()))) == 1
 
 
-def test_a_waiting_process_takes_over_when_the_first_is_killed(store: ArtifactStore) -> None:
+def test_a_waiting_process_takes_over_when_the_first_is_killed(store):
     config = ToyConfig(seconds_a_step=0.3)
     results = FORK.Queue()
     first = FORK.Process(target=_run_in_process, args=(store.root, config, results))
@@ -210,7 +205,7 @@ def test_a_waiting_process_takes_over_when_the_first_is_killed(store: ArtifactSt
     assert [item.status for item in history(_work(store, toy_spec()))] == ["running", "committed"]
 
 
-def test_kills_at_any_instant_cost_at_most_a_step_and_the_result_is_the_same(store: ArtifactStore) -> None:
+def test_kills_at_any_instant_cost_at_most_a_step_and_the_result_is_the_same(store):
     config = ToyConfig(steps=40, seconds_a_step=0.005, bytes_out=4_000_000)
     whole, _ = run_toy(ArtifactStore(store.root.parent / "whole"), toy_spec(config))
     pause = random.Random(5)
@@ -237,9 +232,7 @@ def _run_toy(root: Path, ended: Path) -> None:
         ended.write_text(f"{type(error).__name__}: {error}")
 
 
-def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(
-    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(store, tmp_path, monkeypatch):
     """It stands still for longer than a lease lasts, and comes to itself while another one goes on from its work."""
     whole, _ = run_toy(ArtifactStore(tmp_path / "whole"), toy_spec(ToyConfig(steps=200)))
     monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.1)
@@ -273,9 +266,7 @@ def test_a_process_that_was_taken_over_ends_with_one_sentence_and_harms_nobody(
     assert _names(folder) == ["attempt.json", "work-2"] and _names(folder / "work-2") == ["metrics.jsonl"]
 
 
-def test_a_process_that_was_taken_over_as_it_committed_leaves_its_successor_at_work(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_was_taken_over_as_it_committed_leaves_its_successor_at_work(store, monkeypatch):
     """It stands still between its last look at the lease and its record."""
     folder = _work(store, toy_spec())
     commit = ArtifactStore.commit

@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import os
 import pty
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -40,9 +37,7 @@ def passed_on() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_asks_and_reaches_whoever_handled_it_before_once_the_stage_has_saved(
-    passed_on: list[int], number: signal.Signals
-) -> None:
+def test_the_first_signal_asks_and_reaches_whoever_handled_it_before_once_the_stage_has_saved(passed_on, number):
     with pytest.raises(StageStopped), on_signals():
         assert reason() == ""
         os.kill(os.getpid(), number)
@@ -53,7 +48,7 @@ def test_the_first_signal_asks_and_reaches_whoever_handled_it_before_once_the_st
     assert reason() == ""
 
 
-def test_the_second_signal_is_handled_at_once(passed_on: list[int]) -> None:
+def test_the_second_signal_is_handled_at_once(passed_on):
     with on_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -61,14 +56,14 @@ def test_the_second_signal_is_handled_at_once(passed_on: list[int]) -> None:
 
 
 @pytest.mark.parametrize("first", SIGNALS)
-def test_a_hang_up_is_never_the_second_signal(passed_on: list[int], first: signal.Signals) -> None:
+def test_a_hang_up_is_never_the_second_signal(passed_on, first):
     with on_signals():
         os.kill(os.getpid(), first)
         os.kill(os.getpid(), signal.SIGHUP)
         assert passed_on == [] and reason() == f"{first.name} arrived"
 
 
-def test_a_hang_up_that_nobody_handles_ends_as_a_termination(passed_on: list[int]) -> None:
+def test_a_hang_up_that_nobody_handles_ends_as_a_termination(passed_on):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with pytest.raises(StageStopped), on_signals():
         os.kill(os.getpid(), signal.SIGHUP)
@@ -76,14 +71,14 @@ def test_a_hang_up_that_nobody_handles_ends_as_a_termination(passed_on: list[int
     assert passed_on == [signal.SIGTERM]
 
 
-def test_under_nohup_a_hang_up_is_ignored(passed_on: list[int]) -> None:
+def test_under_nohup_a_hang_up_is_ignored(passed_on):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with on_signals():
         os.kill(os.getpid(), signal.SIGHUP)
         assert reason() == "" and stopping.terminations() == (signal.SIGTERM,)
 
 
-def test_a_stage_saves_when_its_terminal_goes(tmp_path: Path) -> None:
+def test_a_stage_saves_when_its_terminal_goes(tmp_path):
     child, terminal = pty.fork()
     if child == 0:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
@@ -95,9 +90,7 @@ def test_a_stage_saves_when_its_terminal_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stage_that_comes_to_no_end_is_interrupted_after_a_while(
-    passed_on: list[int], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_a_stage_that_comes_to_no_end_is_interrupted_after_a_while(passed_on, monkeypatch, number):
     monkeypatch.setattr(stopping, "GRACE_S", 0.05)
     with on_signals():
         os.kill(os.getpid(), number)
@@ -107,9 +100,7 @@ def test_a_stage_that_comes_to_no_end_is_interrupted_after_a_while(
     assert passed_on == [signal.SIGTERM]
 
 
-def test_a_body_that_ends_in_time_is_not_interrupted_later(
-    passed_on: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_that_ends_in_time_is_not_interrupted_later(passed_on, monkeypatch):
     monkeypatch.setattr(stopping, "GRACE_S", 0.5)
     with on_signals():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -117,7 +108,7 @@ def test_a_body_that_ends_in_time_is_not_interrupted_later(
     assert passed_on == []
 
 
-def test_the_time_limit_counts_from_the_start_of_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_counts_from_the_start_of_the_allocation(monkeypatch):
     monkeypatch.setenv(stopping.ALLOCATION_START, str(time.time() - 100))
     with time_limit(200):
         assert reason() == ""
@@ -126,7 +117,7 @@ def test_the_time_limit_counts_from_the_start_of_the_allocation(monkeypatch: pyt
     assert reason() == ""
 
 
-def test_without_an_allocation_the_time_limit_counts_from_now_and_0_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_allocation_the_time_limit_counts_from_now_and_0_is_none(monkeypatch):
     monkeypatch.delenv(stopping.ALLOCATION_START, raising=False)
     with time_limit(60):
         assert reason() == ""
@@ -137,9 +128,7 @@ def test_without_an_allocation_the_time_limit_counts_from_now_and_0_is_none(monk
         assert reason() == ""
 
 
-def test_an_alarm_that_somebody_else_set_on_the_signal_does_not_end_the_process_before_it_has_saved(
-    passed_on: list[int],
-) -> None:
+def test_an_alarm_that_somebody_else_set_on_the_signal_does_not_end_the_process_before_it_has_saved(passed_on):
     with on_signals():
         signal.alarm(60)  # as Ray's handler does, with 3 s
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging
@@ -35,7 +33,7 @@ def _object(store: ArtifactStore, ref: ArtifactRef) -> Path:
     return store.layout.object(object_digest(ref))
 
 
-def test_a_commit_moves_the_folder_and_its_digest_is_that_of_the_files(store: ArtifactStore, tmp_path: Path) -> None:
+def test_a_commit_moves_the_folder_and_its_digest_is_that_of_the_files(store, tmp_path):
     ref = _commit(store, {"a.txt": "1", "sub/b.txt": "2"})
     assert not (store.root / "attempts" / "out").exists()
     assert (store.path(ref) / "sub" / "b.txt").read_text() == "2"
@@ -49,13 +47,13 @@ def test_a_commit_moves_the_folder_and_its_digest_is_that_of_the_files(store: Ar
     assert [item.key for item in store.records()] == [KEY]
 
 
-def test_objects_are_read_only(store: ArtifactStore) -> None:
+def test_objects_are_read_only(store):
     folder = store.path(_commit(store, {"a": "1", "sub/b": "2"}))
     modes = {path.stat().st_mode & 0o222 for path in (folder, folder / "a", folder / "sub", folder / "sub" / "b")}
     assert modes == {0}
 
 
-def test_children_are_handles_with_the_digest_of_their_folder(store: ArtifactStore) -> None:
+def test_children_are_handles_with_the_digest_of_their_folder(store):
     out = _out(store, {"base/w": "1", "demonstrations/train.parquet": "2", "validation.json": "{}"})
     children: dict[str, tuple[str, type[ArtifactRef]]] = {
         "base": ("base", PolicyRef),
@@ -70,7 +68,7 @@ def test_children_are_handles_with_the_digest_of_their_folder(store: ArtifactSto
     assert record is not None and record.handle == ref
 
 
-def test_the_same_content_is_kept_once(store: ArtifactStore) -> None:
+def test_the_same_content_is_kept_once(store):
     first = _commit(store, {"a": "1"})
     second = _commit(store, {"a": "1"}, key=sha256_text("other"))
     assert first == second
@@ -79,7 +77,7 @@ def test_the_same_content_is_kept_once(store: ArtifactStore) -> None:
     assert not (store.root / "attempts" / "out").exists()
 
 
-def test_a_commit_replaces_a_damaged_object_of_the_same_content(store: ArtifactStore) -> None:
+def test_a_commit_replaces_a_damaged_object_of_the_same_content(store):
     ref = _commit(store, {"a": "1"})
     _flip(store.path(ref) / "a", "2")
     _commit(store, {"a": "1"})
@@ -102,9 +100,7 @@ HARMS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("text", HARMS)
-def test_damage_is_named_and_put_into_quarantine_so_that_the_key_is_free(
-    store: ArtifactStore, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_is_named_and_put_into_quarantine_so_that_the_key_is_free(store, text, caplog):
     folder = store.path(_commit(store, {"weights": "123", "other": "4"}))
     folder.chmod(0o755)
     HARMS[text](folder, store.layout.key(KEY))
@@ -118,7 +114,7 @@ def test_damage_is_named_and_put_into_quarantine_so_that_the_key_is_free(
     assert store.record(KEY) is not None
 
 
-def test_a_gone_artifact_and_a_foreign_uri_are_refused_by_name(store: ArtifactStore) -> None:
+def test_a_gone_artifact_and_a_foreign_uri_are_refused_by_name(store):
     with pytest.raises(ArtifactError, match=r"PolicyRef\.uri = 'store://abcd'"):
         store.path(PolicyRef(uri="store://abcd", digest="abcd"))
     with pytest.raises(ArtifactError, match="must begin with"):
@@ -129,7 +125,7 @@ def test_a_gone_artifact_and_a_foreign_uri_are_refused_by_name(store: ArtifactSt
     ("files", "text"),
     [({}, "is empty"), ({"manifest.json": "{}"}, "is a name that the store reserves"), ({"a": "1"}, "no files")],
 )
-def test_an_artifact_that_cannot_be_kept_is_refused(store: ArtifactStore, files: dict[str, str], text: str) -> None:
+def test_an_artifact_that_cannot_be_kept_is_refused(store, files, text):
     out = _out(store, files)
     out.mkdir(parents=True, exist_ok=True)
     with pytest.raises(ArtifactError, match=text):
@@ -137,14 +133,14 @@ def test_an_artifact_that_cannot_be_kept_is_refused(store: ArtifactStore, files:
     assert store.record(KEY) is None and not store.layout.objects.exists()
 
 
-def test_links_are_refused(store: ArtifactStore) -> None:
+def test_links_are_refused(store):
     out = _out(store, {"a": "1"})
     (out / "link").symlink_to(out / "a")
     with pytest.raises(ArtifactError, match="is a symbolic link"):
         store.commit(KEY, out, PolicyRef, children={}, record=PROVENANCE)
 
 
-def test_a_commit_without_the_lease_writes_no_record(store: ArtifactStore) -> None:
+def test_a_commit_without_the_lease_writes_no_record(store):
     with store.lease(KEY) as lease:
         stolen = {**{name: getattr(lease.owner, name) for name in lease.owner.__slots__}, "token": "thief"}
         write_json(store.layout.leases / f"{KEY}.json", stolen)
@@ -153,9 +149,7 @@ def test_a_commit_without_the_lease_writes_no_record(store: ArtifactStore) -> No
     assert store.record(KEY) is None
 
 
-def test_from_the_check_of_the_lease_to_the_record_nobody_takes_it_over(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_the_check_of_the_lease_to_the_record_nobody_takes_it_over(store, monkeypatch):
     wrote = []
 
     def write(path: Path, value: dict[str, object]) -> None:
@@ -172,9 +166,7 @@ def test_from_the_check_of_the_lease_to_the_record_nobody_takes_it_over(
 
 
 @pytest.mark.parametrize("reader", ["record", "check_inputs", "verify", "commit"])
-def test_who_found_damage_leaves_alone_what_another_process_has_repaired_since(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, reader: str
-) -> None:
+def test_who_found_damage_leaves_alone_what_another_process_has_repaired_since(store, monkeypatch, reader):
     ref = _commit(store, {"a": "1"})
     weights = store.path(ref) / "a"
     _flip(weights, "23")
@@ -203,7 +195,7 @@ def test_who_found_damage_leaves_alone_what_another_process_has_repaired_since(
     assert store.record(KEY) is not None and store.verify() == []
 
 
-def test_no_record_is_written_of_an_object_that_is_gone(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_record_is_written_of_an_object_that_is_gone(store, monkeypatch):
     def lose(folder: Path) -> None:
         folder.rename(store.root / "lost")
         folder.mkdir()
@@ -215,9 +207,7 @@ def test_no_record_is_written_of_an_object_that_is_gone(store: ArtifactStore, mo
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
-def test_a_full_disk_in_a_commit_leaves_no_record(
-    store: ArtifactStore, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_in_a_commit_leaves_no_record(store, call, monkeypatch):
     out = _out(store, {"a": "1"})
 
     def full(*_: object) -> None:
@@ -234,7 +224,7 @@ def test_a_full_disk_in_a_commit_leaves_no_record(
 # ---------------------------------------------------------------- folders outside the store
 
 
-def test_an_external_folder_has_the_digest_of_its_visible_files(store: ArtifactStore, tmp_path: Path) -> None:
+def test_an_external_folder_has_the_digest_of_its_visible_files(store, tmp_path):
     model = tmp_path / "model"
     (model / ".cache").mkdir(parents=True)
     (model / ".cache" / "junk").write_text("x")
@@ -249,7 +239,7 @@ def test_an_external_folder_has_the_digest_of_its_visible_files(store: ArtifactS
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def read(monkeypatch) -> list[str]:
     """The files that were hashed. The clock is ten seconds ahead: what was written just now is never remembered."""
     found: list[str] = []
 
@@ -264,7 +254,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_an_unchanged_external_folder_is_not_read_again(store: ArtifactStore, tmp_path: Path, read: list[str]) -> None:
+def test_an_unchanged_external_folder_is_not_read_again(store, tmp_path, read):
     store.create()
     model = tmp_path / "model"
     model.mkdir()
@@ -276,9 +266,7 @@ def test_an_unchanged_external_folder_is_not_read_again(store: ArtifactStore, tm
     assert store.external(PolicyRef, model) != ref and read == ["v", "w", "w"]
 
 
-def test_a_file_replaced_by_one_of_its_size_and_time_is_seen(
-    store: ArtifactStore, tmp_path: Path, read: list[str]
-) -> None:
+def test_a_file_replaced_by_one_of_its_size_and_time_is_seen(store, tmp_path, read):
     store.create()
     model = tmp_path / "model"
     model.mkdir()
@@ -295,7 +283,7 @@ def test_a_file_replaced_by_one_of_its_size_and_time_is_seen(
     assert store.external(PolicyRef, model).digest == before.digest
 
 
-def test_an_external_folder_must_be_there(store: ArtifactStore, tmp_path: Path) -> None:
+def test_an_external_folder_must_be_there(store, tmp_path):
     with pytest.raises(ArtifactError, match="is not a folder"):
         store.external(PolicyRef, tmp_path / "nowhere")
 
@@ -303,7 +291,7 @@ def test_an_external_folder_must_be_there(store: ArtifactStore, tmp_path: Path) 
 # ---------------------------------------------------------------- which version wrote it
 
 
-def test_looking_at_a_store_that_is_not_there_does_not_make_it(store: ArtifactStore, tmp_path: Path) -> None:
+def test_looking_at_a_store_that_is_not_there_does_not_make_it(store, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "w").write_text("1")
     store.external(PolicyRef, tmp_path / "model")
@@ -312,7 +300,7 @@ def test_looking_at_a_store_that_is_not_there_does_not_make_it(store: ArtifactSt
     assert not store.root.exists()
 
 
-def test_a_lease_and_a_commit_mark_the_store_with_its_schema(store: ArtifactStore) -> None:
+def test_a_lease_and_a_commit_mark_the_store_with_its_schema(store):
     with store.lease(KEY):
         assert (store.root / "store.json").exists()
     (store.root / "store.json").unlink()  # as in a store of the time before the marker: schema 1
@@ -320,7 +308,7 @@ def test_a_lease_and_a_commit_mark_the_store_with_its_schema(store: ArtifactStor
     assert read_json(store.root / "store.json") == {"schema": 1}
 
 
-def test_a_store_of_a_newer_version_is_refused_before_it_is_touched(store: ArtifactStore) -> None:
+def test_a_store_of_a_newer_version_is_refused_before_it_is_touched(store):
     write_json(store.root / "store.json", {"schema": 2})
     with pytest.raises(ArtifactError) as caught:
         ArtifactStore(store.root)
@@ -331,14 +319,14 @@ def test_a_store_of_a_newer_version_is_refused_before_it_is_touched(store: Artif
     assert [path.name for path in store.root.iterdir()] == ["store.json"]
 
 
-def test_a_file_is_no_store(tmp_path: Path) -> None:
+def test_a_file_is_no_store(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ArtifactError, match="is a file; name a folder"):
         ArtifactStore(tmp_path / "file")
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"schema": "x"}'])
-def test_a_marker_that_cannot_be_read_is_refused_with_what_to_do(store: ArtifactStore, content: str) -> None:
+def test_a_marker_that_cannot_be_read_is_refused_with_what_to_do(store, content):
     store.create()
     (store.root / "store.json").write_text(content)
     with pytest.raises(
@@ -347,7 +335,7 @@ def test_a_marker_that_cannot_be_read_is_refused_with_what_to_do(store: Artifact
         ArtifactStore(store.root)
 
 
-def test_a_record_that_cannot_be_read_is_named_and_the_others_are_listed(store: ArtifactStore) -> None:
+def test_a_record_that_cannot_be_read_is_named_and_the_others_are_listed(store):
     _commit(store, {"a": "1"})
     bad = {"no table": "{", "no fields": "{}", "unknown handle": '{"handle": {"type": "NewRef", "fields": {}}}'}
     for name, content in bad.items():
@@ -365,11 +353,10 @@ def test_a_record_that_cannot_be_read_is_named_and_the_others_are_listed(store: 
 
 
 @pytest.mark.parametrize("uri", ["store://", "store://../..", "store://abc", "file:", "store://{digest}/../.."])
-def test_a_record_that_points_at_no_object_is_put_aside_alone(store: ArtifactStore, uri: str) -> None:
+def test_a_record_that_points_at_no_object_is_put_aside_alone(store, uri):
     other = _commit(store, {"a": "1"}, key=sha256_text("other"))
     ref = _commit(store, {"b": "2"})
     table = read_json(store.layout.key(KEY))
-    assert table is not None
     table["handle"]["fields"]["uri"] = uri.format(digest=ref.digest)
     write_json(store.layout.key(KEY), table)
     assert store.record(KEY) is None
@@ -378,7 +365,7 @@ def test_a_record_that_points_at_no_object_is_put_aside_alone(store: ArtifactSto
     assert store.record(sha256_text("other")) is not None
 
 
-def test_a_record_in_the_place_of_another_is_put_aside(store: ArtifactStore) -> None:
+def test_a_record_in_the_place_of_another_is_put_aside(store):
     _commit(store, {"a": "1"}, key=sha256_text("other"))
     table = read_json(store.layout.key(sha256_text("other")))
     assert table is not None
@@ -388,7 +375,7 @@ def test_a_record_in_the_place_of_another_is_put_aside(store: ArtifactStore) -> 
 
 
 @pytest.mark.parametrize("note", [{}, {"problem": 5, "key": "../../x"}, {"key": "k" * 300}, {"key": None}])
-def test_notes_with_values_of_other_types_are_none(store: ArtifactStore, note: dict[str, object]) -> None:
+def test_notes_with_values_of_other_types_are_none(store, note):
     _commit(store, {"a": "1"})
     write_json(store.layout.damage(KEY), note)
     write_json(store.layout.label("toy"), note)
@@ -397,9 +384,7 @@ def test_notes_with_values_of_other_types_are_none(store: ArtifactStore, note: d
 
 
 @pytest.mark.parametrize("table", [{}, {"files": []}, {"files": {"a": {"size": 1}}}, {"files": {"a": 5}}])
-def test_a_memory_of_an_external_folder_with_other_types_is_forgotten(
-    store: ArtifactStore, tmp_path: Path, table: dict[str, object]
-) -> None:
+def test_a_memory_of_an_external_folder_with_other_types_is_forgotten(store, tmp_path, table):
     model = tmp_path / "model"
     model.mkdir()
     (model / "a").write_text("1")

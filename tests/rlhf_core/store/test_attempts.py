@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,7 +20,7 @@ def begin(folder: Path, resumed_from: int | None = None) -> attempts.Attempt:
     return attempts.begin(folder, label="sft", resumed_from=resumed_from, code={"m": "1"})
 
 
-def test_attempts_are_counted_and_keep_how_they_ended(tmp_path: Path) -> None:
+def test_attempts_are_counted_and_keep_how_they_ended(tmp_path):
     first = begin(tmp_path)
     assert attempts.output(tmp_path, first) == tmp_path / "out-1" and (tmp_path / "out-1").is_dir()
     attempts.end(tmp_path, first, label="sft", status="failed", failure="ValueError: no", seconds=1.23456)
@@ -35,14 +33,14 @@ def test_attempts_are_counted_and_keep_how_they_ended(tmp_path: Path) -> None:
     assert second.number == 2 and not (tmp_path / "out-1").exists()
 
 
-def test_the_output_of_a_killed_attempt_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_the_output_of_a_killed_attempt_is_removed_by_the_next(tmp_path):
     begin(tmp_path)
     (tmp_path / "out-1" / "half").write_text("x")
     begin(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "out-2", "work-2"]
 
 
-def test_an_attempt_goes_on_in_a_folder_of_its_own_which_the_one_before_cannot_touch(tmp_path: Path) -> None:
+def test_an_attempt_goes_on_in_a_folder_of_its_own_which_the_one_before_cannot_touch(tmp_path):
     first = begin(tmp_path)
     stale = Checkpoints(attempts.checkpoints(tmp_path))
     with stale.saving(1, {"n": 1}) as folder:
@@ -62,7 +60,7 @@ def test_an_attempt_goes_on_in_a_folder_of_its_own_which_the_one_before_cannot_t
     assert not attempts.work(tmp_path, first).exists()
 
 
-def test_work_is_found_wherever_a_kill_stopped_its_move(tmp_path: Path) -> None:
+def test_work_is_found_wherever_a_kill_stopped_its_move(tmp_path):
     begin(tmp_path)
     (tmp_path / "work-1" / "shard-1").write_text("x")
     begin(tmp_path)
@@ -80,7 +78,7 @@ def test_work_is_found_wherever_a_kill_stopped_its_move(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "work-5"]
 
 
-def test_unfinished_work_is_what_the_stage_left_itself(tmp_path: Path) -> None:
+def test_unfinished_work_is_what_the_stage_left_itself(tmp_path):
     assert attempts.unfinished_work(tmp_path / "nowhere") == []
     begin(tmp_path)
     attempts.checkpoints(tmp_path).mkdir()
@@ -96,7 +94,7 @@ def test_unfinished_work_is_what_the_stage_left_itself(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "work-1"]
 
 
-def test_an_attempt_whose_process_was_killed_is_noted_as_interrupted_once(tmp_path: Path) -> None:
+def test_an_attempt_whose_process_was_killed_is_noted_as_interrupted_once(tmp_path):
     assert attempts.abandon(tmp_path, committed=False) is None
     killed = begin(tmp_path)
     found = attempts.abandon(tmp_path, committed=False)
@@ -112,7 +110,7 @@ def test_an_attempt_whose_process_was_killed_is_noted_as_interrupted_once(tmp_pa
 @pytest.mark.parametrize(
     "changes", [{"number": "two"}, {"number": 10**400}, {"code": ["m"]}, {"status": "lost"}, {"failure": 5}]
 )
-def test_a_history_with_values_of_other_types_starts_again(changes: dict[str, object], tmp_path: Path) -> None:
+def test_a_history_with_values_of_other_types_starts_again(changes, tmp_path):
     begin(tmp_path)
     table = json.loads((tmp_path / "attempt.json").read_text())
     for damaged in (table | {"attempts": [table["attempts"][0] | changes]}, table | {"label": None}):
@@ -122,7 +120,7 @@ def test_a_history_with_values_of_other_types_starts_again(changes: dict[str, ob
     assert begin(tmp_path).number == 2
 
 
-def test_what_a_taken_over_attempt_clears_is_nothing_of_its_successor(tmp_path: Path) -> None:
+def test_what_a_taken_over_attempt_clears_is_nothing_of_its_successor(tmp_path):
     first = begin(tmp_path)
     second = begin(tmp_path)
     (attempts.work(tmp_path, second) / "shard-1").write_text("x")
@@ -153,7 +151,7 @@ def as_a_kill_leaves_it(store: ArtifactStore, key: str, **changes: object) -> Pa
     return folder
 
 
-def test_a_hit_tidies_up_after_a_process_that_was_killed_right_behind_its_record(store: ArtifactStore) -> None:
+def test_a_hit_tidies_up_after_a_process_that_was_killed_right_behind_its_record(store):
     ref, decision = run_toy(store)
     key = decision.key
     folder = as_a_kill_leaves_it(store, key)
@@ -165,7 +163,7 @@ def test_a_hit_tidies_up_after_a_process_that_was_killed_right_behind_its_record
     assert attempts.metrics(folder).exists()
 
 
-def test_a_forced_attempt_that_did_not_come_to_its_own_record_was_interrupted(store: ArtifactStore) -> None:
+def test_a_forced_attempt_that_did_not_come_to_its_own_record_was_interrupted(store):
     key = run_toy(store)[1].key
     folder = as_a_kill_leaves_it(store, key, number=2, forced=True)
     ended = store.tidy(key)
@@ -173,7 +171,7 @@ def test_a_forced_attempt_that_did_not_come_to_its_own_record_was_interrupted(st
     assert store.record(key) is not None and attempts.unfinished_work(folder) == []
 
 
-def test_what_an_attempt_without_a_record_can_go_on_from_stays(store: ArtifactStore) -> None:
+def test_what_an_attempt_without_a_record_can_go_on_from_stays(store):
     key = run_toy(store)[1].key
     folder = as_a_kill_leaves_it(store, key)
     store.layout.key(key).unlink()
@@ -183,7 +181,7 @@ def test_what_an_attempt_without_a_record_can_go_on_from_stays(store: ArtifactSt
     assert store.tidy(key) is None
 
 
-def test_nothing_is_touched_while_somebody_computes_the_key(store: ArtifactStore) -> None:
+def test_nothing_is_touched_while_somebody_computes_the_key(store):
     key = run_toy(store)[1].key
     folder = as_a_kill_leaves_it(store, key)
     lease_file(store.layout.leases, key).unlink()
@@ -192,7 +190,7 @@ def test_nothing_is_touched_while_somebody_computes_the_key(store: ArtifactStore
     assert attempts.history(folder)[-1].status == "running"
 
 
-def test_files_that_a_killed_writer_left_are_swept_and_those_of_a_living_one_are_not(tmp_path: Path) -> None:
+def test_files_that_a_killed_writer_left_are_swept_and_those_of_a_living_one_are_not(tmp_path):
     program = """
 import os, sys
 from pathlib import Path
@@ -211,9 +209,7 @@ write_json(Path(sys.argv[1]), {"a": 1})
     assert sorted(path.name for path in target.parent.iterdir()) == sorted([mine.name, target.name])
 
 
-def test_who_loses_the_lease_while_it_tidies_up_touches_nothing(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_loses_the_lease_while_it_tidies_up_touches_nothing(store, monkeypatch):
     key = run_toy(store)[1].key
     folder = as_a_kill_leaves_it(store, key)
     look = ArtifactStore.record

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -11,7 +9,6 @@ import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,18 +29,17 @@ def _steps(checkpoints: Checkpoints) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in checkpoints.root.iterdir())
 
 
-def test_the_newest_checkpoint_comes_back_with_state_and_files(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_comes_back_with_state_and_files(tmp_path):
     checkpoints = Checkpoints(tmp_path / "ckpt")
     assert checkpoints.latest() is None and checkpoints.best() is None
     _save(checkpoints, 9)
     _save(checkpoints, 10)
     latest = checkpoints.latest()
-    assert latest is not None
     assert (latest.step, latest.state, (latest.path / "w").read_text()) == (10, {"total": 100}, "10")
     assert _steps(checkpoints) == [10]
 
 
-def test_the_old_checkpoint_is_there_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_the_old_checkpoint_is_there_until_the_new_one_is_whole(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     _save(checkpoints, 1)
     with checkpoints.saving(2, {}) as folder:
@@ -70,9 +66,7 @@ def _fill(file: Path) -> None:
         (_fill, ArtifactError, r"the disk is full; free space, or .*run the same command again to resume"),
     ],
 )
-def test_an_error_while_saving_leaves_the_old_checkpoint_and_no_other_file(
-    tmp_path: Path, save: Callable[[Path], None], error: type[Exception], text: str
-) -> None:
+def test_an_error_while_saving_leaves_the_old_checkpoint_and_no_other_file(tmp_path, save, error, text):
     checkpoints = Checkpoints(tmp_path)
     _save(checkpoints, 1)
     with pytest.raises(error, match=text), checkpoints.saving(2, {}) as folder:
@@ -91,9 +85,7 @@ HARMS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_torn_checkpoint_is_skipped_with_a_warning(
-    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_torn_checkpoint_is_skipped_with_a_warning(tmp_path, harm, caplog):
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     _save(checkpoints, 1)
     _save(checkpoints, 2)
@@ -107,7 +99,7 @@ def test_a_torn_checkpoint_is_skipped_with_a_warning(
     assert _steps(checkpoints) == [1, 3], "the torn one is removed once a newer one is whole"
 
 
-def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
+def test_a_step_can_be_saved_again(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     _save(checkpoints, 5)
     with checkpoints.saving(5, {"total": -1}):
@@ -117,7 +109,7 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     assert _steps(checkpoints) == [5]
 
 
-def test_the_best_by_metric_stay_beside_the_last(tmp_path: Path) -> None:
+def test_the_best_by_metric_stay_beside_the_last(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep_last=2, keep_best=1)
     for step, metric in [(1, 0.9), (2, 0.9), (3, float("nan")), (4, 0.5), (5, None), (6, 0.1)]:
         _save(checkpoints, step, metric=metric)
@@ -126,13 +118,13 @@ def test_the_best_by_metric_stay_beside_the_last(tmp_path: Path) -> None:
     assert best is not None and (best.step, best.metric) == (2, 0.9)
 
 
-def test_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
+def test_state_that_is_not_json_is_refused(tmp_path):
     with pytest.raises(ArtifactError, match=r"checkpoint\.state"), Checkpoints(tmp_path).saving(1, {"x": object()}):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_at_least_the_newest_is_kept(tmp_path: Path) -> None:
+def test_at_least_the_newest_is_kept(tmp_path):
     with pytest.raises(ConfigError, match="keep_last = 0"):
         Checkpoints(tmp_path, keep_last=0)
     with pytest.raises(ConfigError, match="keep_best = -1"):
@@ -147,7 +139,7 @@ def _in_background(checkpoints: Checkpoints, step: int, write: Callable[[Path], 
         write_part(folder, "a", lambda: write(folder / "a"))
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_whoever_reads_waits(tmp_path: Path) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written_and_whoever_reads_waits(tmp_path):
     checkpoints, go = Checkpoints(tmp_path), threading.Event()
     _save(checkpoints, 1)
     state = {"total": 20}
@@ -168,7 +160,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_whoever_reads_waits(
     assert _steps(checkpoints) == [2]
 
 
-def test_at_most_one_checkpoint_is_on_its_way(tmp_path: Path) -> None:
+def test_at_most_one_checkpoint_is_on_its_way(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep_last=3)
     running, most = [], []
 
@@ -192,9 +184,7 @@ def _fail(file: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "message"), [(_fail, "RuntimeError: no such luck"), (_fill, "the disk is full; free")]
 )
-def test_what_could_not_be_written_is_raised_once_in_the_training_thread(
-    tmp_path: Path, write: Callable[[Path], None], message: str
-) -> None:
+def test_what_could_not_be_written_is_raised_once_in_the_training_thread(tmp_path, write, message):
     checkpoints = Checkpoints(tmp_path)
     _save(checkpoints, 1)
     _in_background(checkpoints, 2, write)
@@ -208,7 +198,7 @@ def test_what_could_not_be_written_is_raised_once_in_the_training_thread(
     assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == ["step"], "no litter"
 
 
-def test_a_failure_does_not_hide_the_error_that_ends_the_stage(tmp_path: Path) -> None:
+def test_a_failure_does_not_hide_the_error_that_ends_the_stage(tmp_path):
     checkpoints, error = Checkpoints(tmp_path), KeyboardInterrupt()
     _in_background(checkpoints, 1, _fail)
     checkpoints.settle_after(error)
@@ -218,7 +208,7 @@ def test_a_failure_does_not_hide_the_error_that_ends_the_stage(tmp_path: Path) -
     assert _steps(checkpoints) == [2]
 
 
-def test_an_error_while_saving_waits_for_who_still_writes_and_leaves_no_litter(tmp_path: Path) -> None:
+def test_an_error_while_saving_waits_for_who_still_writes_and_leaves_no_litter(tmp_path):
     checkpoints = Checkpoints(tmp_path)
 
     def write(file: Path) -> None:
@@ -240,14 +230,11 @@ def _with_an_archive(checkpoints: Checkpoints, step: int) -> Path:
             archive.writestr("data/0", bytes([step]) * (2 << 20))
         (folder / "large.bin").write_bytes(bytes([step]) * (2 << 20))
     latest = checkpoints.latest()
-    assert latest is not None
     return latest.path
 
 
 @pytest.mark.parametrize("name", ["w.pt", "large.bin"])
-def test_a_run_is_not_resumed_from_flipped_bytes_but_from_the_checkpoint_before(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_is_not_resumed_from_flipped_bytes_but_from_the_checkpoint_before(tmp_path, name, caplog):
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     _with_an_archive(checkpoints, 1)
     newest = _with_an_archive(checkpoints, 2)
@@ -261,7 +248,7 @@ def test_a_run_is_not_resumed_from_flipped_bytes_but_from_the_checkpoint_before(
     assert f"{name} is not what was written" in caplog.text
 
 
-def test_a_damaged_table_of_contents_is_damage_too(tmp_path: Path) -> None:
+def test_a_damaged_table_of_contents_is_damage_too(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     file = _with_an_archive(checkpoints, 1) / "w.pt"
     content = file.read_bytes()
@@ -291,7 +278,7 @@ def _write(file: Path, step: int) -> None:
     file.write_bytes(str(step).encode() * 2000)
 
 
-def test_kills_at_any_instant_leave_a_whole_checkpoint_and_steps_never_go_back(tmp_path: Path) -> None:
+def test_kills_at_any_instant_leave_a_whole_checkpoint_and_steps_never_go_back(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     _save(checkpoints, 0)
     reached, kill = 0, 0
@@ -327,7 +314,7 @@ def test_kills_at_any_instant_leave_a_whole_checkpoint_and_steps_never_go_back(t
         ("COMPLETE", {"sha256": {"absent": "0"}}),
     ],
 )
-def test_a_checkpoint_with_values_of_other_types_is_skipped(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_with_values_of_other_types_is_skipped(name, changes, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     _save(checkpoints, 1, metric=0.5)
     _save(checkpoints, 2, metric=1.0)
@@ -343,7 +330,7 @@ def test_a_checkpoint_with_values_of_other_types_is_skipped(name: str, changes: 
 # ---------------------------------------------------------------- parts
 
 
-def test_waiting_ends_when_every_part_is_whole(tmp_path: Path) -> None:
+def test_waiting_ends_when_every_part_is_whole(tmp_path):
     go = threading.Event()
 
     def write(name: str) -> None:
@@ -365,7 +352,7 @@ def test_waiting_ends_when_every_part_is_whole(tmp_path: Path) -> None:
         (OSError(errno.ENOSPC, "No space left on device"), "the disk is full; free space"),
     ],
 )
-def test_a_part_that_failed_is_named_with_the_reason(tmp_path: Path, error: Exception, text: str) -> None:
+def test_a_part_that_failed_is_named_with_the_reason(tmp_path, error, text):
     def write() -> None:
         raise error
 
@@ -380,7 +367,7 @@ def _begin_and_hang(folder: Path) -> None:
     time.sleep(600)
 
 
-def test_a_writer_that_was_killed_is_noticed_at_once(tmp_path: Path) -> None:
+def test_a_writer_that_was_killed_is_noticed_at_once(tmp_path):
     process = FORK.Process(target=_begin_and_hang, args=(tmp_path,))
     process.start()
     while not (tmp_path / "begun").exists():
@@ -393,7 +380,7 @@ def test_a_writer_that_was_killed_is_noticed_at_once(tmp_path: Path) -> None:
         wait_for_parts(tmp_path)
 
 
-def test_a_folder_that_was_given_up_meanwhile_harms_nobody(tmp_path: Path) -> None:
+def test_a_folder_that_was_given_up_meanwhile_harms_nobody(tmp_path):
     gone = threading.Event()
 
     def write() -> None:

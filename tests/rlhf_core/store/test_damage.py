@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -45,7 +42,7 @@ def _edit(store: ArtifactStore, ref: PolicyRef) -> None:
     path.write_bytes(b"9" + path.read_bytes()[1:])
 
 
-def test_what_was_made_from_damaged_weights_is_made_again_once_they_are_repaired(store: ArtifactStore) -> None:
+def test_what_was_made_from_damaged_weights_is_made_again_once_they_are_repaired(store):
     parent = _make(store, toy_spec(label="parent"))
     right = (store.path(parent) / "total.txt").read_text()
     _decay(store, parent)
@@ -68,7 +65,7 @@ def test_what_was_made_from_damaged_weights_is_made_again_once_they_are_repaired
     assert decide(store, toy_spec(inputs={"policy": made}, label="grandchild")).action == "RUN"
 
 
-def test_a_result_that_was_finished_before_the_last_good_check_stays_a_hit(store: ArtifactStore) -> None:
+def test_a_result_that_was_finished_before_the_last_good_check_stays_a_hit(store):
     parent = _make(store, toy_spec(label="parent"))
     _make(store, _child(parent))
     manifest = store.path(parent) / "manifest.json"
@@ -82,7 +79,7 @@ def test_a_result_that_was_finished_before_the_last_good_check_stays_a_hit(store
     assert decide(store, _child(parent)).action == "HIT"
 
 
-def test_a_write_into_an_object_is_noticed_before_the_next_stage_reads_it(store: ArtifactStore) -> None:
+def test_a_write_into_an_object_is_noticed_before_the_next_stage_reads_it(store):
     parent = _make(store, toy_spec(label="parent"))
     _edit(store, parent)
     with pytest.raises(ArtifactError, match=r"total\.txt has other content.* run again to make it again"):
@@ -91,7 +88,7 @@ def test_a_write_into_an_object_is_noticed_before_the_next_stage_reads_it(store:
     assert history(store.layout.attempt(stage_key(_child(parent)))) == []
 
 
-def test_a_write_into_an_object_is_noticed_by_the_hit(store: ArtifactStore) -> None:
+def test_a_write_into_an_object_is_noticed_by_the_hit(store):
     parent = _make(store, toy_spec(label="parent"))
     _edit(store, parent)
     decision = decide(store, toy_spec(label="parent"))
@@ -99,7 +96,7 @@ def test_a_write_into_an_object_is_noticed_by_the_hit(store: ArtifactStore) -> N
     assert not store.layout.object(parent.digest).exists()
 
 
-def test_a_touched_file_with_the_right_content_is_no_damage(store: ArtifactStore) -> None:
+def test_a_touched_file_with_the_right_content_is_no_damage(store):
     parent = _make(store, toy_spec(label="parent"))
     later = time.time() + 60
     os.utime(store.path(parent) / "total.txt", (later, later))
@@ -116,9 +113,7 @@ def test_a_touched_file_with_the_right_content_is_no_damage(store: ArtifactStore
         ),
     ],
 )
-def test_a_stage_whose_input_is_damaged_while_it_runs_does_not_commit(
-    store: ArtifactStore, finds: Callable[[ArtifactStore, PolicyRef], object], text: str
-) -> None:
+def test_a_stage_whose_input_is_damaged_while_it_runs_does_not_commit(store, finds, text):
     parent = _make(store, toy_spec(label="parent"))
     spec = _child(parent)
 
@@ -132,9 +127,7 @@ def test_a_stage_whose_input_is_damaged_while_it_runs_does_not_commit(
     assert decide(store, spec).action == "RUN", "its checkpoints are not resumed"
 
 
-def test_damage_that_is_found_between_the_last_check_and_the_record_is_noticed_in_the_lock(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_that_is_found_between_the_last_check_and_the_record_is_noticed_in_the_lock(store, monkeypatch):
     parent = _make(store, toy_spec(label="parent"))
     check = ArtifactStore.check_inputs
 
@@ -149,7 +142,7 @@ def test_damage_that_is_found_between_the_last_check_and_the_record_is_noticed_i
     assert store.record(stage_key(_child(parent))) is None
 
 
-def test_checkpoints_of_an_attempt_that_read_damaged_inputs_are_not_gone_on_from(store: ArtifactStore) -> None:
+def test_checkpoints_of_an_attempt_that_read_damaged_inputs_are_not_gone_on_from(store):
     parent = _make(store, toy_spec(label="parent"))
     _decay(store, parent)
     with pytest.raises(ValueError, match="went wrong"):
@@ -165,9 +158,7 @@ def test_checkpoints_of_an_attempt_that_read_damaged_inputs_are_not_gone_on_from
     assert record is not None and record.handle == made and record.resumed_from is None
 
 
-def test_a_users_folder_that_changed_since_its_digest_was_taken_is_not_read(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
+def test_a_users_folder_that_changed_since_its_digest_was_taken_is_not_read(store, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "total.txt").write_text("1")
     mine = store.external(PolicyRef, tmp_path / "mine")

@@ -1,9 +1,5 @@
 """What failed while a stage ran, and for which settings its result counts."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from rlhf_core.config.agents import EnvironmentAgent
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import EpisodeReward, FunctionReward, JudgeReward, RewardsConfig
@@ -13,7 +9,7 @@ from rlhf_core.store.failures import FAILURES, Failed, failure_settings, misfit,
 SETTINGS = {"agent": {"retries": 1}, "rewards.terms.mine": {"timeout_s": 5.0, "on_failure": "invalid"}}
 
 
-def test_the_failures_of_all_steps_are_counted_and_a_step_that_is_made_again_once(tmp_path: Path) -> None:
+def test_the_failures_of_all_steps_are_counted_and_a_step_that_is_made_again_once(tmp_path):
     note(tmp_path, 1, {"agent": (0, 8), "rewards.terms.mine": (2, 8)}, SETTINGS)
     note(tmp_path, 2, {"agent": (0, 8), "rewards.terms.mine": (7, 8)}, SETTINGS)
     note(tmp_path, 2, {"agent": (0, 8), "rewards.terms.mine": (1, 8)}, SETTINGS)
@@ -22,7 +18,7 @@ def test_the_failures_of_all_steps_are_counted_and_a_step_that_is_made_again_onc
     }
 
 
-def test_a_line_that_a_kill_cut_short_costs_no_other(tmp_path: Path) -> None:
+def test_a_line_that_a_kill_cut_short_costs_no_other(tmp_path):
     note(tmp_path, 1, {"agent": (1, 4)}, SETTINGS)
     with (tmp_path / FAILURES).open("a") as stream:
         stream.write('\n{"step": 2, "coun')
@@ -30,12 +26,12 @@ def test_a_line_that_a_kill_cut_short_costs_no_other(tmp_path: Path) -> None:
     assert noted(tmp_path, SETTINGS)["agent"].share() == "2 of 8 answers failed"
 
 
-def test_what_no_setting_could_have_prevented_is_not_noted(tmp_path: Path) -> None:
+def test_what_no_setting_could_have_prevented_is_not_noted(tmp_path):
     note(tmp_path, 1, {"elsewhere": (4, 4)}, SETTINGS)
     assert noted(tmp_path, SETTINGS) == {} and list(tmp_path.iterdir()) == []
 
 
-def test_only_settings_of_what_failed_count() -> None:
+def test_only_settings_of_what_failed_count():
     failures = {"rewards.terms.mine": Failed(failed=7, answers=12, settings=SETTINGS["rewards.terms.mine"])}
     assert misfit(failures, SETTINGS, label="score") == ""
     assert misfit(failures, SETTINGS | {"agent": {"retries": 5}}, label="score") == ""
@@ -47,13 +43,13 @@ def test_only_settings_of_what_failed_count() -> None:
     assert misfit({}, other, label="score") == ""
 
 
-def test_a_setting_that_came_with_a_later_version_is_another_setting() -> None:
+def test_a_setting_that_came_with_a_later_version_is_another_setting():
     failures = {"agent": Failed(failed=1, answers=2, settings={"retries": 1})}
     said = misfit(failures, {"agent": {"retries": 1, "patience_s": 3}}, label="ppo")
     assert said == "ppo.agent: 1 of 2 answers failed under patience_s = nothing, now 3"
 
 
-def test_the_settings_are_those_of_every_term_and_of_the_agent_and_none_of_them_is_in_the_key() -> None:
+def test_the_settings_are_those_of_every_term_and_of_the_agent_and_none_of_them_is_in_the_key():
     function = FunctionReward(function="m:f")
     judge = JudgeReward(url="http://a/v1", model="m", template="{completion}")
     terms = {"mine": function, "judge": judge, "won": EpisodeReward()}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import importlib
 import sys
@@ -29,7 +27,7 @@ JSON = st.recursive(
 )
 
 
-def test_canonical_json_has_one_text_for_one_value() -> None:
+def test_canonical_json_has_one_text_for_one_value():
     assert canonical_json({"b": [1, 2.5, None], "a": {"y": True, "x": "é"}}) == (
         '{"a":{"x":"\\u00e9","y":true},"b":[1,2.5,null]}'
     )
@@ -37,7 +35,7 @@ def test_canonical_json_has_one_text_for_one_value() -> None:
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=6), st.randoms())
-def test_the_order_of_names_does_not_matter(value: dict[str, object], random) -> None:  # type: ignore[no-untyped-def]
+def test_the_order_of_names_does_not_matter(value, random):
     names = list(value)
     random.shuffle(names)
     assert canonical_json({name: value[name] for name in names}) == canonical_json(value)
@@ -56,19 +54,19 @@ def test_the_order_of_names_does_not_matter(value: dict[str, object], random) ->
         (b"x", "value"),
     ],
 )
-def test_a_value_without_a_stable_text_is_refused_with_its_place(bad: object, place: str) -> None:
+def test_a_value_without_a_stable_text_is_refused_with_its_place(bad, place):
     with pytest.raises(ConfigError) as caught:
         canonical_json(bad)
     assert str(caught.value).startswith(f"{place} = ")
 
 
-def test_a_file_has_the_sha256_that_sha256sum_prints(tmp_path: Path) -> None:
+def test_a_file_has_the_sha256_that_sha256sum_prints(tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
     assert hash_file(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert hash_file(tmp_path / "a") == sha256_text("abc")
 
 
-def test_a_tree_lists_every_file_with_size_and_hash(tmp_path: Path) -> None:
+def test_a_tree_lists_every_file_with_size_and_hash(tmp_path):
     (tmp_path / "sub" / "deep").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     (tmp_path / "top.txt").write_text("abc")
@@ -79,7 +77,7 @@ def test_a_tree_lists_every_file_with_size_and_hash(tmp_path: Path) -> None:
     }
 
 
-def test_a_folder_inside_a_tree_has_the_digest_of_that_folder_alone(tmp_path: Path) -> None:
+def test_a_folder_inside_a_tree_has_the_digest_of_that_folder_alone(tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "w").write_text("1")
     (tmp_path / "base2").mkdir()
@@ -92,7 +90,7 @@ def test_a_folder_inside_a_tree_has_the_digest_of_that_folder_alone(tmp_path: Pa
     assert tree_digest(whole, under="base") == expected
 
 
-def test_links_are_followed_but_for_those_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_are_followed_but_for_those_without_an_end(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "w").write_text("1")
@@ -107,7 +105,7 @@ def test_links_are_followed_but_for_those_without_an_end(tmp_path: Path, monkeyp
         list_files(tmp_path / "model")
 
 
-def test_links_that_lead_to_each_other_are_refused(tmp_path: Path) -> None:
+def test_links_that_lead_to_each_other_are_refused(tmp_path):
     for name, other in (("a", "b"), ("b", "a")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "to").symlink_to(tmp_path / other)
@@ -119,7 +117,7 @@ def test_links_that_lead_to_each_other_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path, monkeypatch) -> Path:
     """A package `toys` whose `main` imports `direct` at the top and `late` inside a function."""
     folder = tmp_path / "toys"
     (folder / "sub").mkdir(parents=True)
@@ -136,13 +134,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_code_covers_all_our_modules_that_are_imported_even_inside_functions(package: Path) -> None:
+def test_code_covers_all_our_modules_that_are_imported_even_inside_functions(package):
     found = module_digests("toys.main", ("toys",))
     assert sorted(found) == ["toys", "toys.direct", "toys.main", "toys.sub", "toys.sub.late"]
     assert not [name for name in sys.modules if name.startswith("toys")], "digesting must not import"
 
 
-def test_code_of_a_late_import_changes_the_digest_and_is_named(package: Path) -> None:
+def test_code_of_a_late_import_changes_the_digest_and_is_named(package):
     before, whole = module_digests("toys.main", ("toys",)), code_digest("toys.main", ("toys",))
     (package / "sub" / "late.py").write_text("def h(x):\n    return x * 3\n")
     after = module_digests("toys.main", ("toys",))
@@ -150,7 +148,7 @@ def test_code_of_a_late_import_changes_the_digest_and_is_named(package: Path) ->
     assert code_digest("toys.main", ("toys",)) != whole
 
 
-def test_a_package_that_looks_up_its_modules_imports_them_all(package: Path) -> None:
+def test_a_package_that_looks_up_its_modules_imports_them_all(package):
     (package / "sub" / "__init__.py").write_text("import pkgutil\nFOUND = list(pkgutil.iter_modules(__path__))\n")
     (package / "sub" / "method.py").write_text("z = 1\n")
     before = module_digests("toys.main", ("toys",))
@@ -161,7 +159,7 @@ def test_a_package_that_looks_up_its_modules_imports_them_all(package: Path) -> 
     assert {name for name in after if before.get(name) != after[name]} == {"toys.sub.method", "toys.sub.new"}
 
 
-def test_comments_and_docstrings_do_not_change_the_digest_and_decorators_do(package: Path) -> None:
+def test_comments_and_docstrings_do_not_change_the_digest_and_decorators_do(package):
     before = code_digest("toys.main", ("toys",))
     (package / "direct.py").write_text(
         '"""New text."""\nimport functools\n'.replace("import functools\n", "")
@@ -175,7 +173,7 @@ def test_comments_and_docstrings_do_not_change_the_digest_and_decorators_do(pack
     assert code_digest("toys.main", ("toys",)) != before
 
 
-def test_the_store_itself_is_not_part_of_a_stages_code() -> None:
+def test_the_store_itself_is_not_part_of_a_stages_code():
     found = module_digests("tests.support.toy_stage")
     assert "rlhf_core.schema.base" in found and "rlhf_core.types" in found
     assert "rlhf_core.stage.run" not in found and "rlhf_core.store.artifacts" not in found

@@ -1,11 +1,6 @@
-from __future__ import annotations
-
 from pathlib import Path
 
-import pytest
-
 from rlhf_core.processes.identity import user_name
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
 from rlhf_core.store.layout import write_json
 
@@ -13,7 +8,7 @@ CONDITION = {"after": "sft", "metric": "loss", "op": "<", "value": 1.0, "name": 
 ASKED = Question(gate="quality", condition=CONDITION, digest="d1", found="loss 2 >= 1", run="night")
 
 
-def test_answers_stay_when_the_question_is_asked_again(store: ArtifactStore) -> None:
+def test_answers_stay_when_the_question_is_asked_again(store):
     decisions = GateDecisions(store.layout)
     request = decisions.ask(ASKED, run="night", links={"flow": "f1"})
     assert request.answer is None and decisions.requests() == [request]
@@ -27,7 +22,7 @@ def test_answers_stay_when_the_question_is_asked_again(store: ArtifactStore) -> 
     assert (found.answer.answer, found.answer.by, len(found.answers), len(found.askers)) == ("approve", "ada", 2, 2)
 
 
-def test_an_answer_that_is_given_while_a_run_asks_again_is_kept(store: ArtifactStore) -> None:
+def test_an_answer_that_is_given_while_a_run_asks_again_is_kept(store):
     decisions = GateDecisions(store.layout)
     read_before = decisions.ask(ASKED, run="night", links={})
     for name in ("ada", "bob"):  # both have read the question while it had no answer
@@ -36,7 +31,7 @@ def test_an_answer_that_is_given_while_a_run_asks_again_is_kept(store: ArtifactS
     assert [one.by for one in asked.answers] == ["ada", "bob"]
 
 
-def test_two_answers_at_once_have_numbers_of_their_own(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_answers_at_once_have_numbers_of_their_own(store, monkeypatch):
     decisions = GateDecisions(store.layout)
     request = decisions.ask(ASKED, run="night", links={})
     decisions.decide(request, "approve", reason="fine", by="ada")
@@ -51,7 +46,7 @@ def test_two_answers_at_once_have_numbers_of_their_own(store: ArtifactStore, mon
     ]
 
 
-def test_answers_of_one_number_are_ordered_by_their_time(store: ArtifactStore) -> None:
+def test_answers_of_one_number_are_ordered_by_their_time(store):
     """As an earlier version may have written them."""
     decisions = GateDecisions(store.layout)
     request = decisions.ask(ASKED, run="night", links={})
@@ -62,7 +57,7 @@ def test_answers_of_one_number_are_ordered_by_their_time(store: ArtifactStore) -
     assert found is not None and [one.by for one in found.answers] == ["b", "a"]
 
 
-def test_another_artifact_condition_or_run_is_another_question(store: ArtifactStore) -> None:
+def test_another_artifact_condition_or_run_is_another_question(store):
     decisions = GateDecisions(store.layout)
     decisions.decide(decisions.ask(ASKED, run="night", links={}), "approve", reason="fine")
     others = ({"digest": "d2"}, {"condition": CONDITION | {"value": 2.0}}, {"run": "day"})
@@ -72,7 +67,7 @@ def test_another_artifact_condition_or_run_is_another_question(store: ArtifactSt
     assert len(decisions.requests()) == 1 + len(others)
 
 
-def test_a_damaged_file_is_a_question_that_was_not_asked_and_its_answers_stay(store: ArtifactStore) -> None:
+def test_a_damaged_file_is_a_question_that_was_not_asked_and_its_answers_stay(store):
     decisions = GateDecisions(store.layout)
     decisions.decide(decisions.ask(ASKED, run="night", links={}), "approve", reason="fine", by="ada")
     (folder,) = store.layout.gates.iterdir()
@@ -82,7 +77,7 @@ def test_a_damaged_file_is_a_question_that_was_not_asked_and_its_answers_stay(st
     assert asked.question == ASKED and asked.answer is not None and asked.answer.by == "ada"
 
 
-def test_collecting_garbage_keeps_decisions(store: ArtifactStore) -> None:
+def test_collecting_garbage_keeps_decisions(store):
     decisions = GateDecisions(store.layout)
     decisions.ask(ASKED, run="night", links={})
     store.gc(False, keep_days=0.0)

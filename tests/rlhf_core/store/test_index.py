@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ PROVENANCE = provenance(label="sft", stage="sft", attempts=2)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
+def store(tmp_path) -> ArtifactStore:
     store = ArtifactStore(tmp_path / "store")
     for content in ("one", "two"):
         _commit(store, content)
@@ -42,7 +39,7 @@ def _never(*_: object) -> None:
     raise AssertionError("a record was read although the index knows it")
 
 
-def test_a_list_says_what_the_records_say(store: ArtifactStore) -> None:
+def test_a_list_says_what_the_records_say(store):
     for _ in range(2):  # from the records, then from the index
         found, unreadable = rows(store.layout)
         assert unreadable == []
@@ -52,9 +49,7 @@ def test_a_list_says_what_the_records_say(store: ArtifactStore) -> None:
             assert (row.attempts, row.metrics) == (2, {"loss": 0.5})
 
 
-def test_what_is_known_is_not_read_again_and_what_is_new_changed_or_gone_is_noticed(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_known_is_not_read_again_and_what_is_new_changed_or_gone_is_noticed(store, monkeypatch):
     assert _labels(store) == ["sft", "sft"]
     with monkeypatch.context() as patch:
         patch.setattr(index, "_read_record", _never)
@@ -71,7 +66,7 @@ def test_what_is_known_is_not_read_again_and_what_is_new_changed_or_gone_is_noti
 
 
 @pytest.mark.parametrize("harm", ["missing", "empty", "cut", "another version", "changed"])
-def test_an_index_that_is_missing_or_damaged_is_made_anew(store: ArtifactStore, harm: str) -> None:
+def test_an_index_that_is_missing_or_damaged_is_made_anew(store, harm):
     digests = {row.object for row in rows(store.layout)[0]}
     right = states(store.layout, digests)
     for name in (RECORDS, OBJECTS):
@@ -87,7 +82,7 @@ def test_an_index_that_is_missing_or_damaged_is_made_anew(store: ArtifactStore, 
     assert (store.layout.index / RECORDS).read_text().startswith("1 ")
 
 
-def test_unreadable_records_are_named_each_time(store: ArtifactStore) -> None:
+def test_unreadable_records_are_named_each_time(store):
     path = store.layout.key(sha256_text("two"))
     path.write_text("{")
     for _ in range(2):
@@ -95,7 +90,7 @@ def test_unreadable_records_are_named_each_time(store: ArtifactStore) -> None:
         assert len(found) == 1 and [str(one) for one in unreadable] == [f"{path} is not a JSON object"]
 
 
-def test_damage_is_seen_although_the_manifest_is_known(store: ArtifactStore) -> None:
+def test_damage_is_seen_although_the_manifest_is_known(store):
     digests = {row.object for row in rows(store.layout)[0]}
     one = store.layout.object(next(iter(sorted(digests))))
     sound = states(store.layout, digests)
@@ -114,14 +109,12 @@ def test_damage_is_seen_although_the_manifest_is_known(store: ArtifactStore) -> 
     assert gone.bytes is None and gone.damage.endswith("is gone")
 
 
-def test_a_store_that_cannot_be_written_is_listed_all_the_same(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_written_is_listed_all_the_same(tmp_path):
     layout = ArtifactStore(tmp_path / "none").layout
     assert rows(layout) == ([], []) and not layout.root.exists()
 
 
-def test_code_that_was_parsed_by_another_process_is_not_parsed_again(
-    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_was_parsed_by_another_process_is_not_parsed_again(store, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(fingerprint, "PARSED", {})
     file = tmp_path / "kept_code.py"
@@ -143,7 +136,7 @@ def test_code_that_was_parsed_by_another_process_is_not_parsed_again(
         assert module_digests("kept_code", ("kept_code",)) != first, "the time of change of the file cannot be set back"
 
 
-def test_a_list_imports_nothing_that_takes_long(store: ArtifactStore) -> None:
+def test_a_list_imports_nothing_that_takes_long(store):
     rows(store.layout)
     slow = ["pydantic", "torch", "prefect", "mlflow", "ray", "rlhf_core.store.records"]
     code = (

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +21,7 @@ from rlhf_core.store.layout import (
 )
 
 
-def test_a_file_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path):
     path = tmp_path / "a" / "b" / "x.json"
     write_json(path, {"n": 1})
     write_json(path, {"n": 2}, durable=False)
@@ -33,7 +29,7 @@ def test_a_file_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path: Path) -
     assert [item.name for item in path.parent.iterdir()] == ["x.json"]
 
 
-def test_a_value_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_written_leaves_the_old_file(tmp_path):
     path = tmp_path / "x.json"
     write_json(path, {"n": 1})
     with pytest.raises(TypeError):
@@ -43,7 +39,7 @@ def test_a_value_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', '{"n": ' + "[" * 100_000])
-def test_what_is_not_a_json_table_reads_as_none(tmp_path: Path, content: str) -> None:
+def test_what_is_not_a_json_table_reads_as_none(tmp_path, content):
     (tmp_path / "x.json").write_text(content)
     assert read_json(tmp_path / "x.json") is None
     assert read_json(tmp_path / "missing.json") is None
@@ -58,15 +54,13 @@ def test_what_is_not_a_json_table_reads_as_none(tmp_path: Path, content: str) ->
         (lambda path: path.symlink_to("/dev/zero"), "is a pipe, a device"),
     ],
 )
-def test_what_is_no_regular_file_is_one_error_and_not_waited_for(
-    make: Callable[[Path], Any], rule: str, tmp_path: Path
-) -> None:
+def test_what_is_no_regular_file_is_one_error_and_not_waited_for(make, rule, tmp_path):
     make(tmp_path / "x.json")
     with pytest.raises(ArtifactError, match=f"^file = .*x.json': {rule}.*; move it away"):
         read_json(tmp_path / "x.json")
 
 
-def test_a_read_only_folder_can_be_removed_and_moved(tmp_path: Path) -> None:
+def test_a_read_only_folder_can_be_removed_and_moved(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name / "sub").mkdir(parents=True)
         (tmp_path / name / "sub" / "f").write_text("abc")
@@ -82,7 +76,7 @@ def test_a_read_only_folder_can_be_removed_and_moved(tmp_path: Path) -> None:
     remove_tree(tmp_path / "one")
 
 
-def test_a_full_disk_is_named_whoever_reports_it(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_whoever_reports_it(tmp_path):
     with pytest.raises(ArtifactError) as caught, naming_disk_errors(tmp_path):
         Path("/dev/full").write_text("x")
     text = str(caught.value)
@@ -97,7 +91,7 @@ def test_a_full_disk_is_named_whoever_reports_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EPERM])
-def test_a_store_that_cannot_be_written_to_is_named(tmp_path: Path, number: int) -> None:
+def test_a_store_that_cannot_be_written_to_is_named(tmp_path, number):
     said = r"cannot be written to .*; change the permissions"
     with pytest.raises(ArtifactError, match=said), naming_disk_errors(tmp_path):
         raise OSError(number, os.strerror(number), str(tmp_path / "keys" / "x.json"))
@@ -106,7 +100,7 @@ def test_a_store_that_cannot_be_written_to_is_named(tmp_path: Path, number: int)
 
 
 @pytest.fixture
-def other_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def other_disk(monkeypatch) -> None:
     """Every rename between two folders fails as between two disks."""
     rename = Path.rename
 
@@ -118,9 +112,7 @@ def other_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "rename", across)
 
 
-def test_what_is_moved_to_another_disk_is_whole_or_not_there(
-    tmp_path: Path, other_disk: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_moved_to_another_disk_is_whole_or_not_there(tmp_path, other_disk, monkeypatch):
     (tmp_path / "out" / "sub").mkdir(parents=True)
     (tmp_path / "out" / "sub" / "f").write_text("abc")
     (tmp_path / "objects").mkdir()
@@ -139,7 +131,7 @@ def test_what_is_moved_to_another_disk_is_whole_or_not_there(
     assert aside is not None and (aside / "sub" / "f").read_text() == "abc" and not target.exists()
 
 
-def test_what_a_kill_left_of_a_move_is_swept(tmp_path: Path) -> None:
+def test_what_a_kill_left_of_a_move_is_swept(tmp_path):
     gone = 2**22 + 1  # above the largest process number
     left = tmp_path / f".object.{_place()}-{gone}-abcdef"
     left.mkdir()
@@ -147,7 +139,7 @@ def test_what_a_kill_left_of_a_move_is_swept(tmp_path: Path) -> None:
     assert sweep_temporaries(tmp_path) == [left] and not left.exists()
 
 
-def test_the_same_label_has_the_same_file_and_any_text_is_allowed(tmp_path: Path) -> None:
+def test_the_same_label_has_the_same_file_and_any_text_is_allowed(tmp_path):
     layout = StoreLayout(tmp_path)
     assert layout.label("rejection_sampling/generate") == layout.label("rejection_sampling/generate")
     assert layout.label("a/b").parent == layout.label("../../c").parent == tmp_path / "roots" / "labels"

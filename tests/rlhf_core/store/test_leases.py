@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os
@@ -28,7 +26,7 @@ def _hold_for_ever(folder: Path) -> None:
 
 
 @pytest.fixture
-def other(tmp_path: Path):  # type: ignore[no-untyped-def]
+def other(tmp_path):
     """A process that holds the lease of `k`."""
     process = FORK.Process(target=_hold_for_ever, args=(tmp_path,), daemon=True)
     process.start()
@@ -43,7 +41,7 @@ def _our_owner(folder: Path) -> Owner:
         return lease.owner
 
 
-def test_a_lease_is_held_inside_the_block_and_gone_after_it(tmp_path: Path) -> None:
+def test_a_lease_is_held_inside_the_block_and_gone_after_it(tmp_path):
     with hold(tmp_path, "k") as lease:
         owner = living_owner(tmp_path, "k")
         assert owner is not None and owner.pid == os.getpid() and owner.token == lease.owner.token
@@ -55,7 +53,7 @@ def test_a_lease_is_held_inside_the_block_and_gone_after_it(tmp_path: Path) -> N
     assert living_owner(tmp_path, "k") is None
 
 
-def test_the_lease_of_a_killed_process_is_taken_over_at_once(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
+def test_the_lease_of_a_killed_process_is_taken_over_at_once(tmp_path, other):
     os.kill(other.pid, signal.SIGKILL)
     other.join()
     assert (tmp_path / "k.json").exists() and living_owner(tmp_path, "k") is None
@@ -65,7 +63,7 @@ def test_the_lease_of_a_killed_process_is_taken_over_at_once(tmp_path: Path, oth
         lease.check()
 
 
-def test_a_living_owner_is_waited_for_and_named_once(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
+def test_a_living_owner_is_waited_for_and_named_once(tmp_path, other):
     told: list[Owner] = []
 
     def kill_later(owner: Owner) -> None:
@@ -78,7 +76,7 @@ def test_a_living_owner_is_waited_for_and_named_once(tmp_path: Path, other) -> N
     assert [owner.pid for owner in told] == [other.pid]
 
 
-def test_threads_of_one_process_exclude_each_other(tmp_path: Path) -> None:
+def test_threads_of_one_process_exclude_each_other(tmp_path):
     inside: list[int] = []
     most: list[int] = []
 
@@ -97,7 +95,7 @@ def test_threads_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     assert most == [1, 1, 1]
 
 
-def test_an_owner_that_was_taken_over_is_stopped_at_the_fence(tmp_path: Path) -> None:
+def test_an_owner_that_was_taken_over_is_stopped_at_the_fence(tmp_path):
     with hold(tmp_path, "k") as lease:
         thief = replace(lease.owner, token="thief")
         write_json(tmp_path / "k.json", asdict(thief))
@@ -106,13 +104,13 @@ def test_an_owner_that_was_taken_over_is_stopped_at_the_fence(tmp_path: Path) ->
     assert (read_json(tmp_path / "k.json") or {})["token"] == "thief", "the new owner's lease must not be released"
 
 
-def test_the_heartbeat_renews_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_renews_a_lease(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.05)
     with hold(tmp_path, "k") as lease:
         soon(lambda: (read_json(tmp_path / "k.json") or {"expires": 0})["expires"] > lease.owner.expires)
 
 
-def test_a_process_number_given_to_another_process_is_not_the_owner(tmp_path: Path) -> None:
+def test_a_process_number_given_to_another_process_is_not_the_owner(tmp_path):
     owner = _our_owner(tmp_path)
     assert not is_gone(owner)
     assert is_gone(replace(owner, pid_started=owner.pid_started - 1))
@@ -124,7 +122,7 @@ def _age(folder: Path, seconds: float) -> None:
     os.utime(folder / "k.json", (made, made))
 
 
-def test_on_our_machine_a_silent_process_loses_its_lease_only_if_it_is_stopped(tmp_path: Path, other) -> None:  # type: ignore[no-untyped-def]
+def test_on_our_machine_a_silent_process_loses_its_lease_only_if_it_is_stopped(tmp_path, other):
     _age(tmp_path, 1000)
     assert living_owner(tmp_path, "k") is not None, "it may be in a long call into a library"
     os.kill(other.pid, signal.SIGSTOP)
@@ -140,7 +138,7 @@ def _started(folder: Path) -> int:
 
 @pytest.mark.parametrize("field", ["host", "boot_id", "pid_namespace"])
 @pytest.mark.parametrize("skew", [-130.0, 0.0, 130.0])
-def test_elsewhere_only_silence_decides_and_no_clock_but_the_disks(tmp_path: Path, field: str, skew: float) -> None:
+def test_elsewhere_only_silence_decides_and_no_clock_but_the_disks(tmp_path, field, skew):
     elsewhere: dict[str, Any] = {field: "elsewhere", "pid": 2**22 + 1}  # no such process here
     owner = replace(_our_owner(tmp_path), **elsewhere, expires=time.time() + skew)
     write_json(tmp_path / "k.json", asdict(owner))
@@ -153,9 +151,7 @@ def test_elsewhere_only_silence_decides_and_no_clock_but_the_disks(tmp_path: Pat
 
 
 @pytest.mark.parametrize("renewed", [True, False])
-def test_a_jump_of_the_disks_clock_takes_no_lease_from_an_owner_who_renews_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renewed: bool
-) -> None:
+def test_a_jump_of_the_disks_clock_takes_no_lease_from_an_owner_who_renews_it(tmp_path, monkeypatch, renewed):
     monkeypatch.setattr(leases, "WATCH_SECONDS", 0.6)
     owner = replace(_our_owner(tmp_path), host="elsewhere")
     stop = threading.Event()
@@ -187,7 +183,7 @@ def test_a_jump_of_the_disks_clock_takes_no_lease_from_an_owner_who_renews_it(
     assert taken.is_set()
 
 
-def test_a_sweep_removes_the_leases_of_the_gone_and_names_them(tmp_path: Path) -> None:
+def test_a_sweep_removes_the_leases_of_the_gone_and_names_them(tmp_path):
     assert leases.sweep(tmp_path / "nowhere") == [] and not (tmp_path / "nowhere").exists()
     dead = replace(leases.ourselves(), pid=1, pid_started=1, token="x")
     elsewhere = replace(dead, host="elsewhere", expires=time.time() + 60)
@@ -199,7 +195,7 @@ def test_a_sweep_removes_the_leases_of_the_gone_and_names_them(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["host", "pid", "pid_started", "token", "expires"])
-def test_a_lease_with_wrong_fields_is_free(tmp_path: Path, name: str) -> None:
+def test_a_lease_with_wrong_fields_is_free(tmp_path, name):
     write_json(tmp_path / "k.json", asdict(_our_owner(tmp_path)) | {name: ["what"]})
     assert living_owner(tmp_path, "k") is None
     with hold(tmp_path, "k") as lease:
@@ -207,7 +203,7 @@ def test_a_lease_with_wrong_fields_is_free(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["No locks available", "a locked file can be locked again"])
-def test_a_disk_without_file_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_disk_without_file_locks_is_named(tmp_path, monkeypatch, how):
     def no_locks(descriptor: int, operation: int) -> None:
         if how.startswith("No"):
             raise OSError(errno.ENOLCK, how)
@@ -220,7 +216,7 @@ def test_a_disk_without_file_locks_is_named(tmp_path: Path, monkeypatch: pytest.
         pass
 
 
-def test_a_lease_that_cannot_be_read_for_a_moment_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_cannot_be_read_for_a_moment_is_not_lost(tmp_path, monkeypatch):
     def away(path: Path) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -235,7 +231,7 @@ def test_a_lease_that_cannot_be_read_for_a_moment_is_not_lost(tmp_path: Path, mo
         assert not lease.may_be_ours()
 
 
-def test_a_long_time_between_two_looks_counts_as_one_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_time_between_two_looks_counts_as_one_heartbeat(tmp_path, monkeypatch):
     now = 0.0
     monkeypatch.setattr(leases.time, "monotonic", lambda: now)
     (tmp_path / "k.json").write_text("{}")
@@ -255,9 +251,7 @@ def _change_for_ever(folder: Path) -> None:
         time.sleep(60)
 
 
-def test_who_waits_for_a_process_that_stands_still_in_a_change_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_waits_for_a_process_that_stands_still_in_a_change_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(leases, "LOCK_SLOW_SECONDS", 0.05)
     process = FORK.Process(target=_change_for_ever, args=(tmp_path,), daemon=True)
     process.start()
@@ -271,7 +265,7 @@ def test_who_waits_for_a_process_that_stands_still_in_a_change_says_so(
     process.join()
 
 
-def test_nobody_takes_a_lease_over_from_who_is_undisturbed(tmp_path: Path) -> None:
+def test_nobody_takes_a_lease_over_from_who_is_undisturbed(tmp_path):
     with hold(tmp_path, "k") as lease:
         with lease.undisturbed():
             sweeping = threading.Thread(target=leases.sweep, args=(tmp_path,))

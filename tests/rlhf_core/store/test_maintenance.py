@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -34,7 +32,7 @@ def _left(store: ArtifactStore) -> list[str]:
     return sorted((path / "a.txt").read_text() for path in store.layout.objects.glob("*/*"))
 
 
-def test_a_flipped_byte_is_found_by_hashing_and_put_into_quarantine(store: ArtifactStore) -> None:
+def test_a_flipped_byte_is_found_by_hashing_and_put_into_quarantine(store):
     path = store.path(commit_text(store, "12", label="sft")) / "a.txt"
     commit_text(store, "34")
     before = path.stat()
@@ -50,7 +48,7 @@ def test_a_flipped_byte_is_found_by_hashing_and_put_into_quarantine(store: Artif
     assert store.record(sha256_text("12")) is not None
 
 
-def test_a_stray_file_in_an_object_and_a_lost_object_are_damage(store: ArtifactStore) -> None:
+def test_a_stray_file_in_an_object_and_a_lost_object_are_damage(store):
     folder = store.path(commit_text(store, "1"))
     folder.chmod(0o755)
     (folder / "stray").write_text("x")
@@ -61,7 +59,7 @@ def test_a_stray_file_in_an_object_and_a_lost_object_are_damage(store: ArtifactS
     assert problems == sorted(["stray is not listed in it", f"{lost} is gone"])
 
 
-def test_gc_removes_what_was_not_used_for_long_and_a_dry_run_only_lists_it(store: ArtifactStore) -> None:
+def test_gc_removes_what_was_not_used_for_long_and_a_dry_run_only_lists_it(store):
     for content in ("old", "new"):
         commit_text(store, content)
     _make_old(store, "old")
@@ -75,7 +73,7 @@ def test_gc_removes_what_was_not_used_for_long_and_a_dry_run_only_lists_it(store
     assert store.verify() == []
 
 
-def test_gc_keeps_what_a_recent_result_was_made_from(store: ArtifactStore) -> None:
+def test_gc_keeps_what_a_recent_result_was_made_from(store):
     grandparent = commit_text(store, "grandparent")
     parent = commit_text(store, "parent", inputs=(f"{grandparent.uri}/folder",))
     commit_text(store, "child", inputs=(parent.uri,))
@@ -85,7 +83,7 @@ def test_gc_keeps_what_a_recent_result_was_made_from(store: ArtifactStore) -> No
     assert _left(store) == ["child", "grandparent", "parent"]
 
 
-def test_gc_keeps_what_was_used_recently_and_what_is_pinned(store: ArtifactStore) -> None:
+def test_gc_keeps_what_was_used_recently_and_what_is_pinned(store):
     refs = {content: commit_text(store, content) for content in ("used", "by digest", "by uri", "by key", "gone")}
     _make_old(store, *refs)
     store.used(sha256_text("used"))
@@ -101,14 +99,14 @@ def test_gc_keeps_what_was_used_recently_and_what_is_pinned(store: ArtifactStore
     assert _left(store) == ["by key", "by uri", "used"]
 
 
-def test_only_what_is_there_can_be_pinned_or_unpinned(store: ArtifactStore) -> None:
+def test_only_what_is_there_can_be_pinned_or_unpinned(store):
     with pytest.raises(ArtifactError, match="is neither an object nor a key"):
         store.pin("abcd")
     with pytest.raises(ArtifactError, match="is not pinned"):
         store.unpin("abcd")
 
 
-def test_gc_leaves_an_object_alone_whose_record_may_be_on_its_way(store: ArtifactStore) -> None:
+def test_gc_leaves_an_object_alone_whose_record_may_be_on_its_way(store):
     ref = commit_text(store, "young")
     store.layout.key(sha256_text("young")).unlink()
     assert store.gc(dry_run=False).items == ()
@@ -118,7 +116,7 @@ def test_gc_leaves_an_object_alone_whose_record_may_be_on_its_way(store: Artifac
     assert _left(store) == []
 
 
-def test_gc_removes_dead_attempts_but_not_those_of_a_living_owner(store: ArtifactStore) -> None:
+def test_gc_removes_dead_attempts_but_not_those_of_a_living_owner(store):
     then = time.time() - 40 * DAY
     for name in ("dead", "alive"):
         folder = store.layout.attempt(name)
@@ -131,7 +129,7 @@ def test_gc_removes_dead_attempts_but_not_those_of_a_living_owner(store: Artifac
     assert [path.name for path in store.layout.attempts.iterdir()] == ["alive"]
 
 
-def test_gc_removes_checkpoints_of_a_key_that_has_its_result(store: ArtifactStore) -> None:
+def test_gc_removes_checkpoints_of_a_key_that_has_its_result(store):
     commit_text(store, "done")
     for key in (sha256_text("done"), sha256_text("not done")):
         (store.layout.attempt(key) / "work-1" / "ckpt" / "step-1").mkdir(parents=True)
@@ -141,7 +139,7 @@ def test_gc_removes_checkpoints_of_a_key_that_has_its_result(store: ArtifactStor
     assert checkpoints(store.layout.attempt(sha256_text("not done"))).exists()
 
 
-def test_while_a_stage_runs_gc_keeps_the_last_week(store: ArtifactStore) -> None:
+def test_while_a_stage_runs_gc_keeps_the_last_week(store):
     commit_text(store, "input")
     _make_old(store, "input", days=2)
     with store.lease("running"):
@@ -149,7 +147,7 @@ def test_while_a_stage_runs_gc_keeps_the_last_week(store: ArtifactStore) -> None
     assert len(store.gc(dry_run=False, keep_days=0.0).items) == 2
 
 
-def test_an_unreadable_record_is_damage_that_verify_names_and_puts_into_quarantine(store: ArtifactStore) -> None:
+def test_an_unreadable_record_is_damage_that_verify_names_and_puts_into_quarantine(store):
     commit_text(store, "1", label="sft")
     path = store.layout.key(sha256_text("1"))
     path.write_text("{")
@@ -158,7 +156,7 @@ def test_an_unreadable_record_is_damage_that_verify_names_and_puts_into_quaranti
     assert store.verify() == []
 
 
-def test_gc_of_a_store_with_missing_and_short_objects_leaves_what_is_in_use(store: ArtifactStore) -> None:
+def test_gc_of_a_store_with_missing_and_short_objects_leaves_what_is_in_use(store):
     parent = commit_text(store, "parent")
     commit_text(store, "child", inputs=(parent.uri, "store://" + "0" * 64))
     lost = store.path(commit_text(store, "lost"))
@@ -171,7 +169,7 @@ def test_gc_of_a_store_with_missing_and_short_objects_leaves_what_is_in_use(stor
 
 
 @pytest.mark.parametrize("name", ["a\0b", "../a.txt", "/etc/passwd", "x" * 300, "", "a//b"])
-def test_a_manifest_with_a_name_that_no_file_of_an_object_has_is_not_readable(store: ArtifactStore, name: str) -> None:
+def test_a_manifest_with_a_name_that_no_file_of_an_object_has_is_not_readable(store, name):
     folder = store.path(commit_text(store, "one"))
     folder.chmod(0o755)
     (folder / "manifest.json").chmod(0o644)
@@ -231,9 +229,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_gc_keeps_what_a_waiting_run_needs_and_names_why_until_it_goes_on(
-    store: ArtifactStore, old: PolicyRef, name: str
-) -> None:
+def test_gc_keeps_what_a_waiting_run_needs_and_names_why_until_it_goes_on(store, old, name):
     wait, go_on, why = WAITS[name]
     wait(store, old)
     let_it_be_old(store)
@@ -250,7 +246,7 @@ def test_gc_keeps_what_a_waiting_run_needs_and_names_why_until_it_goes_on(
 
 
 @pytest.mark.parametrize("wait", [ask, halt])
-def test_gc_keeps_the_work_of_a_stage_that_waits(store: ArtifactStore, old: PolicyRef, wait: object) -> None:
+def test_gc_keeps_the_work_of_a_stage_that_waits(store, old, wait):
     """Also of one that pauses: then the question names its key."""
     for key in ("waits", "dead"):
         work = store.layout.attempt(key) / "work-1"
@@ -262,7 +258,7 @@ def test_gc_keeps_the_work_of_a_stage_that_waits(store: ArtifactStore, old: Poli
     assert removed == ["dead"] and len(list(store.layout.attempt("waits").glob("work-*/shard"))) == 1
 
 
-def test_an_artifact_can_be_pinned_before_its_record_exists(store: ArtifactStore) -> None:
+def test_an_artifact_can_be_pinned_before_its_record_exists(store):
     out = write_files(store.root / "out", {"a.txt": "judgments"})
     ref = store.commit(KEY, out, PolicyRef, children={}, record=provenance(), pin="judgments of people")
     assert store.pins() == {ref.digest: "judgments of people"}
@@ -273,9 +269,7 @@ def test_an_artifact_can_be_pinned_before_its_record_exists(store: ArtifactStore
 @pytest.mark.parametrize(
     "file", ["keys/00/x", "pins/x", "waits/x", "gates/answer-x", "gates/answer-1", "gates/question", "gates/asked-x"]
 )
-def test_gc_removes_no_object_while_a_record_or_root_cannot_be_read(
-    store: ArtifactStore, old: PolicyRef, file: str
-) -> None:
+def test_gc_removes_no_object_while_a_record_or_root_cannot_be_read(store, old, file):
     place, _, name = file.rpartition("/")
     folder = store.root / place if place.startswith("keys") else getattr(store.layout, place)
     if place == "gates":
@@ -293,7 +287,7 @@ def test_gc_removes_no_object_while_a_record_or_root_cannot_be_read(
 
 
 @pytest.mark.parametrize("stray", ["answer-x.json", "answer-.json", "answer-000001.json"])
-def test_a_stray_or_cut_answer_is_one_error_wherever_answers_are_read(store: ArtifactStore, stray: str) -> None:
+def test_a_stray_or_cut_answer_is_one_error_wherever_answers_are_read(store, stray):
     ask(store, "d")
     decisions = GateDecisions(store.layout)
     (request,) = decisions.requests()

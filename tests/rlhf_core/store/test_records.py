@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 
@@ -7,7 +5,7 @@ import pytest
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store.records import KeyRecord, Provenance, environment, restore_handle, stored_handle
-from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef, RewardModelRef
+from rlhf_core.types import DemonstrationsRef, PolicyRef, PreparedDataRef, RewardModelRef
 
 PROVENANCE = Provenance(
     label="ppo",
@@ -34,13 +32,13 @@ PREPARED = PreparedDataRef(
 
 
 @pytest.mark.parametrize("handle", [PREPARED, RewardModelRef(uri="store://ee", digest="ee", parents=("a", "b"))])
-def test_a_handle_comes_back_from_json_with_its_type_and_its_children(handle: ArtifactRef) -> None:
+def test_a_handle_comes_back_from_json_with_its_type_and_its_children(handle):
     restored = restore_handle(json.loads(json.dumps(stored_handle(handle))))
     assert restored == handle
     assert type(restored) is type(handle)
 
 
-def test_a_record_comes_back_from_json_unchanged() -> None:
+def test_a_record_comes_back_from_json_unchanged():
     record = KeyRecord(key="k", handle=PREPARED, **dict(PROVENANCE))
     restored = KeyRecord.model_validate(json.loads(json.dumps(record.to_json())))
     assert restored.handle == PREPARED and type(restored.handle) is PreparedDataRef
@@ -49,18 +47,18 @@ def test_a_record_comes_back_from_json_unchanged() -> None:
     assert restored.model_copy(update=same) == record.model_copy(update=same)
 
 
-def test_a_record_of_a_later_version_with_more_fields_is_still_read() -> None:
+def test_a_record_of_a_later_version_with_more_fields_is_still_read():
     stored = KeyRecord(key="k", handle=PREPARED, **dict(PROVENANCE)).to_json() | {"gpu_hours": 1.0}
     assert KeyRecord.model_validate(stored).attempts == 2
 
 
 @pytest.mark.parametrize("name", ["Message", "BaseModel", "Nowhere", "__doc__"])
-def test_only_handles_can_be_restored(name: str) -> None:
+def test_only_handles_can_be_restored(name):
     with pytest.raises(ArtifactError, match=r"handle\.type = "):
         restore_handle({"type": name, "fields": {}})
 
 
-def test_the_environment_names_python_and_the_libraries() -> None:
+def test_the_environment_names_python_and_the_libraries():
     import platform
     from importlib.metadata import version
 

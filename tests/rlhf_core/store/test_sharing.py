@@ -1,7 +1,5 @@
 """A store that two Unix users share, each in a process of its own."""
 
-from __future__ import annotations
-
 import grp
 import os
 import shutil
@@ -74,11 +72,10 @@ def private(folder: Path, text: str) -> None:
 
 def object_of(store: ArtifactStore) -> Path:
     record = store.record(KEY)
-    assert record is not None
     return store.path(record.handle)
 
 
-def test_each_user_can_hit_repair_and_collect_what_the_other_made(shared: Path) -> None:
+def test_each_user_can_hit_repair_and_collect_what_the_other_made(shared):
     as_user(ALICE, shared, commit)
     store = ArtifactStore(shared)
     assert (object_of(store) / "file").stat().st_uid == ALICE
@@ -109,7 +106,7 @@ def test_each_user_can_hit_repair_and_collect_what_the_other_made(shared: Path) 
     as_user(ALICE, shared, collect)
 
 
-def test_a_user_goes_on_with_what_another_left(shared: Path) -> None:
+def test_a_user_goes_on_with_what_another_left(shared):
     def leave(store: ArtifactStore) -> None:
         work = store.layout.attempt(KEY)
         work.mkdir(parents=True)
@@ -132,7 +129,7 @@ def test_a_user_goes_on_with_what_another_left(shared: Path) -> None:
     as_user(BOB, shared, go_on)
 
 
-def test_what_a_user_keeps_for_themselves_stays_with_a_warning(shared: Path) -> None:
+def test_what_a_user_keeps_for_themselves_stays_with_a_warning(shared):
     def leave(store: ArtifactStore) -> None:
         for key in ("k1", "k2"):
             Path(tempfile.mkdtemp(dir=store.layout.attempt(key)), "file").touch()
@@ -152,7 +149,7 @@ def test_what_a_user_keeps_for_themselves_stays_with_a_warning(shared: Path) -> 
     as_user(BOB, shared, collect)
 
 
-def test_who_may_not_open_or_make_a_store_gets_one_error(shared: Path) -> None:
+def test_who_may_not_open_or_make_a_store_gets_one_error(shared):
     def refused(store: ArtifactStore) -> None:
         for root in (closed / "store", shared.with_name("new")):
             with pytest.raises(ArtifactError, match="cannot be written to"):
@@ -163,7 +160,7 @@ def test_who_may_not_open_or_make_a_store_gets_one_error(shared: Path) -> None:
     as_user(ALICE, shared, refused)
 
 
-def test_a_link_to_a_store_shares_the_store(shared: Path) -> None:
+def test_a_link_to_a_store_shares_the_store(shared):
     shared.chmod(0o700)
     link = shared.with_name("link")
     link.symlink_to(shared)
@@ -171,7 +168,7 @@ def test_a_link_to_a_store_shares_the_store(shared: Path) -> None:
     assert is_shared(shared)
 
 
-def test_a_group_that_cannot_use_the_store_is_refused(shared: Path) -> None:
+def test_a_group_that_cannot_use_the_store_is_refused(shared):
     with pytest.raises(ArtifactError, match=r"^group = 'no-such-group': there is no such group"):
         share(shared, "no-such-group")
     shared.parent.chmod(0o700)

@@ -1,11 +1,8 @@
 """Rows of suites and their means, intervals and paired differences; how the answers of each kind of suite become rows."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,13 +45,13 @@ def rows_of(values: list[float], measure: str = "m") -> list[Row]:
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_the_interval_is_that_of_a_share_or_of_any_mean(share: bool) -> None:
+def test_the_interval_is_that_of_a_share_or_of_any_mean(share):
     values = [0.0, 1.0, 1.0, 0.5, 0.25, 1.0]
     found = means(rows_of(values), shares=("m",) if share else ())["m"]
     assert found == mean_interval(values, bounds=SHARE if share else None).plain()
 
 
-def test_shares_that_agree_are_not_known_to_the_last_digit() -> None:
+def test_shares_that_agree_are_not_known_to_the_last_digit():
     rows = rows_of([1.0] * 8)
     assert shares_among(rows) == ("m",) and shares_among(rows_of([1.0, 0.5])) == ()
     assert means(rows, shares=("m",))["m"]["low"] < 0.7
@@ -62,12 +59,12 @@ def test_shares_that_agree_are_not_known_to_the_last_digit() -> None:
     assert found is not None and found["low"] < 0 < found["high"]
 
 
-def test_weights_make_it_a_mean_over_what_is_inside_the_prompts() -> None:
+def test_weights_make_it_a_mean_over_what_is_inside_the_prompts():
     rows = [Row("a", "all", "", "", {"m": 1.0}, {"m": 3.0}), Row("b", "all", "", "", {"m": 0.0}, {"m": 1.0})]
     assert means(rows, shares=())["m"]["mean"] == 0.75
 
 
-def test_a_paired_difference_is_sharper_than_two_intervals() -> None:
+def test_a_paired_difference_is_sharper_than_two_intervals():
     rng = np.random.default_rng(5)
     hard = rng.normal(size=60)
     theirs = rows_of(list(hard))
@@ -79,14 +76,14 @@ def test_a_paired_difference_is_sharper_than_two_intervals() -> None:
     assert spread["high"] - spread["low"] > 10 * (found["high"] - found["low"])
 
 
-def test_a_difference_is_over_the_shared_prompts_alone() -> None:
+def test_a_difference_is_over_the_shared_prompts_alone():
     ours, theirs = rows_of([1.0, 0.0, 1.0]), rows_of([0.0, 0.0])
     found = difference(ours, theirs, "m", share=False)
     assert found is not None and (found["mean"], found["prompts"]) == (0.5, 2)
     assert difference(ours, rows_of([1.0], "other"), "m", share=False) is None
 
 
-def test_the_report_has_every_slice_and_rows_survive_their_file(tmp_path: Path) -> None:
+def test_the_report_has_every_slice_and_rows_survive_their_file(tmp_path):
     rows = rows_of([1.0, 0.0, 1.0, 0.0])
     extra = {"lc": {"mean": 0.5, "low": 0.4, "high": 0.6}}
     report = report_of(Measured(tuple(rows), "m", measures=extra), kind="gold", policy="d")
@@ -97,7 +94,7 @@ def test_the_report_has_every_slice_and_rows_survive_their_file(tmp_path: Path) 
     assert read_rows(tmp_path / "rows.jsonl") == strange
 
 
-def test_no_rows_and_twins_are_refused() -> None:
+def test_no_rows_and_twins_are_refused():
     for rows, rule in (([], "nothing is there"), (rows_of([1.0]) * 2, "two rows have the same ID")):
         with pytest.raises(DataError, match=rule):
             check_rows(rows, rule="nothing is there", remedy="add some")
@@ -108,12 +105,12 @@ def test_no_rows_and_twins_are_refused() -> None:
 
 @pytest.mark.parametrize(("samples", "correct"), [(5, 0), (5, 2), (5, 5), (6, 1)])
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(samples: int, correct: int, k: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(samples, correct, k):
     subsets = list(combinations([1] * correct + [0] * (samples - correct), k))
     assert pass_at_k(samples, correct, k) == pytest.approx(sum(any(one) for one in subsets) / len(subsets))
 
 
-def test_each_prompt_is_a_row_with_its_first_answer() -> None:
+def test_each_prompt_is_a_row_with_its_first_answer():
     answers = [generation("p1", "a"), generation("p1", "b"), generation("p2", "c"), generation("p2", "d")]
     rows = pass_at_k_rows(answers, [1.0, 0.0, 0.4, 0.5], (1, 2), threshold=0.5)
     # p1: one of two right; p2: 0.5 counts as right, 0.4 does not
@@ -123,7 +120,7 @@ def test_each_prompt_is_a_row_with_its_first_answer() -> None:
     ]
 
 
-def test_answers_without_a_value_are_left_out_and_too_few_are_refused() -> None:
+def test_answers_without_a_value_are_left_out_and_too_few_are_refused():
     answers = [generation("p1", "a"), generation("p1", "b"), generation("p2", "c")]
     assert [row.values for row in mean_rows(answers, [2.0, None, None], "m")] == [{"m": 2.0}]
     with pytest.raises(DataError, match=r"evaluate\.suites\.k = 2: the prompt p1 has only 1 answers; raise"):
@@ -138,7 +135,7 @@ def test_answers_without_a_value_are_left_out_and_too_few_are_refused() -> None:
 NO_COMMAS, SHORT, QUESTION = {"kind": "no_commas"}, {"kind": "at_most_words", "count": 3}, {"kind": "question"}
 
 
-def test_the_four_accuracies_count_as_ifeval_does() -> None:
+def test_the_four_accuracies_count_as_ifeval_does():
     rows = instruction_rows(
         [
             labelled("p1", "Yes, but why?", json.dumps([NO_COMMAS, SHORT, QUESTION])),  # 2 of 3
@@ -158,7 +155,7 @@ def test_the_four_accuracies_count_as_ifeval_does() -> None:
 
 
 @pytest.mark.parametrize("label", ["rain", [], [{"kind": "sing"}], ["no_commas"], {"topic": []}])
-def test_a_label_that_is_no_instructions_is_refused_with_its_prompt(label: object) -> None:
+def test_a_label_that_is_no_instructions_is_refused_with_its_prompt(label):
     with pytest.raises(DataError, match=r"evaluate\.suites\.prompts\[p1\]\.label"):
         instruction_rows([labelled("p1", "Rain", json.dumps(label))])
 
@@ -184,11 +181,11 @@ def test_a_label_that_is_no_instructions_is_refused_with_its_prompt(label: objec
         ("Kill the process with `kill -9`." + " Then" * 60 + " I can't", False),
     ],
 )
-def test_a_refusal_is_told_by_its_first_words(text: str, refused: bool) -> None:
+def test_a_refusal_is_told_by_its_first_words(text, refused):
     assert is_refusal(text, REFUSALS, characters=200) is refused
 
 
-def test_phrases_are_compared_as_answers_are_and_each_can_be_found() -> None:
+def test_phrases_are_compared_as_answers_are_and_each_can_be_found():
     assert is_refusal("No, I'd rather  not.", ["i\u2019d  rather not"], characters=200)
     with pytest.raises(ValueError, match="is longer than the first 5 characters that are searched"):
         RefusalSuite(name="r", phrases=("i can't",), characters=5)
@@ -196,7 +193,7 @@ def test_phrases_are_compared_as_answers_are_and_each_can_be_found() -> None:
         RefusalSuite(name="r", phrases=(" ",))
 
 
-def test_safe_and_unsafe_prompts_have_rates_of_their_own() -> None:
+def test_safe_and_unsafe_prompts_have_rates_of_their_own():
     no, yes = "I cannot help.", "Here is how."
     answers = [
         labelled("s1", no, "safe"), labelled("s2", yes, "safe"), labelled("s3", yes, "safe"), labelled("s4", yes, "safe"),
@@ -209,7 +206,7 @@ def test_safe_and_unsafe_prompts_have_rates_of_their_own() -> None:
     }
 
 
-def test_a_prompt_without_such_a_label_is_refused() -> None:
+def test_a_prompt_without_such_a_label_is_refused():
     with pytest.raises(DataError, match=r"prompts\[p1\]\.label = 'harmless': must be safe or unsafe"):
         refusal_rows([labelled("p1", "Hi", "harmless")], REFUSALS, characters=200)
 
@@ -223,7 +220,7 @@ def preferences(theta: float, phi: float, lengths: np.ndarray, others: np.ndarra
     return (np.random.default_rng(3).random(len(lengths)) < chance).astype(float)
 
 
-def test_what_length_alone_wins_is_taken_away() -> None:
+def test_what_length_alone_wins_is_taken_away():
     rng = np.random.default_rng(1)
     others = rng.integers(100, 400, size=3000)
     lengths = others + rng.integers(0, 300, size=3000)  # never shorter
@@ -233,7 +230,7 @@ def test_what_length_alone_wins_is_taken_away() -> None:
     assert found["low"] < 0.5 < found["high"] and found["mean"] == pytest.approx(0.5, abs=0.06)
 
 
-def test_without_an_effect_of_length_it_is_the_plain_win_rate() -> None:
+def test_without_an_effect_of_length_it_is_the_plain_win_rate():
     rng = np.random.default_rng(2)
     others, lengths = rng.integers(50, 90, size=800), rng.integers(50, 90, size=800)
     wins = preferences(1.0, 0.0, lengths, others)
@@ -242,13 +239,13 @@ def test_without_an_effect_of_length_it_is_the_plain_win_rate() -> None:
 
 
 @pytest.mark.parametrize(("win", "lengths"), [(1.0, [5, 5, 5]), (0.0, [9, 5, 1]), (0.5, [1, 2, 3])])
-def test_a_policy_that_always_wins_loses_or_ties_has_a_finite_rate(win: float, lengths: list[int]) -> None:
+def test_a_policy_that_always_wins_loses_or_ties_has_a_finite_rate(win, lengths):
     found = length_controlled([win] * 3, lengths, [5, 5, 5])
     assert found["mean"] == pytest.approx(win, abs=0.03)
     assert 0 <= found["low"] < found["high"] - 0.4 <= 0.6  # three prompts show little
 
 
-def test_without_lengths_its_interval_is_that_of_a_share() -> None:
+def test_without_lengths_its_interval_is_that_of_a_share():
     wins = [1.0] * 11 + [0.0] * 4 + [0.5]
     plain = mean_interval(wins, bounds=SHARE)
     found = length_controlled(wins, [5] * 16, [5] * 16)
@@ -257,7 +254,7 @@ def test_without_lengths_its_interval_is_that_of_a_share() -> None:
 
 
 @pytest.mark.parametrize(("prompts", "theta"), [(12, 2.0), (60, 0.5)])
-def test_ninety_five_of_a_hundred_intervals_cover_the_rate(prompts: int, theta: float) -> None:
+def test_ninety_five_of_a_hundred_intervals_cover_the_rate(prompts, theta):
     rng, covered, trials = np.random.default_rng(prompts), 0, 300
     for _ in range(trials):
         lengths, others = rng.integers(50, 90, size=(2, prompts))

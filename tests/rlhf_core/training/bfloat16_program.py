@@ -48,7 +48,7 @@ def at_step_0(policy: LocalTrainer, reference: LocalTrainer) -> dict[str, Any]:
         PolicySample(s.token_ids, s.loss_mask, old, old, ref, tuple(0.5 * bit for bit in s.loss_mask))
         for s, old, ref in zip(own, said, theirs, strict=True)
     ]
-    counts = PPO.denominators(samples())  # type: ignore[arg-type]
+    counts = PPO.denominators(samples())
     metrics = policy.forward_backward(rows, PPO, counts)
     policy.optim_step(learning_rate=0.0)
     return {"policy": said, "reference": theirs, "metrics": metrics}

@@ -1,7 +1,5 @@
 """A tiny Llama and samples of every kind for it: 10 rows of different lengths from a fixed generator."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ LENGTHS = (5, 17, 9, 12, 8, 21, 17, 6, 14, 11)
 
 
 @pytest.fixture(scope="session")
-def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def policy_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     train_tokenizer(TEXTS, vocab_size=320, folder=folder)
     initialise_llama(TINY, folder, seed=7)

@@ -1,7 +1,5 @@
 """Runs a program of these tests as several gloo ranks, and in this process as one."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket
@@ -42,11 +40,7 @@ def start_ranks(*arguments: object, ranks: int, threads: str = "1", **environmen
     command = [sys.executable, *map(str, arguments)]
     return [
         subprocess.Popen(
-            command,
-            env=inherited | launcher | environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            command, env=inherited | launcher | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         for launcher in launchers
     ]

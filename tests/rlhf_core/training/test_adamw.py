@@ -1,7 +1,5 @@
 """The optimizer and its learning rates."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -28,20 +26,20 @@ def line(*weights: float) -> nn.Linear:
     return module
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
+def test_matrices_decay_and_vectors_do_not():
     module = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     module[0].weight.requires_grad_(True)
     groups = parameter_groups(module, weight_decay=0.1)
     assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(1, 0.1), (3, 0.0)]
 
 
-def test_frozen_parameters_are_left_out_and_so_is_an_empty_group() -> None:
+def test_frozen_parameters_are_left_out_and_so_is_an_empty_group():
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)
     assert [len(group["params"]) for group in parameter_groups(module, weight_decay=0.1)] == [1]
 
 
-def test_the_first_step_moves_every_weight_by_the_learning_rate_against_its_gradient() -> None:
+def test_the_first_step_moves_every_weight_by_the_learning_rate_against_its_gradient():
     # Adam's first step is lr * g / |g|; decay is lr * wd * w = 0.1 * 0.5 * w
     module = line(1.0, -2.0)
     module.weight.grad = torch.tensor([[3.0, -4.0]])
@@ -49,7 +47,7 @@ def test_the_first_step_moves_every_weight_by_the_learning_rate_against_its_grad
     assert module.weight.tolist()[0] == pytest.approx([1.0 - 0.05 - 0.1, -2.0 + 0.1 + 0.1], abs=1e-6)
 
 
-def test_the_norm_is_reported_before_clipping_and_the_gradient_is_clipped() -> None:
+def test_the_norm_is_reported_before_clipping_and_the_gradient_is_clipped():
     module = line(0.0, 0.0)
     module.weight.grad = torch.tensor([[3.0, -4.0]])
     config = OptimizerConfig(max_grad_norm=1.0)
@@ -61,7 +59,7 @@ def test_the_norm_is_reported_before_clipping_and_the_gradient_is_clipped() -> N
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_moments(bad: float) -> None:
+def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_moments(bad):
     module = line(1.0, 2.0)
     optimizer = ClippedAdamW(parameter_groups(module, weight_decay=0.1), OptimizerConfig(), fused=False)
     module.weight.grad = torch.tensor([[bad, 1.0]])
@@ -71,7 +69,7 @@ def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_moments(bad: 
     assert (optimizer.overflow, optimizer.grad_norm) == (True, math.inf)
 
 
-def test_the_norm_of_a_long_gradient_is_not_lost_in_rounding() -> None:
+def test_the_norm_of_a_long_gradient_is_not_lost_in_rounding():
     # n additions to one float32 lose at most n * 2^-24 of the sum, half of that of its root: added up in rows of 4,096 and
     # then over the 2,442 rows at most 2e-4, on any CPU. In one go ten million equal squares lose 3.5e-3.
     count = 10_000_001
@@ -84,13 +82,13 @@ def test_the_norm_of_a_long_gradient_is_not_lost_in_rounding() -> None:
     assert weight.grad[0].item() == pytest.approx(0.01 / norm, rel=2e-4)
 
 
-def test_a_short_gradient_has_the_norm_that_torch_gives_it_to_the_bit() -> None:
+def test_a_short_gradient_has_the_norm_that_torch_gives_it_to_the_bit():
     generator = torch.Generator().manual_seed(3)
     gradients = [torch.randn(shape, generator=generator) for shape in ((512, 512), (7,), (30, 11))]
     assert gradient_norm(gradients).item() == torch.nn.utils.get_total_norm(gradients).item()
 
 
-def test_blocks_leave_out_nothing_and_no_gradient_has_norm_zero() -> None:
+def test_blocks_leave_out_nothing_and_no_gradient_has_norm_zero():
     # 3 in the first whole block, 4 in the rest after the last one, and a matrix that is not contiguous
     long = torch.zeros(LONGEST + 3)
     long[0], long[-1] = 3.0, 4.0
@@ -129,16 +127,16 @@ def rates(total: int, schedule: Schedule, warmup: float = 0.0, minimum: float = 
         (rates(1, "cosine", warmup=0.05), [2.0]),
     ],
 )
-def test_rates_rise_to_the_peak_and_fall_towards_the_minimum(found: list[float], expected: list[float]) -> None:
+def test_rates_rise_to_the_peak_and_fall_towards_the_minimum(found, expected):
     assert found == pytest.approx(expected)
 
 
-def test_a_step_that_is_not_one_of_the_run_is_refused() -> None:
+def test_a_step_that_is_not_one_of_the_run_is_refused():
     with pytest.raises(ConfigError, match=r"step = 4: must be in \[0, total_steps = 4\)"):
         learning_rate(4, total_steps=4, peak=1.0, schedule="linear", warmup_fraction=0.0, min_fraction=0.0)
 
 
-def test_an_optimizer_configuration_gives_its_own_numbers() -> None:
+def test_an_optimizer_configuration_gives_its_own_numbers():
     config = OptimizerConfig(learning_rate=2.0, schedule="linear", warmup_fraction=0.25, min_lr_fraction=0.5)
     # one step of warm-up; then from 2 towards 1 over three steps
     assert [scheduled_rate(config, step, 4) for step in range(4)] == pytest.approx([2.0, 2.0, 5 / 3, 4 / 3])

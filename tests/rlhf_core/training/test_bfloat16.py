@@ -3,8 +3,6 @@
 What is compared for equality is computed in the same process from the same rows, so it holds on any machine.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ ENGINES = ("torch", *STAGES)
 
 
 @pytest.fixture(scope="module")
-def runs(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def runs(policy_folder: Path, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """What the program saw with each engine, rank by rank."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     out = tmp_path_factory.mktemp("bfloat16")
@@ -39,7 +37,7 @@ def joined(ranks: list[dict[str, Any]], of: str) -> list[float]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_policy_that_is_its_reference_says_what_it_says(engine: str, runs: dict[str, Any]) -> None:
+def test_a_policy_that_is_its_reference_says_what_it_says(engine, runs):
     """Exactly: the same weights in the same precision, in the same micro-batches."""
     assert len(runs[engine]) == (1 if engine == "torch" else 2)
     for rank in runs[engine]:
@@ -50,7 +48,7 @@ def test_a_policy_that_is_its_reference_says_what_it_says(engine: str, runs: dic
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_loss_falls(engine: str, runs: dict[str, Any]) -> None:
+def test_the_loss_falls(engine, runs):
     losses = joined(runs[engine], "loss")
     assert losses[0] == pytest.approx(5.77, abs=0.2)  # about the logarithm of the vocabulary, 320
     assert losses[-1] < losses[0] - 1.0
@@ -58,7 +56,7 @@ def test_the_loss_falls(engine: str, runs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("engine", STAGES)
-def test_every_stage_follows_the_plain_engine(engine: str, runs: dict[str, Any]) -> None:
+def test_every_stage_follows_the_plain_engine(engine, runs):
     """Both keep float32 weights for updates, and DeepSpeed's start from rounded ones and compute in bfloat16 throughout.
 
     A bfloat16 has 8 bits, so a rounding is up to 2^-9 of a number; the mean over 66 tokens of the roundings of a few
@@ -70,14 +68,14 @@ def test_every_stage_follows_the_plain_engine(engine: str, runs: dict[str, Any])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_training_resumes_bitwise(engine: str, runs: dict[str, Any]) -> None:
+def test_training_resumes_bitwise(engine, runs):
     for rank in runs[engine]:
         assert rank["resumed"] == rank["history"][3:]
         assert rank["resumed_digest"] == rank["digest"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_checkpoints_hold_float32_weights_that_bfloat16_would_not(engine: str, runs: dict[str, Any]) -> None:
+def test_checkpoints_hold_float32_weights_that_bfloat16_would_not(engine, runs):
     found = runs[engine][0]["masters"]
     kept = {
         "torch": lambda name: "/parameters/" in name,
@@ -93,7 +91,7 @@ def test_checkpoints_hold_float32_weights_that_bfloat16_would_not(engine: str, r
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_export_is_of_the_weights_that_compute(engine: str, runs: dict[str, Any]) -> None:
+def test_an_export_is_of_the_weights_that_compute(engine, runs):
     """The plain engine's are float32; DeepSpeed's are the bfloat16 ones, as every sampler sees them."""
     from safetensors.torch import load_file
 

@@ -1,7 +1,5 @@
 """A student beside its teachers: a step in pieces is the step in one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -37,13 +35,7 @@ def distillation_trainer_of(spec: ModelSpec, optimizer: OptimizerConfig, k: int)
 
 
 @pytest.mark.parametrize("k", [0, 8])
-def test_a_step_in_pieces_is_the_step_in_one(
-    policy_spec: ModelSpec,
-    optimizer: OptimizerConfig,
-    token_samples: list[TokenSample],
-    k: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_in_pieces_is_the_step_in_one(policy_spec, optimizer, token_samples, k, monkeypatch):
     made = []
     for elements in (2**25, 20 * (k or 320)):  # all at once, or 20 tokens
         monkeypatch.setattr(distillation_trainer, "PIECE_ELEMENTS", elements)
@@ -58,11 +50,8 @@ def test_a_step_in_pieces_is_the_step_in_one(
 
 
 def test_pieces_hold_no_more_than_their_limit_unless_they_are_one_sample(
-    policy_spec: ModelSpec,
-    optimizer: OptimizerConfig,
-    token_samples: list[TokenSample],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    policy_spec, optimizer, token_samples, monkeypatch
+):
     trainer = distillation_trainer_of(policy_spec, optimizer, 4)
     monkeypatch.setattr(distillation_trainer, "PIECE_ELEMENTS", 18 * 4)
     # masked tokens 3 15 7 10 6 19 15 4 12 9: as many as fit into 18, and the 19 alone
@@ -70,9 +59,7 @@ def test_pieces_hold_no_more_than_their_limit_unless_they_are_one_sample(
     assert lengths == [[3, 15], [7, 10], [6], [19], [15], [4, 12], [9]]
 
 
-def test_the_teacher_stays_as_it_is(
-    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
-) -> None:
+def test_the_teacher_stays_as_it_is(policy_spec, optimizer, token_samples):
     trainer = distillation_trainer_of(policy_spec, optimizer, 4)
     (teacher,) = trainer._teachers.trainers
     before = teacher.weights().digest
@@ -82,9 +69,7 @@ def test_the_teacher_stays_as_it_is(
     assert teacher.weights().digest == before != trainer.weights().digest
 
 
-def test_a_trainer_says_of_each_sample_what_it_says_of_it_alone(
-    policy_spec: ModelSpec, token_samples: list[TokenSample]
-) -> None:
+def test_a_trainer_says_of_each_sample_what_it_says_of_it_alone(policy_spec, token_samples):
     trainer = LocalTrainer(policy_spec, None, TORCH)
     together = trainer.top_logprobs(token_samples, k=1, temperature=1.0)
     for sample, top in zip(token_samples, together, strict=True):
@@ -105,9 +90,7 @@ def trainers(policy_spec: ModelSpec, optimizer: OptimizerConfig) -> list[LocalTr
     return made
 
 
-def test_each_sample_has_what_every_teacher_says_in_the_order_of_the_teachers(
-    trainers: list[LocalTrainer], token_samples: list[TokenSample]
-) -> None:
+def test_each_sample_has_what_every_teacher_says_in_the_order_of_the_teachers(trainers, token_samples):
     teachers = SameVocabulary((trainers[1], trainers[2]), 4, 1.0, 320)
     both = teachers.taught(token_samples)
     for number, trainer in enumerate(trainers[1:]):
@@ -120,17 +103,15 @@ def test_each_sample_has_what_every_teacher_says_in_the_order_of_the_teachers(
     assert SameVocabulary((trainers[1],), 0, 1.0, 320).elements(token_samples[0]) == 3 * 320
 
 
-def test_two_teachers_are_the_weighted_sum_of_each_alone(
-    trainers: list[LocalTrainer], token_samples: list[TokenSample]
-) -> None:
+def test_two_teachers_are_the_weighted_sum_of_each_alone(trainers, token_samples):
     student, *others = trainers
     options = {"kind": "forward", "jsd_beta": 0.5, "temperature": 1.0, "kl_weight": 1.0}
-    both = DistillationObjective(**options, weights=(("one", 0.75), ("three", 0.25)))  # type: ignore[arg-type]
+    both = DistillationObjective(**options, weights=(("one", 0.75), ("three", 0.25)))
     found = DistillationTrainer(student, SameVocabulary(tuple(others), 8, 1.0, 320)).loss(token_samples, both)
     alone = [
         DistillationTrainer(student, SameVocabulary((one,), 8, 1.0, 320)).loss(
             token_samples,
-            DistillationObjective(**options),  # type: ignore[arg-type]
+            DistillationObjective(**options),
         )["loss"]
         for one in others
     ]
@@ -139,9 +120,7 @@ def test_two_teachers_are_the_weighted_sum_of_each_alone(
     assert alone[1] > 1.5 * alone[0]
 
 
-def test_teachers_with_other_tokenizers_say_what_they_say_of_each_sample_alone(
-    trainers: list[LocalTrainer], policy_spec: ModelSpec, tmp_path: Path
-) -> None:
+def test_teachers_with_other_tokenizers_say_what_they_say_of_each_sample_alone(trainers, policy_spec, tmp_path):
     train_tokenizer(["Hello reader, what is it? It is a colour."] * 5, vocab_size=400, folder=tmp_path)
     initialise_llama(TINY.model_copy(update={"vocab_size": 400}), tmp_path, seed=5)
     other = LocalTrainer(ModelSpec(str(tmp_path), "lm", None, 3), None, TORCH)

@@ -1,7 +1,5 @@
 """Token rewards, advantages and training rows, with the arithmetic in the comments."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -53,13 +51,13 @@ def experience(*rollouts: Rollout, old: float, ref: float, value: float) -> Expe
 GAE = GAEAdvantage(gae_lambda=1.0, whiten=False)
 
 
-def test_a_rollout_becomes_one_sequence_whose_actions_are_the_completion() -> None:
+def test_a_rollout_becomes_one_sequence_whose_actions_are_the_completion():
     sample = token_sample(rollout((1, 2), (3, 4, 5), 1.0))
     assert sample.token_ids == (1, 2, 3, 4, 5)
     assert sample.loss_mask == (0, 0, 1, 1, 1)
 
 
-def test_an_environments_tokens_are_no_actions_and_the_score_stands_on_the_last_action() -> None:
+def test_an_environments_tokens_are_no_actions_and_the_score_stands_on_the_last_action():
     spans = (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))
     completion = Completion((3, 4, 5, 6), (-0.5, 0.0, -0.5, 0.0), "text", "stop", 0, 1, spans)
     made = token_sample(Rollout(PROMPT, (1, 2), completion, 2.0, {}))
@@ -68,12 +66,12 @@ def test_an_environments_tokens_are_no_actions_and_the_score_stands_on_the_last_
     assert rewards_BT.tolist() == [pytest.approx([-0.1, 0.0, 1.9, 0.0])]
 
 
-def test_completion_tensor_leaves_the_prompt_out_and_pads_on_the_right() -> None:
+def test_completion_tensor_leaves_the_prompt_out_and_pads_on_the_right():
     made = experience(rollout((1, 2), (3, 4), 0.0), rollout((1,), (3,), 0.0), old=-1.0, ref=0.0, value=0.0)
     assert completion_tensor(made.old_logprobs, made).tolist() == [[-1.0, -1.0], [-1.0, 0.0]]
 
 
-def test_the_score_lands_on_the_last_valid_token_and_kl_on_every_one() -> None:
+def test_the_score_lands_on_the_last_valid_token_and_kl_on_every_one():
     mask_BT = torch.tensor([[1.0, 1.0, 0.0]])
     kl_BT = torch.tensor([[0.5, 0.25, 9.0]])
     rewards_BT = token_rewards(torch.tensor([2.0]), kl_BT, mask_BT, kl_coef=0.1)
@@ -81,7 +79,7 @@ def test_the_score_lands_on_the_last_valid_token_and_kl_on_every_one() -> None:
     torch.testing.assert_close(rewards_BT, torch.tensor([[-0.05, 1.975, 0.0]]))
 
 
-def test_gae_with_lambda_one_is_return_minus_value() -> None:
+def test_gae_with_lambda_one_is_return_minus_value():
     made = experience(rollout((1,), (2, 3), 1.0), old=-1.0, ref=-1.5, value=0.25)
     result = estimate_advantages(made, estimator=GAE, group_size=1, kl_coef=0.1)
     # d = -1 - (-1.5) = 0.5 a token: rewards are -0.05 and 0.95, returns 0.90 and 0.95, values 0.25
@@ -105,14 +103,14 @@ def test_gae_with_lambda_one_is_return_minus_value() -> None:
     ],
     ids=lambda value: value.type if hasattr(value, "type") else "",
 )
-def test_every_estimator_without_a_value_model(estimator: Any, first: float, second: float) -> None:
+def test_every_estimator_without_a_value_model(estimator, first, second):
     made = experience(rollout((1,), (2, 3), 0.0), rollout((1,), (2,), 2.0), old=-1.0, ref=-1.0, value=0.0)
     result = estimate_advantages(made, estimator=estimator, group_size=2, kl_coef=0.0)
     torch.testing.assert_close(result.advantages_BT, torch.tensor([[first, first], [second, 0.0]]))
     assert result.metrics.get("reward/zero_variance_groups", 0.0) == 0.0
 
 
-def test_equal_scores_make_a_group_without_variance_whatever_the_penalty() -> None:
+def test_equal_scores_make_a_group_without_variance_whatever_the_penalty():
     group = [rollout((1,), (2, 3), 1.0), rollout((1,), (2,), 1.0)]
     made = experience(*group, old=-1.0, ref=-1.5, value=0.0)
     result = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.1)
@@ -195,14 +193,14 @@ FLOAT32 = {"atol": 3e-6, "rtol": 0.0}
 
 @pytest.mark.parametrize("credit", ["token", "answer"])
 @pytest.mark.parametrize("estimator", GROUPED, ids=lambda one: one.type)
-def test_the_penalty_counts_from_each_token_on_or_is_a_part_of_the_reward(estimator: Any, credit: Any) -> None:
+def test_the_penalty_counts_from_each_token_on_or_is_a_part_of_the_reward(estimator, credit):
     made = two_groups()
     found = estimate_advantages(made, estimator=estimator, group_size=2, kl_coef=0.1, kl_credit=credit).advantages_BT
     expected = by_hand(made, estimator.type, 0.1, inside=credit == "answer")
     torch.testing.assert_close(found, torch.tensor(expected), **FLOAT32)
 
 
-def test_credit_for_turns_changes_no_advantage_of_whole_answers() -> None:
+def test_credit_for_turns_changes_no_advantage_of_whole_answers():
     made = two_groups()
     turns = tuple(replace(span, reward=0.25) for span in made.rollouts[2].completion.spans)
     played = replace(made.rollouts[2], completion=replace(made.rollouts[2].completion, spans=turns))
@@ -211,7 +209,7 @@ def test_credit_for_turns_changes_no_advantage_of_whole_answers() -> None:
     torch.testing.assert_close(by_turn.advantages_BT, torch.tensor(by_hand(made, "rloo", 0.1, inside=False)), **FLOAT32)
 
 
-def test_without_a_reference_nothing_is_measured_of_it_and_a_penalty_is_an_error() -> None:
+def test_without_a_reference_nothing_is_measured_of_it_and_a_penalty_is_an_error():
     made = replace(two_groups(), ref_logprobs=())
     result = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
     assert not [name for name in result.metrics if name.startswith("kl/")]
@@ -222,13 +220,13 @@ def test_without_a_reference_nothing_is_measured_of_it_and_a_penalty_is_an_error
         estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.1)
 
 
-def test_a_group_estimator_refuses_a_single_sample() -> None:
+def test_a_group_estimator_refuses_a_single_sample():
     made = experience(rollout((1,), (2,), 1.0), old=-1.0, ref=-1.0, value=0.0)
     with pytest.raises(ConfigError, match=r"ppo\.samples_per_prompt = 1: .*at least 2"):
         estimate_advantages(made, estimator=RLOOAdvantage(), group_size=1, kl_coef=0.0)
 
 
-def test_whitening_makes_gae_advantages_zero_mean_and_unit_variance() -> None:
+def test_whitening_makes_gae_advantages_zero_mean_and_unit_variance():
     made = experience(rollout((1,), (2, 3), 1.0), rollout((1,), (2,), -2.0), old=-1.0, ref=-1.0, value=0.0)
     whitened = GAEAdvantage(gae_lambda=1.0)
     result = estimate_advantages(made, estimator=whitened, group_size=1, kl_coef=0.0)
@@ -237,7 +235,7 @@ def test_whitening_makes_gae_advantages_zero_mean_and_unit_variance() -> None:
     assert valid.std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
 
 
-def test_training_rows_are_zero_on_the_prompt_and_keep_the_samplers_logprobs() -> None:
+def test_training_rows_are_zero_on_the_prompt_and_keep_the_samplers_logprobs():
     made = experience(rollout((1, 9), (2, 3), 1.0), old=-1.0, ref=-1.0, value=0.5)
     result = estimate_advantages(made, estimator=GAE, group_size=1, kl_coef=0.0)
     (policy_row,) = policy_samples(made, result)
@@ -248,7 +246,7 @@ def test_training_rows_are_zero_on_the_prompt_and_keep_the_samplers_logprobs() -
     assert value_row.old_values == (0.0, 0.0, 0.5, 0.5)
 
 
-def test_each_turn_gets_its_own_reward_and_the_last_action_the_rest() -> None:
+def test_each_turn_gets_its_own_reward_and_the_last_action_the_rest():
     spans = (ActionSpan(0, 2, 0, reward=1.0), ActionSpan(3, 5, 0, reward=0.5))
     completion = Completion((3, 4, 5, 6, 7), (-0.5, -0.5, 0.0, -0.5, -0.5), "text", "stop", 0, 1, spans)
     made = experience(Rollout(PROMPT, (1, 2), completion, 4.0, {}), old=-0.5, ref=-0.5, value=0.0)
@@ -259,7 +257,7 @@ def test_each_turn_gets_its_own_reward_and_the_last_action_the_rest() -> None:
     assert whole.returns_BT.tolist() == [[4.0, 4.0, 0.0, 4.0, 4.0]]
 
 
-def test_turns_that_split_equal_rewards_differently_leave_the_group_without_a_gradient() -> None:
+def test_turns_that_split_equal_rewards_differently_leave_the_group_without_a_gradient():
     def played(*earned: float) -> Rollout:
         spans = tuple(ActionSpan(i, i + 1, 0, reward=reward) for i, reward in enumerate(earned))
         completion = Completion((3,) * len(earned), (-0.5,) * len(earned), "text", "stop", 0, 1, spans)
@@ -281,7 +279,7 @@ def cut_off(made: Experience, *rows: int) -> Experience:
     return replace(made, rollouts=tuple(rollouts))
 
 
-def test_masked_answers_are_in_the_baseline_and_in_no_row() -> None:
+def test_masked_answers_are_in_the_baseline_and_in_no_row():
     made = cut_off(two_groups(), 1)
     whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
     kept, advantages = without_truncated(made, whole)
@@ -292,7 +290,7 @@ def test_masked_answers_are_in_the_baseline_and_in_no_row() -> None:
     assert len(kept.ref_logprobs) == 3 and value_samples(kept, advantages)[0] == value_samples(made, whole)[0]
 
 
-def test_where_every_answer_was_cut_off_nothing_is_left() -> None:
+def test_where_every_answer_was_cut_off_nothing_is_left():
     made = cut_off(two_groups(), 0, 1, 2, 3)
     whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
     kept, advantages = without_truncated(made, whole)
@@ -301,7 +299,7 @@ def test_where_every_answer_was_cut_off_nothing_is_left() -> None:
     assert policy_samples(kept, chosen) == [] and chosen.metrics["policy/dropped_by_loss"] == 0.0
 
 
-def test_a_loss_chooses_among_the_tokens_that_are_trained_on() -> None:
+def test_a_loss_chooses_among_the_tokens_that_are_trained_on():
     seen = []
 
     class Chooses(ClipCovLoss):
@@ -319,7 +317,7 @@ def test_a_loss_chooses_among_the_tokens_that_are_trained_on() -> None:
     assert trained_on(made, whole, ClipLoss(), masks=False, seed=0) == (made, whole)
 
 
-def test_a_loss_may_take_tokens_away_by_the_step_as_a_whole() -> None:
+def test_a_loss_may_take_tokens_away_by_the_step_as_a_whole():
     made = two_groups()
     whole = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.0)
     assert not ClipLoss.chooses_tokens and ClipCovLoss.chooses_tokens

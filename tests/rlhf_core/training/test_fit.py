@@ -1,9 +1,5 @@
 """The shared loop: the true number of steps, the order of samples, and when it gives up."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from rlhf_core.config.policy import LoopConfig
@@ -17,12 +13,12 @@ from tests.support.training import demonstrations
 from tests.support.workshop import Workshop
 
 
-def test_steps_are_counted_with_the_short_batch_and_the_limit() -> None:
+def test_steps_are_counted_with_the_short_batch_and_the_limit():
     assert total_steps(10, LoopConfig(batch_size=4, epochs=2)) == 6  # 4 + 4 + 2, twice
     assert total_steps(10, LoopConfig(batch_size=4, epochs=2, max_steps=5)) == 5
 
 
-def test_an_epoch_sees_every_sample_once_in_an_order_of_its_own() -> None:
+def test_an_epoch_sees_every_sample_once_in_an_order_of_its_own():
     first, second = (
         [row for step in steps for row in batch_at(step, range(10), batch_size=4, seed=1)]
         for steps in ((0, 1, 2), (3, 4, 5))
@@ -32,7 +28,7 @@ def test_an_epoch_sees_every_sample_once_in_an_order_of_its_own() -> None:
     assert batch_at(1, range(10), batch_size=4, seed=1) == first[4:8]
 
 
-def test_the_best_of_no_evaluations_is_refused_before_a_step(tmp_path: Path, policy_folder: Path) -> None:
+def test_the_best_of_no_evaluations_is_refused_before_a_step(tmp_path, policy_folder):
     shop = Workshop(ArtifactStore(tmp_path / "store"))
     demonstrations(shop.store, tmp_path / "made")
     write_demonstrations(tmp_path / "made" / "demonstrations" / "eval.parquet", [])

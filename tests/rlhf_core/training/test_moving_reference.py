@@ -1,7 +1,5 @@
 """A reference that follows the policy: when it moves, how weights are mixed, and what a checkpoint brings back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -55,7 +53,7 @@ def now(reference: MovingReference) -> Any:
     return reference._trainer
 
 
-def test_the_reference_moves_at_its_steps_and_a_checkpoint_brings_it_back(tmp_path: Path) -> None:
+def test_the_reference_moves_at_its_steps_and_a_checkpoint_brings_it_back(tmp_path):
     runtime: Any = Folders()
     initial = write(tmp_path / "initial", w=torch.tensor([1.0]))
     first, later = tmp_path / "first", tmp_path / "later"
@@ -82,7 +80,7 @@ def test_the_reference_moves_at_its_steps_and_a_checkpoint_brings_it_back(tmp_pa
     assert runtime.open == 0
 
 
-def test_weights_are_mixed_in_float32_by_name_wherever_they_lie(tmp_path: Path) -> None:
+def test_weights_are_mixed_in_float32_by_name_wherever_they_lie(tmp_path):
     mine = write(tmp_path / "mine", a=torch.tensor([1.0, 3.0], dtype=torch.bfloat16), b=torch.tensor([2.0]))
     other = write(tmp_path / "other", a=torch.tensor([0.0, 1.0]))
     save_file({"b": torch.tensor([-2.0])}, other / "second.safetensors")
@@ -91,7 +89,7 @@ def test_weights_are_mixed_in_float32_by_name_wherever_they_lie(tmp_path: Path) 
     assert mixed["a"].tolist() == [0.5, 2.0] and mixed["a"].dtype == torch.float32 and mixed["b"].tolist() == [0.0]
 
 
-def test_many_small_steps_of_half_precision_weights_move_the_mean(tmp_path: Path) -> None:
+def test_many_small_steps_of_half_precision_weights_move_the_mean(tmp_path):
     """One step of 1/512 of the way from 1 to 2 is less than half a unit of bfloat16, which would stay at 1 for ever."""
     kept = write(tmp_path / "kept", w=torch.ones(1, dtype=torch.bfloat16))
     for step in range(20):
@@ -102,7 +100,7 @@ def test_many_small_steps_of_half_precision_weights_move_the_mean(tmp_path: Path
     assert load_file(kept / "model.safetensors")["w"].to(torch.bfloat16).item() > 1
 
 
-def test_a_reference_of_another_architecture_is_refused(tmp_path: Path) -> None:
+def test_a_reference_of_another_architecture_is_refused(tmp_path):
     mine = write(tmp_path / "mine", a=torch.zeros(2))
     with pytest.raises(ConfigError, match=r"reference_sync = 'a': the reference has no such tensor"):
         mix_weights(mine, write(tmp_path / "other", b=torch.zeros(2)), part=0.5)

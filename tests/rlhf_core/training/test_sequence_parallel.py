@@ -1,7 +1,5 @@
 """Two ranks that share every row, or every weight, against one that has it all."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ def reference(case: tuple[Any, ...], folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def one_key_head(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def one_key_head(policy_folder: Path, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("one_key_head")
     shutil.copytree(policy_folder, folder, dirs_exist_ok=True)
     shape = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 1, "intermediate_size": 64, "max_positions": 64}
@@ -85,7 +83,7 @@ def cases(
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_two_ranks_that_share_rows_or_weights_are_one_rank(cases: dict[str, Any], tmp_path: Path) -> None:
+def test_two_ranks_that_share_rows_or_weights_are_one_rank(cases, tmp_path):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     for name, (left, right) in run_ranks(PROGRAM, cases, tmp_path).items():
         one = reference(cases[name], tmp_path / f"{name}_alone")
@@ -101,7 +99,7 @@ def test_two_ranks_that_share_rows_or_weights_are_one_rank(cases: dict[str, Any]
             torch.testing.assert_close(left["weights"][key], weight, rtol=1e-6, atol=atol, msg=f"{name}: {key}")
 
 
-def test_what_cannot_be_shared_is_refused(policy_spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_shared_is_refused(policy_spec, monkeypatch):
     model = load_model(policy_spec, dtype="float32", attention="sdpa", gradient_checkpointing=False, device="cpu")
     with pytest.raises(ConfigError, match="sequence_parallel = 2: does not divide the 1 train workers"):
         spread(model, 2)
@@ -111,7 +109,7 @@ def test_what_cannot_be_shared_is_refused(policy_spec: ModelSpec, monkeypatch: p
         spread(model, 3)
 
 
-def test_settings_that_do_not_go_together_are_refused() -> None:
+def test_settings_that_do_not_go_together_are_refused():
     for name, value in (("engine", "torch"), ("attention", "eager"), ("router_aux_coef", 0.1)):
         with pytest.raises(ValidationError, match=f"{name} = .* cannot be combined with it"):
             TrainerConfig(**SHARED | {name: value})
@@ -123,7 +121,7 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         TrainerConfig(tensor_parallel=2)
 
 
-def test_attention_in_a_window_is_refused(tmp_path: Path) -> None:
+def test_attention_in_a_window_is_refused(tmp_path):
     """In a group of one: what is asked of attention is known only when it runs."""
     shape = MistralConfig(
         vocab_size=64,

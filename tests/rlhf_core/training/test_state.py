@@ -1,7 +1,5 @@
 """What a checkpoint keeps of a process, and how ranks meet."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -37,7 +35,7 @@ from rlhf_core.training.state import (
 )
 
 
-def test_every_generator_of_the_process_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_every_generator_of_the_process_goes_on_where_it_was(tmp_path):
     random.seed(1)
     numpy.random.seed(2)
     torch.manual_seed(3)
@@ -48,25 +46,25 @@ def test_every_generator_of_the_process_goes_on_where_it_was(tmp_path: Path) -> 
     assert (random.random(), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()) == expected
 
 
-def test_only_trained_parameters_are_saved() -> None:
+def test_only_trained_parameters_are_saved():
     module = nn.Linear(2, 3)
     module.weight.requires_grad_(False)
     assert list(trained_parameters(module)) == ["bias"]
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     small, large = nn.Linear(2, 3), nn.Linear(2, 4)
     write_states({tmp_path / "state.pt": training_state(small, adamw(small, OptimizerConfig(), fused=False))})
     with pytest.raises(TrainingError, match="its parameters are not those of this model"):
         load_training_state(tmp_path / "state.pt", large, adamw(large, OptimizerConfig(), fused=False))
 
 
-def test_a_missing_file_says_how_many_workers_to_resume_with(tmp_path: Path) -> None:
+def test_a_missing_file_says_how_many_workers_to_resume_with(tmp_path):
     with pytest.raises(TrainingError, match="resume with as many workers as wrote it"):
         load_random_state(tmp_path / "random_state_00001.pt")
 
 
-def test_engine_settings_come_back_and_the_refusal_names_both(tmp_path: Path) -> None:
+def test_engine_settings_come_back_and_the_refusal_names_both(tmp_path):
     assert engine_settings(tmp_path) == {"zero_stage": 0, "workers": 1}, "the plain engine writes none"
     save_engine_settings(tmp_path, {"zero_stage": 1, "workers": 2})
     assert engine_settings(tmp_path) == {"zero_stage": 1, "workers": 2}
@@ -78,7 +76,7 @@ def test_engine_settings_come_back_and_the_refusal_names_both(tmp_path: Path) ->
     assert str(refusal) == message
 
 
-def test_a_rank_that_the_checkpoint_does_not_know_starts_from_the_seed(tmp_path: Path) -> None:
+def test_a_rank_that_the_checkpoint_does_not_know_starts_from_the_seed(tmp_path):
     save_engine_settings(tmp_path, {"zero_stage": 0, "workers": 1})
     drawn = []
     for rank in (1, 1, 2):
@@ -90,7 +88,7 @@ def test_a_rank_that_the_checkpoint_does_not_know_starts_from_the_seed(tmp_path:
         resume_random_state(tmp_path, 0, seed=17)
 
 
-def test_a_copy_holds_what_was_there_when_it_was_taken() -> None:
+def test_a_copy_holds_what_was_there_when_it_was_taken():
     tensor = torch.arange(6.0)
     value = OrderedDict(state=[{"half": tensor[:3]}, (tensor, 5)], shape=torch.Size([2, 3]))
     taken = copied(value)
@@ -101,32 +99,32 @@ def test_a_copy_holds_what_was_there_when_it_was_taken() -> None:
     assert taken["state"][0]["half"].untyped_storage().nbytes() == 12, "three floats, not the buffer that they were in"
 
 
-def test_written_states_are_let_go_of_and_their_files_are_whole(tmp_path: Path) -> None:
+def test_written_states_are_let_go_of_and_their_files_are_whole(tmp_path):
     states = {tmp_path / "deep" / "a.pt": {"x": torch.ones(2)}, tmp_path / "b.pt": 3}
     write_states(states)
     assert states == {}
     assert torch.load(tmp_path / "deep" / "a.pt", weights_only=True)["x"].tolist() == [1, 1]
 
 
-def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
     torch.save({"python": Path("x")}, tmp_path / "random.pt")
     with pytest.raises(pickle.UnpicklingError):
         load_random_state(tmp_path / "random.pt")
 
 
-def test_a_process_without_a_launcher_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_launcher_is_alone(monkeypatch):
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
     assert rank_and_world() == (0, 1)
 
 
-def test_a_launcher_says_rank_and_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_says_rank_and_world(monkeypatch):
     for name, value in zip(LAUNCHER, ("3", "4", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
     assert rank_and_world() == (3, 4)
 
 
-def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_launcher_is_refused(monkeypatch):
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "1")
@@ -135,9 +133,7 @@ def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_a_loopback_address_is_refused_where_other_machines_have_ranks(
-    monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
+def test_a_loopback_address_is_refused_where_other_machines_have_ranks(monkeypatch, host):
     for name, value in zip(LAUNCHER, ("0", "4", host, "29500"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -182,7 +178,7 @@ def group(ranks: int, **environment: str) -> list[subprocess.Popen[str]]:
     ]
 
 
-def test_the_ranks_meet_at_the_address_that_is_used_and_nobody_else_can_come() -> None:
+def test_the_ranks_meet_at_the_address_that_is_used_and_nobody_else_can_come():
     said = [process.communicate(timeout=120) for process in group(2)]
     assert all(out for out, _ in said), [error[-2000:] for _, error in said]
     (renamed, *seen), (_, *other) = (json.loads(out) for out, _ in said)
@@ -191,6 +187,6 @@ def test_the_ranks_meet_at_the_address_that_is_used_and_nobody_else_can_come() -
         pytest.skip("the machine's own name may lead to its loopback: nothing is shown of gloo")
 
 
-def test_an_address_of_another_machine_is_an_error_and_not_all_addresses() -> None:
+def test_an_address_of_another_machine_is_an_error_and_not_all_addresses():
     (process,) = group(1, MASTER_ADDR="192.0.2.1")  # TEST-NET-1 of RFC 5737: nobody has it
     assert "MASTER_ADDR = '192.0.2.1': rank 0 cannot listen on port" in process.communicate(timeout=120)[1]

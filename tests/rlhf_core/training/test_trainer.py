@@ -1,7 +1,5 @@
 """A trainer on one rank: gradients, measurements, checkpoints, exports, averages of weights and skipped updates."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable
@@ -28,19 +26,14 @@ from rlhf_core.training.engines.base import TorchEngine, open_engine
 from rlhf_core.training.objectives.base import BradleyTerryObjective, PolicyObjective, SftObjective, ValueObjective
 from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.trainer import LocalTrainer, WeightAverage, average_of, check_updated, count_skipped
-from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
+from rlhf_core.types import PolicySample, RewardPair, TokenSample
 from tests.rlhf_core.training.conftest import TINY
 from tests.support.tolerances import near, of_model, of_training
 
 TORCH = TrainerConfig(engine="torch", micro_batch=4)
 SFT = SftObjective(pack_to=None)
 POLICY = PolicyObjective(
-    loss=ClipLoss(),
-    max_length=24,
-    temperature=0.7,
-    kl_coef=0.1,
-    entropy_coef=0.0,
-    correction=CorrectionConfig(),
+    loss=ClipLoss(), max_length=24, temperature=0.7, kl_coef=0.1, entropy_coef=0.0, correction=CorrectionConfig()
 )
 
 
@@ -72,9 +65,7 @@ def on_policy(trainer: LocalTrainer, samples: list[PolicySample]) -> list[Policy
     ]
 
 
-def test_the_gradient_does_not_depend_on_the_micro_batch_or_on_the_shards(
-    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
-) -> None:
+def test_the_gradient_does_not_depend_on_the_micro_batch_or_on_the_shards(policy_spec, optimizer, token_samples):
     whole = gradient(policy_spec, optimizer, TORCH.model_copy(update={"micro_batch": 10}), [token_samples])
     single = gradient(policy_spec, optimizer, TORCH.model_copy(update={"micro_batch": 1}), [token_samples])
     budget = gradient(policy_spec, optimizer, TORCH.model_copy(update={"micro_tokens": 30}), [token_samples])
@@ -84,9 +75,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_or_on_the_shards(
     assert float((whole - ranks).abs().max() / whole.abs().max()) < of_model(TINY)
 
 
-def test_metrics_of_shards_add_up_to_those_of_the_whole_batch(
-    policy_spec: ModelSpec, policy_samples: list[PolicySample]
-) -> None:
+def test_metrics_of_shards_add_up_to_those_of_the_whole_batch(policy_spec, policy_samples):
     trainer = LocalTrainer(policy_spec, None, TORCH)
     whole = trainer.loss(policy_samples, POLICY)
     counts = POLICY.denominators(policy_samples)
@@ -95,9 +84,7 @@ def test_metrics_of_shards_add_up_to_those_of_the_whole_batch(
     assert whole["ratio_max"] > 1.0
 
 
-def test_one_token_too_many_in_the_denominator_is_no_rounding(
-    policy_spec: ModelSpec, token_samples: list[TokenSample]
-) -> None:
+def test_one_token_too_many_in_the_denominator_is_no_rounding(policy_spec, token_samples):
     """The tolerance of these tests, and five times of it, tells the smallest error of a denominator from rounding."""
     trainer = LocalTrainer(policy_spec, None, TORCH)
     whole = trainer.loss(token_samples, SFT)
@@ -109,8 +96,8 @@ def test_one_token_too_many_in_the_denominator_is_no_rounding(
 
 
 def test_the_first_ratio_is_exactly_one_and_the_kl_to_itself_exactly_zero_in_any_order(
-    policy_spec: ModelSpec, optimizer: OptimizerConfig, policy_samples: list[PolicySample]
-) -> None:
+    policy_spec, optimizer, policy_samples
+):
     trainer = LocalTrainer(policy_spec, optimizer, TORCH)
     samples = on_policy(trainer, policy_samples)
     metrics = trainer.forward_backward([samples[i] for i in (3, 9, 0, 5, 1, 8, 2, 7, 4, 6)], POLICY)
@@ -122,8 +109,8 @@ def test_the_first_ratio_is_exactly_one_and_the_kl_to_itself_exactly_zero_in_any
 
 
 def test_measurements_come_back_in_order_and_are_those_of_each_sample_alone(
-    policy_spec: ModelSpec, score_spec: ModelSpec, value_spec: ModelSpec, token_samples: list[TokenSample]
-) -> None:
+    policy_spec, score_spec, value_spec, token_samples
+):
     policy, scorer, critic = (LocalTrainer(spec, None, TORCH) for spec in (policy_spec, score_spec, value_spec))
     logprobs = policy.logprobs(token_samples, temperature=0.7)
     values = critic.values(token_samples)
@@ -137,13 +124,11 @@ def test_measurements_come_back_in_order_and_are_those_of_each_sample_alone(
     assert policy.logprobs(token_samples, temperature=0.7) == logprobs
 
 
-def test_no_samples_give_no_answers(policy_spec: ModelSpec) -> None:
+def test_no_samples_give_no_answers(policy_spec):
     assert LocalTrainer(policy_spec, None, TORCH).logprobs([], temperature=1.0) == []
 
 
-def test_training_learns_the_samples_by_heart(
-    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
-) -> None:
+def test_training_learns_the_samples_by_heart(policy_spec, optimizer, token_samples):
     trainer = LocalTrainer(policy_spec, optimizer, TORCH)
     before = trainer.loss(token_samples, SFT)["loss"]
     for _ in range(20):
@@ -158,8 +143,8 @@ def test_training_learns_the_samples_by_heart(
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_skipped_and_training_goes_on_as_if_it_had_not_been(
-    bad: float, value_spec: ModelSpec, optimizer: OptimizerConfig, value_samples: list[ValueSample]
-) -> None:
+    bad, value_spec, optimizer, value_samples
+):
     objective = ValueObjective(clip=None)
     poison = replace(value_samples[0], returns=(bad,) * len(value_samples[0].returns))
     trainer, clean = (LocalTrainer(value_spec, optimizer, TORCH) for _ in range(2))
@@ -172,9 +157,7 @@ def test_a_loss_that_is_not_finite_is_skipped_and_training_goes_on_as_if_it_had_
     assert trainer.weights().digest == clean.weights().digest
 
 
-def test_an_infinite_loss_with_a_finite_gradient_is_skipped_too(
-    policy_spec: ModelSpec, optimizer: OptimizerConfig, preference_samples: list[PreferenceSample]
-) -> None:
+def test_an_infinite_loss_with_a_finite_gradient_is_skipped_too(policy_spec, optimizer, preference_samples):
     # max(0, 1 - beta h) with h = -infinity: the loss is infinite, its gradient is beta times that of the log-probs
     hinge = PairObjective(loss=HingeLoss(beta=0.1), nll_coef=0.0, length_alpha=1.0)
     trainer = LocalTrainer(policy_spec, optimizer, TORCH)
@@ -214,9 +197,7 @@ def assert_same_weights(one: LocalTrainer, other: LocalTrainer) -> None:
         ("score_spec", "reward_pairs", BradleyTerryObjective(0.01)),
     ],
 )
-def test_training_resumes_bitwise(
-    spec: str, samples: str, objective: Any, optimizer: OptimizerConfig, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_training_resumes_bitwise(spec, samples, objective, optimizer, request, tmp_path):
     model, rows = request.getfixturevalue(spec), request.getfixturevalue(samples)
     assert_resumes_bitwise(
         lambda: LocalTrainer(model, optimizer, TORCH),
@@ -226,8 +207,8 @@ def test_training_resumes_bitwise(
 
 
 def test_a_checkpoint_is_the_state_at_the_call_though_training_goes_on_before_it_is_written(
-    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample], tmp_path: Path
-) -> None:
+    policy_spec, optimizer, token_samples, tmp_path
+):
     def run(trainer: LocalTrainer, first: int, last: int) -> Any:
         return steps(trainer, token_samples, SftObjective(pack_to=None), first, last)
 
@@ -247,9 +228,7 @@ def test_a_checkpoint_is_the_state_at_the_call_though_training_goes_on_before_it
     assert_same_weights(again, trainer)
 
 
-def test_a_full_disk_is_told_to_who_waits_for_the_checkpoint(
-    policy_spec: ModelSpec, optimizer: OptimizerConfig, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_told_to_who_waits_for_the_checkpoint(policy_spec, optimizer, tmp_path):
     (tmp_path / "training_state.pt").symlink_to("/dev/full")
     LocalTrainer(policy_spec, optimizer, TORCH).save(tmp_path)
     with pytest.raises(ArtifactError, match="the disk is full; free space"):
@@ -257,13 +236,8 @@ def test_a_full_disk_is_told_to_who_waits_for_the_checkpoint(
 
 
 def test_policy_and_value_model_resume_bitwise_from_one_checkpoint(
-    policy_spec: ModelSpec,
-    value_spec: ModelSpec,
-    optimizer: OptimizerConfig,
-    policy_samples: list[PolicySample],
-    value_samples: list[ValueSample],
-    tmp_path: Path,
-) -> None:
+    policy_spec, value_spec, optimizer, policy_samples, value_samples, tmp_path
+):
     def pair() -> tuple[LocalTrainer, LocalTrainer]:
         return LocalTrainer(policy_spec, optimizer, TORCH), LocalTrainer(value_spec, optimizer, TORCH)
 
@@ -288,8 +262,8 @@ def test_policy_and_value_model_resume_bitwise_from_one_checkpoint(
 
 
 def test_lora_saves_the_adapters_alone_resumes_bitwise_and_exports_merged(
-    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample], tmp_path: Path
-) -> None:
+    policy_spec, optimizer, token_samples, tmp_path
+):
     spec = replace(policy_spec, lora=LoraConfig(rank=2, alpha=4.0))
     trainer = LocalTrainer(spec, optimizer, TORCH)
     assert_resumes_bitwise(
@@ -308,9 +282,7 @@ def test_lora_saves_the_adapters_alone_resumes_bitwise_and_exports_merged(
         assert row == near(other, of_model(TINY))
 
 
-def test_an_export_is_what_transformers_loads(
-    policy_spec: ModelSpec, score_spec: ModelSpec, token_samples: list[TokenSample], tmp_path: Path
-) -> None:
+def test_an_export_is_what_transformers_loads(policy_spec, score_spec, token_samples, tmp_path):
     policy, scorer = LocalTrainer(policy_spec, None, TORCH), LocalTrainer(score_spec, None, TORCH)
     policy.export(tmp_path / "policy")
     scorer.export(tmp_path / "scorer")
@@ -323,9 +295,7 @@ def test_an_export_is_what_transformers_loads(
     assert scorer.scores([sample.token_ids])[0] == near(classifier(input_ids=ids).logits.item(), of_model(TINY))
 
 
-def test_weights_are_a_copy_with_the_digest_of_their_probes(
-    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
-) -> None:
+def test_weights_are_a_copy_with_the_digest_of_their_probes(policy_spec, optimizer, token_samples):
     trainer = LocalTrainer(policy_spec, optimizer, TORCH)
     before = trainer.weights()
     steps(trainer, token_samples, SFT, 0, 1)
@@ -333,7 +303,7 @@ def test_weights_are_a_copy_with_the_digest_of_their_probes(
     assert trainer.weights().digest != before.digest
 
 
-def test_only_rank_0_holds_a_copy_of_the_weights(policy_spec: ModelSpec) -> None:
+def test_only_rank_0_holds_a_copy_of_the_weights(policy_spec):
     module = open_engine(policy_spec, None, TORCH).module
     counts = []
     for rank in range(2):
@@ -343,7 +313,7 @@ def test_only_rank_0_holds_a_copy_of_the_weights(policy_spec: ModelSpec) -> None
     assert counts[1] == 0
 
 
-def test_a_frozen_model_measures_and_refuses_to_train(policy_spec: ModelSpec, token_samples: list[TokenSample]) -> None:
+def test_a_frozen_model_measures_and_refuses_to_train(policy_spec, token_samples):
     trainer = LocalTrainer(policy_spec, None, TORCH)
     with pytest.raises(TrainingError, match="the model is frozen: it has no optimizer"):
         trainer.forward_backward(token_samples, SFT)
@@ -359,12 +329,8 @@ BFLOAT16 = {
 
 @pytest.mark.parametrize("name", sorted(BFLOAT16))
 def test_scores_and_values_of_a_bfloat16_trainer_are_float32_numbers(
-    name: str,
-    score_spec: ModelSpec,
-    value_spec: ModelSpec,
-    optimizer: OptimizerConfig,
-    token_samples: list[TokenSample],
-) -> None:
+    name, score_spec, value_spec, optimizer, token_samples
+):
     config, trained = BFLOAT16[name]
     reward, critic = (LocalTrainer(s, optimizer if trained else None, config) for s in (score_spec, value_spec))
     last = [TokenSample(s.token_ids, (0,) * (len(s.token_ids) - 1) + (1,)) for s in token_samples]
@@ -380,8 +346,8 @@ def test_scores_and_values_of_a_bfloat16_trainer_are_float32_numbers(
 
 @pytest.mark.parametrize("name", sorted(BFLOAT16))
 def test_a_float32_lm_head_multiplies_what_the_layers_give_it_without_rounding(
-    name: str, policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
-) -> None:
+    name, policy_spec, optimizer, token_samples
+):
     config, trained = BFLOAT16[name]
     one = token_samples[0]
     found = {}
@@ -399,9 +365,7 @@ def test_a_float32_lm_head_multiplies_what_the_layers_give_it_without_rounding(
     assert not torch.allclose(found[False], wanted, rtol=0, atol=1e-5)
 
 
-def test_bfloat16_trains_float32_weights(
-    policy_spec: ModelSpec, optimizer: OptimizerConfig, token_samples: list[TokenSample]
-) -> None:
+def test_bfloat16_trains_float32_weights(policy_spec, optimizer, token_samples):
     config = TORCH.model_copy(update={"dtype": "bfloat16"})
     trainer = LocalTrainer(policy_spec, optimizer, config)
     exact = LocalTrainer(policy_spec, optimizer, TORCH)
@@ -423,7 +387,7 @@ def linear(value: float) -> nn.Linear:
     return model
 
 
-def test_the_average_is_a_geometric_sum_of_the_weights() -> None:
+def test_the_average_is_a_geometric_sum_of_the_weights():
     model = linear(0.0)
     average = WeightAverage(model, decay=0.9)
     for value in (1.0, 2.0):
@@ -436,7 +400,7 @@ def test_the_average_is_a_geometric_sum_of_the_weights() -> None:
     assert model.weight.item() == 2.0
 
 
-def test_only_rank_0_keeps_one_and_only_if_asked_to() -> None:
+def test_only_rank_0_keeps_one_and_only_if_asked_to():
     assert average_of(linear(1.0), decay=0.0, rank=0) is None
     assert average_of(linear(1.0), decay=0.9, rank=1) is None
     assert average_of(linear(1.0), decay=0.9, rank=0) is not None
@@ -454,9 +418,7 @@ def train(trainer: LocalTrainer, samples: list[TokenSample], steps: int) -> None
         trainer.optim_step(learning_rate=1e-2)
 
 
-def test_the_export_is_the_average_and_the_sampler_gets_the_weights(
-    policy_spec: ModelSpec, token_samples: list[TokenSample], tmp_path: Path
-) -> None:
+def test_the_export_is_the_average_and_the_sampler_gets_the_weights(policy_spec, token_samples, tmp_path):
     trainer = LocalTrainer(policy_spec, AVERAGED, TORCH)
     before = {name: weight.clone() for name, weight in trainer.weights().payload.items()}
     train(trainer, token_samples, 1)
@@ -467,9 +429,7 @@ def test_the_export_is_the_average_and_the_sampler_gets_the_weights(
     assert trainer.weights().payload[name].equal(after[name])
 
 
-def test_the_average_goes_on_from_a_checkpoint(
-    policy_spec: ModelSpec, token_samples: list[TokenSample], tmp_path: Path
-) -> None:
+def test_the_average_goes_on_from_a_checkpoint(policy_spec, token_samples, tmp_path):
     whole = LocalTrainer(policy_spec, AVERAGED, TORCH)
     train(whole, token_samples, 4)
     first = LocalTrainer(policy_spec, AVERAGED, TORCH)
@@ -482,12 +442,12 @@ def test_the_average_goes_on_from_a_checkpoint(
     assert all(weight.equal(resumed[name]) for name, weight in expected.items())
 
 
-def test_zero_3_has_no_whole_weights_to_average(policy_spec: ModelSpec) -> None:
+def test_zero_3_has_no_whole_weights_to_average(policy_spec):
     with pytest.raises(ConfigError, match=r"optimizer\.ema_decay = 0\.5: under ZeRO 3"):
         open_engine(policy_spec, AVERAGED, TrainerConfig(engine="deepspeed", zero_stage=3))
 
 
-def test_updates_that_are_skipped_in_a_row_end_the_stage_and_a_good_one_forgives() -> None:
+def test_updates_that_are_skipped_in_a_row_end_the_stage_and_a_good_one_forgives():
     count = 0
     for step in range(4):
         count = count_skipped(count, {"skipped": 1.0}, label="sft", step=step)
@@ -497,7 +457,7 @@ def test_updates_that_are_skipped_in_a_row_end_the_stage_and_a_good_one_forgives
         count_skipped(count, {"skipped": 1.0}, label="sft", step=4)
 
 
-def test_a_step_that_updated_neither_or_only_one_of_its_models_ends_the_stage() -> None:
+def test_a_step_that_updated_neither_or_only_one_of_its_models_ends_the_stage():
     good, bad = {"policy/skipped": 0.0, "value/skipped": 0.0}, {"policy/skipped": 1.0, "value/skipped": 0.0}
     check_updated([good, bad], label="ppo", step=3)
     check_updated([{"value/skipped": 0.0}], label="ppo", step=3)  # the policy waits for the warm-up

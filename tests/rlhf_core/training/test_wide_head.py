@@ -4,8 +4,6 @@ At that size the head is computed 223 tokens at a time, 111 for distillation. Ea
 chunks differ, from rank to rank and from step to step.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +91,7 @@ def judged(sample: TokenSample) -> PolicySample:
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def cases(tmp_path_factory) -> dict[str, Any]:
     case, steps = load(PROGRAM).Case, rows()
     measured = steps[0]
     sft = SftObjective(pack_to=None)
@@ -157,7 +155,7 @@ def assert_one_rank(made: list[dict[str, Any]], one: dict[str, Any], name: str) 
         assert_same_movement(made[0]["weights"][key], weight, one["start"][key], name=f"{name}: {key}")
 
 
-def test_the_lengths_are_such_that_ranks_have_other_numbers_of_chunks() -> None:
+def test_the_lengths_are_such_that_ranks_have_other_numbers_of_chunks():
     chunks = [[-(-(length - 1) // CHUNK) for length in lengths] for lengths in LENGTHS]
     assert chunks == [[1, 3, 1, 1], [2], [1, 2]]
 
@@ -165,9 +163,7 @@ def test_the_lengths_are_such_that_ranks_have_other_numbers_of_chunks() -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "names"), [(2, None), (4, ["tied_head_recomputed"])])
-def test_several_ranks_are_one_rank(
-    cases: dict[str, Any], alone: dict[str, Any], tmp_path: Path, ranks: int, names: list[str] | None
-) -> None:
+def test_several_ranks_are_one_rank(cases, alone, tmp_path, ranks, names):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     chosen = {name: cases[name] for name in names or cases}
     for name, made in run_ranks(PROGRAM, chosen, tmp_path, ranks=ranks).items():

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib
 import os
 import sys
@@ -31,7 +29,7 @@ def reward(x):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """A reward file that reaches a module beside it, that module's own import, and a package, inside a function."""
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "rules.py").write_text("from constants import WEIGHT\ndef weigh(x): return WEIGHT\n")
@@ -53,7 +51,7 @@ def edit(path: str, old: str, new: str) -> Callable[[Path], None]:
     return change
 
 
-def test_the_users_own_modules_are_found_and_no_others(folder: Path) -> None:
+def test_the_users_own_modules_are_found_and_no_others(folder):
     found = user_code(f"{folder}/reward.py:reward")
     assert list(found) == ["constants", "package", "package.deep", "package.late", "reward.py", "rules"]
 
@@ -71,14 +69,14 @@ def test_the_users_own_modules_are_found_and_no_others(folder: Path) -> None:
     ],
     ids=["function", "docstring", "decorator", "helper", "constant of a helper", "late import", "package"],
 )
-def test_whatever_the_function_reaches_counts(folder: Path, change: Callable[[Path], None]) -> None:
+def test_whatever_the_function_reaches_counts(folder, change):
     spec = f"{folder}/reward.py:reward"
     before = user_code_digest(spec)
     change(folder)
     assert user_code_digest(spec) != before
 
 
-def test_comments_unused_files_and_the_place_do_not_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comments_unused_files_and_the_place_do_not_count(folder, monkeypatch):
     before = user_code_digest(f"{folder}/reward.py:reward")
     edit("reward.py", "return weigh", "# a remark\n    return weigh")(folder)
     edit("unused.py", "1", "2")(folder)
@@ -89,7 +87,7 @@ def test_comments_unused_files_and_the_place_do_not_count(folder: Path, monkeypa
     assert user_code_digest(f"{moved}/reward.py:reward") == before
 
 
-def test_a_module_on_the_path_counts_like_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_on_the_path_counts_like_a_file(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     importlib.invalidate_caches()
     found = user_code("package.late:bonus")
@@ -98,14 +96,12 @@ def test_a_module_on_the_path_counts_like_a_file(folder: Path, monkeypatch: pyte
     assert user_code("package.late:bonus")["package.deep"] != found["package.deep"]
 
 
-def test_installed_and_own_functions_count_with_their_own_file_alone() -> None:
+def test_installed_and_own_functions_count_with_their_own_file_alone():
     assert list(user_code("rlhf_core.rewards.verifiable:exact_match")) == ["rlhf_core.rewards.verifiable"]
     assert list(user_code("math_verify:verify")) == ["math_verify"]
 
 
-def test_a_function_in_a_module_of_an_installed_package_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_in_a_module_of_an_installed_package_is_found(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "team_of_ours" / "rewards"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
@@ -122,7 +118,7 @@ def test_a_function_in_a_module_of_an_installed_package_is_found(
     assert user_code(spec) != found
 
 
-def test_what_a_module_declares_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_module_declares_counts(folder, monkeypatch):
     (folder / "answers.json").write_text("[1]")
     (folder / "tables").mkdir()
     (folder / "tables" / "a.csv").write_text("1")
@@ -156,18 +152,18 @@ def test_what_a_module_declares_counts(folder: Path, monkeypatch: pytest.MonkeyP
         ('if True:\n    DEPENDS_ON = ("gone.json",)', "must be a plain list of texts"),
     ],
 )
-def test_a_declaration_that_cannot_be_kept_is_refused(folder: Path, declaration: str, text: str) -> None:
+def test_a_declaration_that_cannot_be_kept_is_refused(folder, declaration, text):
     (folder / "reward.py").write_text(f"import os\n{declaration}\ndef reward(x): return 1\n")
     with pytest.raises(ConfigError, match=text):
         user_code_digest(f"{folder}/reward.py:reward")
 
 
-def test_modules_that_import_each_other_are_read_once(folder: Path) -> None:
+def test_modules_that_import_each_other_are_read_once(folder):
     edit("constants.py", "WEIGHT", "import rules\nimport reward\nWEIGHT")(folder)
     assert len(user_code(f"{folder}/reward.py:reward")) == 6
 
 
-def test_a_helper_that_this_python_cannot_read_counts_with_its_bytes(folder: Path) -> None:
+def test_a_helper_that_this_python_cannot_read_counts_with_its_bytes(folder):
     (folder / "rules.py").write_text("def weigh(:\n")
     before = user_code_digest(f"{folder}/reward.py:reward")
     (folder / "rules.py").write_text("def weigh(: # other\n")
@@ -185,7 +181,7 @@ def test_a_helper_that_this_python_cannot_read_counts_with_its_bytes(folder: Pat
         "reward, other = len, max",
     ],
 )
-def test_a_function_need_not_be_defined_at_the_margin(folder: Path, code: str) -> None:
+def test_a_function_need_not_be_defined_at_the_margin(folder, code):
     (folder / "reward.py").write_text(code)
     assert list(user_code(f"{folder}/reward.py:reward")) == ["reward.py"]
     (folder / "reward.py").write_text("def other():\n    reward = 1")
@@ -193,7 +189,7 @@ def test_a_function_need_not_be_defined_at_the_margin(folder: Path, code: str) -
         user_code(f"{folder}/reward.py:reward")
 
 
-def test_packages_without_an_init_are_followed(folder: Path) -> None:
+def test_packages_without_an_init_are_followed(folder):
     (folder / "space" / "deep").mkdir(parents=True)
     (folder / "space" / "deep" / "rules.py").write_text("X = 1\n")
     imports = "import space.deep.rules\nimport google.cloud.storage\n"
@@ -201,7 +197,7 @@ def test_packages_without_an_init_are_followed(folder: Path) -> None:
     assert list(user_code(f"{folder}/reward.py:reward")) == ["reward.py", "space.deep.rules"]
 
 
-def test_compiled_modules_of_the_user_count(folder: Path) -> None:
+def test_compiled_modules_of_the_user_count(folder):
     library = folder / f"fast{EXTENSION_SUFFIXES[0]}"
     library.write_bytes(b"\x7fELF one")
     (folder / "reward.py").write_text("import fast\ndef reward(x): return fast.f(x)\n")
@@ -211,7 +207,7 @@ def test_compiled_modules_of_the_user_count(folder: Path) -> None:
     assert user_code(f"{folder}/reward.py:reward")["fast"] != before["fast"]
 
 
-def test_a_package_of_an_editable_install_is_the_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_of_an_editable_install_is_the_users(folder, monkeypatch):
     """Such an install brings a finder instead of an entry of the path."""
     root = folder / "src" / "mine"
     root.mkdir(parents=True)
@@ -231,7 +227,7 @@ def test_a_package_of_an_editable_install_is_the_users(folder: Path, monkeypatch
     assert list(user_code(f"{folder}/reward.py:reward")) == ["mine", "mine.c", "mine.r", "reward.py"]
 
 
-def test_files_that_were_loaded_before_change_no_digest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_were_loaded_before_change_no_digest(folder, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     other = folder / "other"
     other.mkdir()
@@ -242,13 +238,13 @@ def test_files_that_were_loaded_before_change_no_digest(folder: Path, monkeypatc
     assert user_code(f"{folder}/reward.py:reward") == before
 
 
-def test_code_that_is_nested_deeply_has_a_digest(folder: Path) -> None:
+def test_code_that_is_nested_deeply_has_a_digest(folder):
     chain = "".join(f"    elif x == {number}:\n        return {number}\n" for number in range(600))
     (folder / "rules.py").write_text(f"def weigh(x):\n    if x is None:\n        return 0\n{chain}")
     assert len(user_code(f"{folder}/reward.py:reward")["rules"]) == 64
 
 
-def test_a_module_is_read_once_until_it_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_read_once_until_it_changes(folder, monkeypatch):
     user_code(f"{folder}/reward.py:reward")
     monkeypatch.setattr("rlhf_core.user_code.sources._code_digest", lambda content: 1 / 0)
     user_code(f"{folder}/reward.py:reward")
@@ -260,18 +256,18 @@ def test_a_module_is_read_once_until_it_changes(folder: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     "spec", ["os.path", "json:missing", "no.where:f", "/nowhere.py:f", ":f", "reward.py:not a name"]
 )
-def test_a_function_that_is_not_there_is_refused(spec: str) -> None:
+def test_a_function_that_is_not_there_is_refused(spec):
     with pytest.raises(ConfigError, match=r"callable = "):
         user_code_digest(spec)
 
 
-def test_nothing_of_the_users_is_run(folder: Path) -> None:
+def test_nothing_of_the_users_is_run(folder):
     (folder / "constants.py").write_text(f"WEIGHT = open({str(folder / 'ran')!r}, 'w')\n")
     user_code_digest(f"{folder}/reward.py:reward")
     assert not os.path.lexists(folder / "ran")
 
 
-def test_code_is_checked_against_the_digest_that_it_had(tmp_path: Path) -> None:
+def test_code_is_checked_against_the_digest_that_it_had(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text("import part\ndef reward(generations):\n    return part.VALUES\n")
     (tmp_path / "part.py").write_text("VALUES = [1]\n")
@@ -287,7 +283,7 @@ def test_code_is_checked_against_the_digest_that_it_had(tmp_path: Path) -> None:
     check_functions(had, key="function")
 
 
-def test_a_file_is_checked_against_the_digest_that_it_had(tmp_path: Path) -> None:
+def test_a_file_is_checked_against_the_digest_that_it_had(tmp_path):
     file = tmp_path / "agent.sh"
     file.write_text("echo 1")
     had = {str(file): hash_file(file)}
@@ -301,9 +297,7 @@ def test_a_file_is_checked_against_the_digest_that_it_had(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("shadowed", [False, True])
-def test_the_key_and_the_process_find_the_same_modules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shadowed: bool
-) -> None:
+def test_the_key_and_the_process_find_the_same_modules(tmp_path, monkeypatch, shadowed):
     """The console script has not the working folder on its path."""
     (tmp_path / "rewards").mkdir()
     file = tmp_path / "rewards" / "mine.py"

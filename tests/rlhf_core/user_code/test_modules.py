@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import py_compile
 import subprocess
@@ -77,7 +75,7 @@ def f():
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def restored(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
 
@@ -92,7 +90,7 @@ def written(folder: Path, code: str, value: int) -> str:
 
 
 @pytest.mark.parametrize("code", [*FUNCTIONS.values(), LOOKED_UP], ids=[*FUNCTIONS, "pickle, dataclasses, typing"])
-def test_files_of_two_folders_have_helpers_of_their_own(tmp_path: Path, code: str) -> None:
+def test_files_of_two_folders_have_helpers_of_their_own(tmp_path, code):
     specs = [written(tmp_path / name, code, value) for name, value in (("one", 1), ("two", 2))]
     first, second = (load_callable("function", spec) for spec in specs)
     assert [first(), second(), first()] == [1, 2, 1]
@@ -107,7 +105,7 @@ def test_files_of_two_folders_have_helpers_of_their_own(tmp_path: Path, code: st
 
 @pytest.mark.parametrize("first", ["import helpers\ndef f(): return helpers.VALUE", "def f(): return 1"])
 @pytest.mark.parametrize("late", [False, True])
-def test_what_only_another_file_has_beside_it_is_not_found(tmp_path: Path, first: str, late: bool) -> None:
+def test_what_only_another_file_has_beside_it_is_not_found(tmp_path, first, late):
     lines = "try:\n    from helpers import VALUE\nexcept ModuleNotFoundError as error:\n    VALUE = error.name\n"
     lines = "def f():\n    " + lines.replace("\n", "\n    ") if late else lines + "def f():\n    "
     (tmp_path / "alone").mkdir()
@@ -119,7 +117,7 @@ def test_what_only_another_file_has_beside_it_is_not_found(tmp_path: Path, first
     assert load_callable("function", spec)() == "helpers"
 
 
-def test_what_a_library_has_imported_for_one_file_is_not_that_of_another(tmp_path: Path) -> None:
+def test_what_a_library_has_imported_for_one_file_is_not_that_of_another(tmp_path):
     late = "import pkgutil\ndef f(): return pkgutil.resolve_name('imported_by_a_library:VALUE')\n"
     codes, values = [late, "def f():\n    from imported_by_a_library import VALUE\n    return VALUE\n"], []
     for number, code in enumerate(codes):
@@ -129,7 +127,7 @@ def test_what_a_library_has_imported_for_one_file_is_not_that_of_another(tmp_pat
     assert values == [0, 1]
 
 
-def test_a_load_in_another_thread_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_in_another_thread_changes_nothing(tmp_path, monkeypatch):
     gate: Any = ModuleType("gate_of_this_test")
     gate.entered, gate.go = Event(), Event()
     monkeypatch.setitem(sys.modules, gate.__name__, gate)
@@ -151,7 +149,7 @@ def test_a_load_in_another_thread_changes_nothing(tmp_path: Path, monkeypatch: p
         assert (*found, loading.result()()) == (before, 2, 1)
 
 
-def test_a_function_of_a_module_is_fresh_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_a_module_is_fresh_too(tmp_path, monkeypatch):
     written(tmp_path, "", 1)
     (tmp_path / "package" / "losses.py").write_text("from .part import VALUE\ndef f(): return VALUE\n")
     monkeypatch.chdir(tmp_path)
@@ -160,7 +158,7 @@ def test_a_function_of_a_module_is_fresh_too(tmp_path: Path, monkeypatch: pytest
     assert load_callable("function", "package.losses:f")() == 3
 
 
-def test_late_imports_have_the_bytes_that_were_hashed(tmp_path: Path) -> None:
+def test_late_imports_have_the_bytes_that_were_hashed(tmp_path):
     spec = written(tmp_path, FUNCTIONS["inside the function"], 1)
     function = UserFunction.of(spec, user_code_digest(spec)).load(key="loss.function")
     written(tmp_path, FUNCTIONS["inside the function"], 2)
@@ -168,7 +166,7 @@ def test_late_imports_have_the_bytes_that_were_hashed(tmp_path: Path) -> None:
     assert UserFunction.of(spec, user_code_digest(spec)).load(key="loss.function")() == 2
 
 
-def test_old_byte_code_is_not_run(tmp_path: Path) -> None:
+def test_old_byte_code_is_not_run(tmp_path):
     spec = written(tmp_path, FUNCTIONS["import"], 1)
     status = (tmp_path / "helpers.py").stat()
     py_compile.compile(str(tmp_path / "helpers.py"))
@@ -177,14 +175,14 @@ def test_old_byte_code_is_not_run(tmp_path: Path) -> None:
     assert load_callable("function", spec)() == 2
 
 
-def test_functions_of_one_file_share_its_modules_and_those_of_two_files_do_not(tmp_path: Path) -> None:
+def test_functions_of_one_file_share_its_modules_and_those_of_two_files_do_not(tmp_path):
     written(tmp_path, "import helpers\ndef f(): return helpers\ndef g(): return helpers\n", 1)
     (tmp_path / "other.py").write_text("import helpers\ndef f(): return helpers\n")
     found: list[Any] = load_callables("k", [f"{tmp_path}/{name}" for name in ("mine.py:f", "mine.py:g", "other.py:f")])
     assert found[0]() is found[1]() is not found[2]()
 
 
-def test_a_file_that_is_run_again_keeps_what_it_imports(tmp_path: Path) -> None:
+def test_a_file_that_is_run_again_keeps_what_it_imports(tmp_path):
     """OpenRLHF runs an agent's file for each episode."""
     written(tmp_path, "import helpers\nhelpers.VALUE += 1\ndef f(): return helpers.VALUE\n", 1)
     file, modules = UserFile("agent.file", tmp_path / "mine.py"), set(sys.modules)
@@ -192,7 +190,7 @@ def test_a_file_that_is_run_again_keeps_what_it_imports(tmp_path: Path) -> None:
     assert len(set(sys.modules) - modules) == 2
 
 
-def test_the_only_load_of_a_process_has_plain_names_that_new_processes_find(tmp_path: Path) -> None:
+def test_the_only_load_of_a_process_has_plain_names_that_new_processes_find(tmp_path):
     spec = written(
         tmp_path,
         "from concurrent.futures import ProcessPoolExecutor\nfrom multiprocessing import get_context\nimport helpers\n"
@@ -206,7 +204,7 @@ def test_the_only_load_of_a_process_has_plain_names_that_new_processes_find(tmp_
     assert found.stdout == "4\n", found.stderr
 
 
-def test_another_version_of_a_compiled_module_is_refused(tmp_path: Path) -> None:
+def test_another_version_of_a_compiled_module_is_refused(tmp_path):
     """The interpreter loads a library once."""
     spec = written(tmp_path, "def f():\n    import fast", 1)
     library = tmp_path / f"fast{EXTENSION_SUFFIXES[0]}"
@@ -217,7 +215,7 @@ def test_another_version_of_a_compiled_module_is_refused(tmp_path: Path) -> None
         load_callable("loss.function", spec)
 
 
-def test_what_the_program_has_imported_is_not_loaded_again(tmp_path: Path) -> None:
+def test_what_the_program_has_imported_is_not_loaded_again(tmp_path):
     spec = written(tmp_path, "import torch, tests.support.training as support\ndef f(): return torch, support", 1)
     import torch
 
@@ -242,7 +240,7 @@ def test_what_the_program_has_imported_is_not_loaded_again(tmp_path: Path) -> No
         ("{folder}/broken.py:World", "importing it fails: .*no_such_package_at_all"),
     ],
 )
-def test_a_wrong_name_is_refused_with_the_nearest_right_one(tmp_path: Path, spec: str, message: str) -> None:
+def test_a_wrong_name_is_refused_with_the_nearest_right_one(tmp_path, spec, message):
     (tmp_path / "rewards.py").write_text("World = 3\nclass Word: ...\n")
     (tmp_path / "broken.py").write_text("import no_such_package_at_all\n")
     with pytest.raises(ConfigError, match=rf"^function = .*{message}"):

@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """Files that a user's function may read, and the folder of a stage's work in a store."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("data.json", "declared.json", "tables/a.csv", "store/objects/a.json"):
@@ -75,9 +75,7 @@ def seen(folder: Path, body: str, *, before: str = "") -> list[str]:
         ("try: socket.create_connection(('localhost', 9))\nexcept OSError: pass", "connects to localhost:9"),
     ],
 )  # fmt: skip
-def test_what_the_code_reaches_and_the_key_does_not_see_is_noted_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, found: str
-) -> None:
+def test_what_the_code_reaches_and_the_key_does_not_see_is_noted_once(folder, monkeypatch, body, found):
     monkeypatch.chdir(folder)
     assert seen(folder, "\n".join([body, body])) == [found]
 
@@ -97,24 +95,24 @@ def test_what_the_code_reaches_and_the_key_does_not_see_is_noted_once(
         "pickle.loads(pickle.dumps(HERE)), os.listdir(HERE), os.stat(HERE / 'data.json')",
     ],
 )
-def test_what_the_key_sees_or_nobody_edits_is_not_noted(folder: Path, body: str) -> None:
+def test_what_the_key_sees_or_nobody_edits_is_not_noted(folder, body):
     assert seen(folder, body) == []
 
 
-def test_what_is_read_while_the_file_is_loaded_is_noted_and_what_others_read_is_not(folder: Path) -> None:
+def test_what_is_read_while_the_file_is_loaded_is_noted_and_what_others_read_is_not(folder):
     assert seen(folder, "...", before="DATA = open(HERE / 'data.json').read()") == ["reads data.json"]
     (folder / "x.ini").read_text()
     assert noted(notes(folder)) == (f"reads {folder}/data.json",)
 
 
-def test_a_function_that_reads_a_file_for_each_answer_is_noted_within_limits(folder: Path) -> None:
+def test_a_function_that_reads_a_file_for_each_answer_is_noted_within_limits(folder):
     body = f"for i in range({2 * MOST_NOTES}): open(HERE / f'answer-{{i}}').read()"
     for number in range(2 * MOST_NOTES):
         (folder / f"answer-{number}").write_text("")
     assert len(seen(folder, body)) == MOST_NOTES
 
 
-def test_threads_of_libraries_are_watched_in_a_process_that_runs_nothing_else(folder: Path) -> None:
+def test_threads_of_libraries_are_watched_in_a_process_that_runs_nothing_else(folder):
     (folder / "mine.py").write_text(
         f"{HEAD}\ndef f():\n    return asyncio.run(asyncio.to_thread((HERE / 'data.json').read_text))\n"
     )
@@ -126,7 +124,7 @@ def test_threads_of_libraries_are_watched_in_a_process_that_runs_nothing_else(fo
     assert noted(notes(folder)) == (f"reads {folder}/data.json",)
 
 
-def test_watching_changes_no_digest_and_a_line_that_a_kill_cut_short_is_left_out(folder: Path) -> None:
+def test_watching_changes_no_digest_and_a_line_that_a_kill_cut_short_is_left_out(folder):
     (folder / "mine.py").write_text("def f(): return open(__file__ + '/../data.json')")
     spec = f"{folder}/mine.py:f"
     digest = user_code_digest(spec)
@@ -173,7 +171,7 @@ FILES, VARIABLES, COMPUTED = "reads files", "reads environment variables", "impo
         ("DEPENDS_ON = ('env:A',)\ndef f(): return open('data.json')", f"{FILES} (open, line 2)"),
     ],
 )  # fmt: skip
-def test_what_the_key_does_not_see_is_named(tmp_path: Path, code: str, found: str) -> None:
+def test_what_the_key_does_not_see_is_named(tmp_path, code, found):
     for name in ("data.json", "else.json"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "beside").mkdir()
@@ -193,7 +191,7 @@ def test_what_the_key_does_not_see_is_named(tmp_path: Path, code: str, found: st
         "DEPENDS_ON = ('data.json', 'env:A')\nimport os\ndef f(): return open('data.json'), os.environ",
     ],
 )
-def test_what_the_key_sees_is_not_named(tmp_path: Path, code: str) -> None:
+def test_what_the_key_sees_is_not_named(tmp_path, code):
     (tmp_path / "data.json").write_text("{}")
     (tmp_path / "helpers.py").write_text("def load_rules(): ...\n")
     (tmp_path / "package").mkdir()
@@ -203,14 +201,14 @@ def test_what_the_key_sees_is_not_named(tmp_path: Path, code: str) -> None:
     assert unseen_reads(f"{tmp_path}/mine.py:f") == []
 
 
-def test_what_a_helper_reads_is_named_and_what_packages_and_this_program_read_is_not(tmp_path: Path) -> None:
+def test_what_a_helper_reads_is_named_and_what_packages_and_this_program_read_is_not(tmp_path):
     (tmp_path / "helpers.py").write_text("VALUE = open('a').read()\n")
     (tmp_path / "mine.py").write_text("from helpers import VALUE\nimport torch\ndef f(): return torch\n")
     assert unseen_reads(f"{tmp_path}/mine.py:f") == ["helpers.py reads files (open, line 1; read, line 1)"]
     assert unseen_reads("rlhf_core.rewards.library.code:code_reward") == unseen_reads("math_verify:verify") == []
 
 
-def test_what_a_program_imports_is_named_unless_it_is_one_of_its_files(tmp_path: Path) -> None:
+def test_what_a_program_imports_is_named_unless_it_is_one_of_its_files(tmp_path):
     (tmp_path / "helpers.py").write_text("import os\nVALUE = os.environ['A']\n")
     (tmp_path / "broken.py").write_text("def (:\n")
     (tmp_path / "agent.py").write_text("import helpers, broken, json\n")

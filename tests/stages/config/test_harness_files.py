@@ -1,7 +1,5 @@
 """Files outside of `include_path` that tasks of the harness name: each of them is in the key."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -35,7 +33,7 @@ READ = (
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch) -> Path:
     for name, text in FILES.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +47,7 @@ def digests(root: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_file_outside_that_a_task_names_changes_the_key(root: Path, name: str) -> None:
+def test_a_file_outside_that_a_task_names_changes_the_key(root, name):
     before = digests(root)
     (root / name).write_text(f"{(root / name).read_text()}\n")
     after = digests(root)
@@ -58,13 +56,13 @@ def test_a_file_outside_that_a_task_names_changes_the_key(root: Path, name: str)
 
 
 @pytest.mark.parametrize("name", ["unread.jsonl", "shared/unnamed.yaml"])
-def test_what_no_task_names_is_not_in_the_key(root: Path, name: str) -> None:
+def test_what_no_task_names_is_not_in_the_key(root, name):
     before = digests(root)
     (root / name).write_text("other")
     assert digests(root) == before
 
 
-def test_names_are_the_references_so_that_a_folder_can_move(root: Path) -> None:
+def test_names_are_the_references_so_that_a_folder_can_move(root):
     found = outside_files(root / "tasks")
     assert set(found) == {
         "sums.yaml: ../shared/base",
@@ -95,9 +93,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("case", ELSEWHERE)
-def test_rows_are_found_where_datasets_looks_for_them(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_found_where_datasets_looks_for_them(case, tmp_path, monkeypatch):
     task, file = ELSEWHERE[case]
     dataset = tmp_path / "rows" if "dataset" in case else "json"
     for name in ("tasks/a.yaml", "rows/sub/test.jsonl", file):
@@ -113,14 +109,14 @@ def test_rows_are_found_where_datasets_looks_for_them(
     assert digests(tmp_path) != before
 
 
-def test_a_file_that_the_harness_skips_is_skipped(root: Path) -> None:
+def test_a_file_that_the_harness_skips_is_skipped(root):
     expected = outside_files(root / "tasks")
     for number, text in enumerate(("metadata: {version: 2024-13-45}", "x: !!int ''", "x: !!timestamp now")):
         (root / "tasks" / f"skipped{number}.yaml").write_text(f"task: a\n{text}\ninclude: ../shared/unnamed.yaml\n")
     assert outside_files(root / "tasks") == expected
 
 
-def test_a_folder_that_names_nothing_outside_keeps_the_key_that_it_had(root: Path) -> None:
+def test_a_folder_that_names_nothing_outside_keeps_the_key_that_it_had(root):
     for name in ("sums.yaml", "group.yaml", "inside"):
         (root / "tasks" / name).unlink()
     (root / "tasks" / "one.yaml").write_text("task: one\ninclude: utils_missing\nprocess_docs: !function utils.docs\n")
@@ -128,7 +124,7 @@ def test_a_folder_that_names_nothing_outside_keeps_the_key_that_it_had(root: Pat
 
 
 @pytest.mark.slow
-def test_the_harness_reads_the_same_files(root: Path) -> None:
+def test_the_harness_reads_the_same_files(root):
     from lm_eval.tasks._yaml_loader import load_yaml
 
     # the loader of the harness refuses a cycle, which ours only does not follow

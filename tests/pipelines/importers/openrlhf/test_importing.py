@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import tomllib
 from pathlib import Path
@@ -17,7 +15,7 @@ SFT = "deepspeed --num_gpus 2 --module openrlhf.cli.train_sft --pretrain models/
 PPO = "python -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data p.jsonl --apply_chat_template"
 
 
-def test_a_profile_is_written_and_every_flag_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_is_written_and_every_flag_is_shown(tmp_path, capsys):
     script, out = tmp_path / "train.sh", tmp_path / "mine.toml"
     script.write_text(f"{SFT} --apply_chat_template --learning_rate 3e-6 --use_wandb me --zpg 8")
     assert main(["import-openrlhf", str(script), "--out", str(out)]) == 0
@@ -38,9 +36,7 @@ def test_a_profile_is_written_and_every_flag_is_shown(tmp_path: Path, capsys: py
     assert not (tmp_path / "mine.jinja").exists()
 
 
-def test_without_a_file_the_profile_alone_goes_to_standard_output(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_file_the_profile_alone_goes_to_standard_output(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(SFT))
     assert main(["import-openrlhf", "-"]) == 0
     captured = capsys.readouterr()
@@ -48,7 +44,7 @@ def test_without_a_file_the_profile_alone_goes_to_standard_output(
     assert "Translated (" in captured.err and "write this into openrlhf.jinja" in captured.err
 
 
-def test_text_without_a_chat_template_gets_one_that_writes_the_same(tmp_path: Path) -> None:
+def test_text_without_a_chat_template_gets_one_that_writes_the_same(tmp_path):
     script, out = tmp_path / "train.sh", tmp_path / "mine.toml"
     script.write_text(SFT + " --input_template $'Q: {}\\nA: '")
     assert main(["import-openrlhf", str(script), "--out", str(out)]) == 0
@@ -58,7 +54,7 @@ def test_text_without_a_chat_template_gets_one_that_writes_the_same(tmp_path: Pa
     assert template.render(messages=turns, eos_token="</s>") == "Q: 2+2?\nA: 4</s>"
 
 
-def test_openrlhfs_own_template_is_the_default_of_sft_alone() -> None:
+def test_openrlhfs_own_template_is_the_default_of_sft_alone():
     dpo = "deepspeed --module openrlhf.cli.train_dpo --pretrain m --dataset d.jsonl"
     templates = [translate(text, name="x", template_file="x.jinja").template for text in (SFT, dpo)]
     turns = [{"role": "user", "content": "Hi"}]
@@ -108,9 +104,7 @@ def test_openrlhfs_own_template_is_the_default_of_sft_alone() -> None:
         ("python -m openrlhf.cli.interactive_chat", "script: interactive_chat is not read: `rlhf chat` talks to"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(
-    script: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_read_is_refused_by_name(script, message, tmp_path, capsys):
     path = tmp_path / "train.sh"
     path.write_text(script)
     assert main(["import-openrlhf", str(path), "--out", str(tmp_path / "out.toml")]) == 2
@@ -118,7 +112,7 @@ def test_what_cannot_be_read_is_refused_by_name(
     assert not (tmp_path / "out.toml").exists()
 
 
-def test_a_script_that_needs_no_profile_writes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_needs_no_profile_writes_none(tmp_path, capsys):
     script, out = tmp_path / "serve.sh", tmp_path / "out.toml"
     script.write_text("python -m openrlhf.cli.serve_rm --reward_pretrain models/rm")
     assert main(["import-openrlhf", str(script), "--out", str(out)]) == 0
@@ -127,7 +121,7 @@ def test_a_script_that_needs_no_profile_writes_none(tmp_path: Path, capsys: pyte
     assert not out.exists()
 
 
-def test_a_lenient_reader_lists_unknown_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lenient_reader_lists_unknown_flags(tmp_path, capsys):
     path = tmp_path / "train.sh"
     path.write_text(f"{SFT} --my_own 1 2 --seed 3")
     assert main(["import-openrlhf", str(path), "--out", str(tmp_path / "out.toml"), "--lenient"]) == 0
@@ -135,7 +129,7 @@ def test_a_lenient_reader_lists_unknown_flags(tmp_path: Path, capsys: pytest.Cap
     assert "--my_own 1 2" in capsys.readouterr().out
 
 
-def test_a_flag_that_is_given_twice_counts_the_second_time() -> None:
+def test_a_flag_that_is_given_twice_counts_the_second_time():
     translation = translate(f"{SFT} --seed 1 --seed 2", name="x", template_file="x.jinja")
     assert "seed = 2" in translation.profile
     assert sorted((one.text, one.fate) for one in translation.outcomes if one.flag == "--seed") == [
@@ -144,7 +138,7 @@ def test_a_flag_that_is_given_twice_counts_the_second_time() -> None:
     ]
 
 
-def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(tmp_path, capsys):
     (tmp_path / "train.sh").write_text(SFT)
     (tmp_path / "out.toml").write_text("mine")
     assert main(["import-openrlhf", str(tmp_path / "train.sh"), "--out", str(tmp_path / "out.toml")]) == 2
@@ -152,7 +146,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (tmp_path / "out.toml").read_text() == "mine"
 
 
-def test_the_example_of_the_documents_gives_what_they_say() -> None:
+def test_the_example_of_the_documents_gives_what_they_say():
     page = (Path(__file__).resolve().parents[4] / "docs" / "openrlhf.md").read_text()
     script, _, rest = page.partition("```text\n")[2].partition("```")
     shown = rest.partition("```toml\n")[2].partition("```")[0]
@@ -160,7 +154,7 @@ def test_the_example_of_the_documents_gives_what_they_say() -> None:
     assert set(shown.splitlines()) <= set(profile.splitlines())
 
 
-def test_a_script_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+def test_a_script_that_is_not_utf8_is_refused(tmp_path):
     script = tmp_path / "train.sh"
     script.write_bytes(b"echo caf\xe9")
     with pytest.raises(ConfigError, match=r"train\.sh.*cannot be read .*give a text in UTF-8"):
@@ -170,12 +164,12 @@ def test_a_script_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", ["1e999", "nan", "0.5"])
-def test_what_is_no_whole_number_is_refused(number: str) -> None:
+def test_what_is_no_whole_number_is_refused(number):
     with pytest.raises(ConfigError, match=f"--train_batch_size = '{number}': must be a whole number"):
         translate(f"{SFT} --apply_chat_template --train_batch_size {number}", name="x", template_file="x")
 
 
-def test_control_characters_of_a_script_stay_out_of_the_profile() -> None:
+def test_control_characters_of_a_script_stay_out_of_the_profile():
     script = SFT.replace("d.jsonl", "d\x1b\x7f.jsonl") + " --apply_chat_template"
     made = translate(script, name="x", template_file="x")
     [source] = tomllib.loads(made.profile)["prepare_data"]["data"]["sources"]

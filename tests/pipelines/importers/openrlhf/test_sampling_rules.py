@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import tomllib
 
 from pipelines.flows.profile import PipelineConfig, parse
@@ -26,7 +24,7 @@ def fate(translation: Translation, command: str, flag: str) -> str:
     return next(one.fate for one in translation.outcomes if (one.command, one.flag) == (command, flag))
 
 
-def test_rounds_of_generate_score_and_dpo_are_one_section() -> None:
+def test_rounds_of_generate_score_and_dpo_are_one_section():
     config, translation = read(
         "TRAINING_ITERS=5\nPOLICY=models/sft\niter=0\nwhile (($iter < $TRAINING_ITERS)); do\n"
         "if ((iter > 0)); then\n POLICY=out\nfi\n"
@@ -43,11 +41,11 @@ def test_rounds_of_generate_score_and_dpo_are_one_section() -> None:
     assert flow.generate.sampling.temperature == 0.9 and flow.generate.sampling.max_tokens == 256
     assert flow.select.type == "pairs" and flow.dpo.loop.batch_size == 32 and flow.dpo.max_length == 384
     assert config.prepare_data.max_tokens == 384
-    assert [source.use.prompts for source in config.prepare_data.data.sources] == [1.0]  # type: ignore[union-attr]
+    assert [source.use.prompts for source in config.prepare_data.data.sources] == [1.0]
     assert fate(translation, "train_dpo", "--dataset") == "translated"
 
 
-def test_the_best_of_n_are_imitated_by_rejection_sampling() -> None:
+def test_the_best_of_n_are_imitated_by_rejection_sampling():
     config, _ = read(
         "POLICY=models/sft\n" + GENERATE + SCORE.format("rs") + "deepspeed --module openrlhf.cli.train_sft "
         f"--dataset best.jsonl --input_key input --output_key output --pretrain $POLICY --max_len 384 {TRAIN}"
@@ -57,7 +55,7 @@ def test_the_best_of_n_are_imitated_by_rejection_sampling() -> None:
     assert config.rejection_sampling.sft.max_length == 384
 
 
-def test_answers_without_training_are_those_of_the_evaluation() -> None:
+def test_answers_without_training_are_those_of_the_evaluation():
     config, translation = read("POLICY=models/sft\n" + GENERATE)
     assert config.evaluate and config.evaluate.generate.samples_per_prompt == 4
     assert config.evaluate.evaluate.reference == "base"
@@ -65,7 +63,7 @@ def test_answers_without_training_are_those_of_the_evaluation() -> None:
     assert fate(translation, "batch_inference", "--post_processor") == "not translatable"
 
 
-def test_the_commands_of_a_lifecycle_hand_their_results_on() -> None:
+def test_the_commands_of_a_lifecycle_hand_their_results_on():
     config, translation = read(
         f"deepspeed --module openrlhf.cli.train_sft --pretrain base --dataset d.jsonl --output_key a --save_path sft {TRAIN}\n"
         f"deepspeed --module openrlhf.cli.train_rm --pretrain sft --dataset p.jsonl --save_path rm {TRAIN}\n"
@@ -74,13 +72,13 @@ def test_the_commands_of_a_lifecycle_hand_their_results_on() -> None:
     )
     assert config.sft and config.reward_model and config.dpo and config.ppo
     assert (config.dpo.start_from, config.ppo.start_from) == ("sft", "dpo")
-    assert config.prepare_data.model.path == "base"  # type: ignore[union-attr]
+    assert config.prepare_data.model.path == "base"
     assert fate(translation, "train_ppo_ray", "--reward_pretrain") == "translated"
-    uses = [source.use.model_dump(exclude_defaults=True) for source in config.prepare_data.data.sources]  # type: ignore[union-attr]
+    uses = [source.use.model_dump(exclude_defaults=True) for source in config.prepare_data.data.sources]
     assert uses == [{"demonstrations": 1.0}, {"preferences": 1.0}, {"prompts": 1.0}]
 
 
-def test_a_run_has_one_value_of_what_is_the_runs() -> None:
+def test_a_run_has_one_value_of_what_is_the_runs():
     both = "deepspeed --module openrlhf.cli.train_{} --pretrain base --dataset d.jsonl --apply_chat_template --zero_stage {}\n"
     config, translation = read(both.format("sft", 2) + both.format("rm", 3))
     assert config.runtime.trainer.zero_stage == 2
@@ -88,9 +86,9 @@ def test_a_run_has_one_value_of_what_is_the_runs() -> None:
     assert outcome.fate == "not translatable" and "--zero_stage 2" in outcome.what[0]
 
 
-def test_one_data_set_for_two_tables_is_shared_between_them() -> None:
+def test_one_data_set_for_two_tables_is_shared_between_them():
     calls = "deepspeed --module openrlhf.cli.batch_inference --eval_task generate --pretrain m --dataset q.jsonl --apply_chat_template\n"
     ppo = "python -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data q.jsonl --apply_chat_template\n"
     config, _ = read(ppo + calls)
-    [source] = config.prepare_data.data.sources  # type: ignore[union-attr]
+    [source] = config.prepare_data.data.sources
     assert source.use.model_dump(exclude_defaults=True) == {"prompts": 0.5, "eval_prompts": 0.5}

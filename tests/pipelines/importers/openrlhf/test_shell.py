@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -44,7 +41,7 @@ def words(script: str) -> tuple[str, ...]:
         (f"D=$(cd .. && pwd)\n{CALL} --d $D/x", ("--d", "$(cd .. && pwd)/x")),
     ],
 )
-def test_words_are_those_that_the_shell_would_pass(script: str, expected: tuple[str, ...]) -> None:
+def test_words_are_those_that_the_shell_would_pass(script, expected):
     assert words(script) == expected
 
 
@@ -100,7 +97,7 @@ BASH = [
 
 
 @pytest.mark.parametrize("script", BASH)
-def test_words_are_those_that_bash_passes(script: str, tmp_path: Path) -> None:
+def test_words_are_those_that_bash_passes(script, tmp_path):
     seen = tmp_path / "seen"
     stub = f"deepspeed() {{ printf '%s\\0' CALL \"$@\" >> {seen}; }}\nexport -f deepspeed\n"
     subprocess.run(["bash", "-c", stub + script], env={"PATH": "/usr/bin:/bin"}, stdin=subprocess.DEVNULL, check=False)
@@ -148,26 +145,24 @@ def test_words_are_those_that_bash_passes(script: str, tmp_path: Path) -> None:
         (f"{CALL} --r x_$(date +%m %d) --a 1", ("--r", "x_$(date +%m %d)", "--a", "1"), ""),
     ],
 )
-def test_what_is_read_in_another_way_than_a_shell_would_is_named(
-    script: str, expected: tuple[str, ...], note: str
-) -> None:
+def test_what_is_read_in_another_way_than_a_shell_would_is_named(script, expected, note):
     read = read_commands(script)
     assert [command.words for command in read.commands] == [expected]
     assert note in "\n".join(read.notes) and len(read.notes) <= 1 and bool(read.notes) == bool(note)
 
 
-def test_the_commands_of_branches_that_the_script_does_not_choose_are_all_read() -> None:
+def test_the_commands_of_branches_that_the_script_does_not_choose_are_all_read():
     read = read_commands(f"if [ $1 = a ]; then {CALL} --a 1; else {CALL} --a 2; fi")
     assert [command.words for command in read.commands] == [("--a", "1"), ("--a", "2")]
     assert read.notes == ["line 1: of the branches of `if` a shell runs one; the commands of all are read"]
 
 
-def test_a_heredoc_fills_a_variable_that_is_the_command() -> None:
+def test_a_heredoc_fills_a_variable_that_is_the_command():
     script = "M=base\nread -r -d '' job <<EOF\nopenrlhf.cli.train_sft \\\n  --m $M\n  --n 2\nEOF\n  # note\ndeepspeed --module $job"
     assert words(script) == ("--m", "base", "--n", "2")
 
 
-def test_what_is_printed_is_not_run() -> None:
+def test_what_is_printed_is_not_run():
     commands, variables, _ = read_commands(
         f'N=5\njob="openrlhf.cli.train_sft --a 1"\necho $job\npython -m $job\n# {CALL}'
     )
@@ -175,7 +170,7 @@ def test_what_is_printed_is_not_run() -> None:
     assert variables["N"] == "5"
 
 
-def test_a_script_inside_a_shell_inside_a_launcher_is_read() -> None:
+def test_a_script_inside_a_shell_inside_a_launcher_is_read():
     script = (
         'srun --overlap bash -c \\\n"pip install x \\\n&& ray job submit --runtime-env-json=\'{\\"a\\": \\"b\\"}\' '
         '-- python3 -m openrlhf.cli.train_ppo_ray \\\n --a 1" &>> log'
@@ -185,7 +180,7 @@ def test_a_script_inside_a_shell_inside_a_launcher_is_read() -> None:
     assert '--runtime-env-json={"a": "b"}' in command.launcher
 
 
-def test_a_path_to_the_file_is_the_module_too() -> None:
+def test_a_path_to_the_file_is_the_module_too():
     [command] = read_commands("torchrun --nproc_per_node 2 /x/openrlhf/cli/train_dpo.py --a 1")[0]
     assert (command.module, command.launcher[0]) == ("train_dpo", "torchrun")
 
@@ -193,23 +188,23 @@ def test_a_path_to_the_file_is_the_module_too() -> None:
 @pytest.mark.parametrize(
     "script", [f"{CALL} --a 'open", f'{CALL} --a "open', f"{CALL} --a $(open", f"{CALL} --a ${{open"]
 )
-def test_what_is_not_closed_is_refused(script: str) -> None:
+def test_what_is_not_closed_is_refused(script):
     with pytest.raises(ConfigError, match="is not closed"):
         read_commands(script)
 
 
-def test_a_nul_character_is_refused() -> None:
+def test_a_nul_character_is_refused():
     with pytest.raises(ConfigError, match="has a NUL character, which no shell can read"):
         read_commands(f"{CALL} --a \0 1")
 
 
-def test_a_heredoc_inside_quotes_fills_its_variable() -> None:
+def test_a_heredoc_inside_quotes_fills_its_variable():
     assert words(f"bash -c '\nread X <<EOF\n--a 1\nEOF\n{CALL} $X\n'") == ("--a", "1")
 
 
 @pytest.mark.parametrize(
     ("cut", "kept"), [("#*/", "b/c.d.e"), ("##*/", "c.d.e"), ("%.*", "a/b/c.d"), ("%%.*", "a/b/c")]
 )
-def test_one_sign_cuts_the_shortest_part_and_two_the_longest(cut: str, kept: str) -> None:
+def test_one_sign_cuts_the_shortest_part_and_two_the_longest(cut, kept):
     [command] = read_commands(f"X=a/b/c.d.e\npython -m openrlhf.cli.train_sft --pretrain ${{X{cut}}}")[0]
     assert command.words[-1] == kept

@@ -1,7 +1,5 @@
 """Advantage estimators against slow float64 loops, the truncated likelihood and all choices of k answers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
@@ -24,7 +22,7 @@ from rlhf_core.errors import ConfigError, DataError
 from tests.support.losses import compared, estimated
 
 
-def gae(rewards_BL, values_BL, mask_BL, **options):  # type: ignore[no-untyped-def]
+def gae(rewards_BL, values_BL, mask_BL, **options):
     return estimated(GAEAdvantage(whiten=False, **options), rewards_BL, mask_BL, values=values_BL)
 
 
@@ -50,7 +48,7 @@ def slow_gae(
     return advantages, returns
 
 
-def test_gae_matches_two_steps_worked_by_hand() -> None:
+def test_gae_matches_two_steps_worked_by_hand():
     # delta_1 = 1 + 0 - 0.4 = 0.6; delta_0 = 0 + 0.9*0.4 - 0.5 = -0.14; A_0 = -0.14 + 0.9*0.5*0.6 = 0.13
     advantages_BL, returns_BL = gae(
         torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.4]]), torch.ones(1, 2), gamma=0.9, gae_lambda=0.5
@@ -60,7 +58,7 @@ def test_gae_matches_two_steps_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.97, 0.0)])
-def test_gae_matches_the_definition_over_ragged_and_split_spans(gamma: float, lam: float) -> None:
+def test_gae_matches_the_definition_over_ragged_and_split_spans(gamma, lam):
     generator = torch.Generator().manual_seed(0)
     rewards_BL = torch.randn(4, 9, generator=generator, dtype=torch.float64)
     values_BL = torch.randn(4, 9, generator=generator, dtype=torch.float64)
@@ -81,7 +79,7 @@ def test_gae_matches_the_definition_over_ragged_and_split_spans(gamma: float, la
         assert returns_BL[row].tolist() == pytest.approx(returns, abs=1e-12)
 
 
-def test_gae_ignores_what_stands_outside_the_mask() -> None:
+def test_gae_ignores_what_stands_outside_the_mask():
     mask_BL = torch.tensor([[0, 1, 1, 0]])
     clean = gae(torch.tensor([[0.0, 1.0, 2.0, 0.0]]), torch.zeros(1, 4), mask_BL, gamma=1.0, gae_lambda=0.9)
     nan = float("nan")
@@ -91,7 +89,7 @@ def test_gae_ignores_what_stands_outside_the_mask() -> None:
     assert torch.equal(clean[0], dirty[0]) and torch.equal(clean[1], dirty[1])
 
 
-def test_reinforce_pp_is_the_whitened_discounted_return() -> None:
+def test_reinforce_pp_is_the_whitened_discounted_return():
     # returns [0 + 0.5 * 2, 2] and [3]; mean 2, population variance 2/3
     rewards_BL, mask_BL = torch.tensor([[0.0, 2.0], [3.0, 7.0]]), torch.tensor([[1, 1], [1, 0]])
     scale = (2 / 3) ** -0.5
@@ -100,7 +98,7 @@ def test_reinforce_pp_is_the_whitened_discounted_return() -> None:
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_discounted_returns_are_gae_without_values_and_match_the_definition(gamma: float) -> None:
+def test_discounted_returns_are_gae_without_values_and_match_the_definition(gamma):
     generator = torch.Generator().manual_seed(1)
     rewards_BL = torch.randn(3, 8, generator=generator, dtype=torch.float64)
     mask_BL = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0]])
@@ -126,7 +124,7 @@ def slow_group(rewards: list[float], lengths: list[int]) -> dict[str, list[float
     }
 
 
-def test_group_estimators_match_slow_loops_and_do_not_mix_groups_or_order() -> None:
+def test_group_estimators_match_slow_loops_and_do_not_mix_groups_or_order():
     generator = torch.Generator().manual_seed(2)
     rewards_PG = torch.randn(4, 5, generator=generator)
     lengths_PG = torch.randint(1, 40, (4, 5), generator=generator)
@@ -154,12 +152,12 @@ def test_group_estimators_match_slow_loops_and_do_not_mix_groups_or_order() -> N
         lambda rewards: opo(rewards, torch.tensor([[3, 50, 7]])),
     ],
 )
-def test_a_group_without_variance_gets_zero_advantage_not_nan_or_noise(estimator) -> None:  # type: ignore[no-untyped-def]
+def test_a_group_without_variance_gets_zero_advantage_not_nan_or_noise(estimator):
     # the fp32 mean of three 0.7 is not 0.7: noise over noise must not become an advantage
     assert estimator(torch.full((1, 3), 0.7)).tolist() == [[0.0, 0.0, 0.0]]
 
 
-def test_groups_that_cannot_teach_are_counted() -> None:
+def test_groups_that_cannot_teach_are_counted():
     assert zero_variance_groups(torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])) == 2
 
 
@@ -172,12 +170,12 @@ def test_groups_that_cannot_teach_are_counted() -> None:
         lambda rewards: opo(rewards, torch.ones(2, 1)),
     ],
 )
-def test_a_group_of_one_is_refused_with_the_remedy(estimator) -> None:  # type: ignore[no-untyped-def]
+def test_a_group_of_one_is_refused_with_the_remedy(estimator):
     with pytest.raises(ConfigError, match=r"group_size = 1: .* raise samples_per_prompt"):
         estimator(torch.tensor([[1.0], [2.0]]))
 
 
-def test_the_spread_of_the_batch_does_not_blow_up_a_group_of_nearly_equal_rewards() -> None:
+def test_the_spread_of_the_batch_does_not_blow_up_a_group_of_nearly_equal_rewards():
     rewards_PG = torch.tensor([[0.0, 4.0], [2.0, 2.1]])
     # all four: mean 2.025, squares 4.100625 + 3.900625 + 0.000625 + 0.005625 = 8.0075, over 3
     std = (8.0075 / 3) ** 0.5
@@ -185,7 +183,7 @@ def test_the_spread_of_the_batch_does_not_blow_up_a_group_of_nearly_equal_reward
     assert torch.allclose(compared(GRPOAdvantage(std="batch"), rewards_PG), expected, rtol=1e-5)
 
 
-def test_remax_measures_returns_from_the_greedy_answers_reward() -> None:
+def test_remax_measures_returns_from_the_greedy_answers_reward():
     # returns 1 - 0.25 and 1; the greedy answer earned 0.5
     tokens = TokenRewards(
         rewards=torch.tensor([[9.0, -0.25, 1.0]]),
@@ -202,7 +200,7 @@ def test_remax_measures_returns_from_the_greedy_answers_reward() -> None:
 # ---------------------------------------------------------------- MaxRL and pass@k
 
 
-def test_a_reward_is_measured_in_means_of_its_group() -> None:
+def test_a_reward_is_measured_in_means_of_its_group():
     # mean 1/4: a success is worth (1 - 1/4) / (1/4) = 3, a failure -1; mean 3/4: 1/3 and -1
     rewards_PG = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     expected = torch.tensor([[3.0, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0, 0, 0, 0], [0, 0, 0, 0]])
@@ -210,7 +208,7 @@ def test_a_reward_is_measured_in_means_of_its_group() -> None:
 
 
 @pytest.mark.parametrize(("p", "group"), [(0.3, 3), (0.05, 4), (0.8, 2)])
-def test_the_expected_gradient_is_that_of_the_first_terms_of_the_log_likelihood(p: float, group: int) -> None:
+def test_the_expected_gradient_is_that_of_the_first_terms_of_the_log_likelihood(p, group):
     """One decision with P(success) = p = sigmoid(theta): grad log pi is 1 - p on a success and -p on a failure.
 
     The target is d/d theta of -sum over k = 1..G - 1 of (1 - p)^k / k = (1 - p) (1 - (1 - p)^(G - 1)).
@@ -224,7 +222,7 @@ def test_the_expected_gradient_is_that_of_the_first_terms_of_the_log_likelihood(
     assert expected == pytest.approx((1 - p) * (1 - (1 - p) ** (group - 1)), rel=1e-9)
 
 
-def test_groups_without_a_baseline_are_refused() -> None:
+def test_groups_without_a_baseline_are_refused():
     with pytest.raises(DataError, match=r"reward = -1\.0: maxrl divides by the mean reward"):
         compared(MaxRLAdvantage(), torch.tensor([[1.0, -1.0]]))
     with pytest.raises(DataError, match="lengths = 0"):
@@ -247,21 +245,21 @@ def by_choices(rewards: list[float], k: int) -> list[float]:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_pass_at_k_is_the_average_over_all_choices(k: int) -> None:
+def test_pass_at_k_is_the_average_over_all_choices(k):
     for passed in range(6):
         rewards = [1.0] * passed + [0.0] * (5 - passed)
         (ours,) = compared(PassAtKAdvantage(k=k), torch.tensor([rewards], dtype=torch.float64)).tolist()
         assert ours == pytest.approx(by_choices(rewards, k), abs=1e-12)
 
 
-def test_one_success_in_four_by_hand_and_an_easy_prompt_that_is_worth_nothing() -> None:
+def test_one_success_in_four_by_hand_and_an_easy_prompt_that_is_worth_nothing():
     # k = 2: R = 1 - C(3,2)/C(4,2) = 1/2, s = 1/2; passed: 1; failed: (1/2 - C(2,1)/C(3,1)) / (1/2) = -1/3
     advantages_PG = compared(PassAtKAdvantage(k=2), torch.tensor([[0.0, 7.0, 0.1, 0.0]]))
     assert advantages_PG[0].tolist() == pytest.approx([-1 / 3, 1.0, -1 / 3, -1 / 3], rel=1e-6)
     assert compared(PassAtKAdvantage(k=2), torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.0] * 4])).tolist() == [[0.0] * 4] * 2
 
 
-def test_a_group_smaller_than_k_is_refused_when_the_profile_is_read() -> None:
+def test_a_group_smaller_than_k_is_refused_when_the_profile_is_read():
     with pytest.raises(ValidationError, match=r"samples_per_prompt = 3: pass@k .* at least 4"):
         PPOConfig(advantage=PassAtKAdvantage(k=4), samples_per_prompt=3, kl={"in": "loss"})
     with pytest.raises(ConfigError, match=r"advantage\.k = 4: draws k answers of a group of 3"):

@@ -15,7 +15,7 @@ SMALL = {"demonstrations": 20, "preferences": 8, "prompts": 12, "eval_prompts": 
 WORLDS = MixedWorlds(worlds=(SupportWorld(**SMALL), ArithmeticWorld(**SMALL, steps=5)))
 
 
-def test_the_rows_are_those_of_the_worlds_in_another_order() -> None:
+def test_the_rows_are_those_of_the_worlds_in_another_order():
     tables, facts = mixed.make_tables(WORLDS, seed=3)
     alone = [support.make_tables(WORLDS.worlds[0], seed=3), arithmetic.make_tables(WORLDS.worlds[1], seed=3)]  # type: ignore[arg-type]
     for name, rows in tables.named().items():
@@ -27,7 +27,7 @@ def test_the_rows_are_those_of_the_worlds_in_another_order() -> None:
     assert mixed.make_tables(WORLDS, seed=3)[0] == tables != mixed.make_tables(WORLDS, seed=4)[0]
 
 
-def test_an_answer_gets_the_gold_reward_of_its_world() -> None:
+def test_an_answer_gets_the_gold_reward_of_its_world():
     prompts = mixed.make_tables(WORLDS, seed=3)[0].eval_prompts
     texts = [f"It is = {one.label}." if one.source == "arithmetic" else "We are sorry." for one in prompts]
     rows = [Generation(one, (1,), Completion((2,), (-1.0,), text, "stop", 0, 0)) for one, text in zip(prompts, texts)]
@@ -39,6 +39,6 @@ def test_an_answer_gets_the_gold_reward_of_its_world() -> None:
         mixed.gold_reward([replace(rows[0], prompt=replace(prompts[0], source="files"))])
 
 
-def test_a_world_occurs_once() -> None:
+def test_a_world_occurs_once():
     with pytest.raises(ValidationError, match=r"worlds\[1\]\.type = 'support': there is such a world already"):
         MixedWorlds(worlds=(SupportWorld(), SupportWorld()))

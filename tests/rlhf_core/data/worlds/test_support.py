@@ -1,7 +1,5 @@
 """The gold reward by hand, the properties of the data that the pipeline relies on, and simulated readers."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -75,19 +73,19 @@ def generation(text: str, label: str) -> Generation:
         ("no. " * 40, -5.0),  # -20 for unknown, -39 for repeats: the floor
     ],
 )
-def test_the_gold_reward_by_hand(text: str, value: float) -> None:
+def test_the_gold_reward_by_hand(text, value):
     assert gold(text) == pytest.approx(value)
 
 
 def asked(tables: Tables, prefix: str = "") -> set[tuple[str, str]]:
     """Return the pairs of a name and a thing: words 0 and 4 of "Maria writes: my blue kettle arrived ..."."""
     rows = tables.named()
-    texts = [row.messages[0].content for name in ("demonstrations", "prompts") for row in rows[f"{prefix}{name}"]]  # type: ignore[union-attr]
-    texts += [row.prompt[0].content for row in rows[f"{prefix}preferences"]]  # type: ignore[union-attr]
+    texts = [row.messages[0].content for name in ("demonstrations", "prompts") for row in rows[f"{prefix}{name}"]]
+    texts += [row.prompt[0].content for row in rows[f"{prefix}preferences"]]
     return {(text.split()[0], text.split()[4]) for text in texts}
 
 
-def test_words_beyond_thirty_cost_a_twentieth_each() -> None:
+def test_words_beyond_thirty_cost_a_twentieth_each():
     filler = " We value every customer. Your opinion matters to us."
     assert len(PERFECT.split()) == 24
     longer = PERFECT.replace(" Many", filler + " Many")
@@ -96,13 +94,13 @@ def test_words_beyond_thirty_cost_a_twentieth_each() -> None:
     assert gold(longer) == pytest.approx(5.0 - 2 * 0.5 - 0.15)
 
 
-def test_the_reward_function_reads_facts_from_the_label_and_refuses_prompts_without() -> None:
+def test_the_reward_function_reads_facts_from_the_label_and_refuses_prompts_without():
     assert gold_reward([generation(PERFECT, FACTS.label), generation("", FACTS.label)]) == [5.0, -2.0]
     with pytest.raises(RewardError, match="has no facts"):
         gold_reward([generation(PERFECT, "")])
 
 
-def test_only_evaluation_prompts_carry_facts(world: tuple[Tables, dict[str, float]]) -> None:
+def test_only_evaluation_prompts_carry_facts(world):
     tables, _ = world
     assert {prompt.label for prompt in tables.prompts} == {""}
     assert {pair.margin for pair in (*tables.preferences, *tables.eval_preferences)} == {0.0}
@@ -112,17 +110,17 @@ def test_only_evaluation_prompts_carry_facts(world: tuple[Tables, dict[str, floa
         assert facts["item"] in prompt.messages[0].content
 
 
-def test_every_table_has_the_size_asked_for(world: tuple[Tables, dict[str, float]]) -> None:
+def test_every_table_has_the_size_asked_for(world):
     sizes = {name: len(rows) for name, rows in world[0].named().items()}
     assert list(sizes.values()) == [4000, 256, 3000, 256, 1000, 256, 0, 0, 0, 0]
 
 
-def test_evaluation_pairs_names_with_things_that_training_does_not(world: tuple[Tables, dict[str, float]]) -> None:
+def test_evaluation_pairs_names_with_things_that_training_does_not(world):
     held_out = asked(world[0], "eval_")
     assert asked(world[0]).isdisjoint(held_out) and len(held_out) > 50
 
 
-def test_demonstrations_are_mediocre_and_best_of_eight_is_much_better(world: tuple[Tables, dict[str, float]]) -> None:
+def test_demonstrations_are_mediocre_and_best_of_eight_is_much_better(world):
     tables, facts = world
     assert facts["gold/demonstrations_mean"] == pytest.approx(1.4, abs=0.15)
     rng, config = random.Random(0), SupportWorld()
@@ -132,26 +130,26 @@ def test_demonstrations_are_mediocre_and_best_of_eight_is_much_better(world: tup
     assert max(best) == BEST
 
 
-def test_a_writer_only_says_what_the_desk_knows(world: tuple[Tables, dict[str, float]]) -> None:
+def test_a_writer_only_says_what_the_desk_knows(world):
     rng, config = random.Random(0), SupportWorld()
     for prompt in world[0].eval_prompts:
         facts = facts_of(prompt)
         assert "unknown" not in gold_components(write_reply(facts, config, rng), facts)
 
 
-def test_the_annotator_is_wrong_in_a_fifteenth_of_the_pairs(world: tuple[Tables, dict[str, float]]) -> None:
+def test_the_annotator_is_wrong_in_a_fifteenth_of_the_pairs(world):
     # four standard deviations of 3000 draws at 0.935
     assert world[1]["annotator/agreement"] == pytest.approx(0.935, abs=0.018)
 
 
-def test_evaluation_pairs_are_labelled_by_gold(world: tuple[Tables, dict[str, float]]) -> None:
+def test_evaluation_pairs_are_labelled_by_gold(world):
     for pair in world[0].eval_preferences:
         facts = read_facts(pair.prompt[0].content)
         sides = (sum_of(gold_components(side[0].content, facts)) for side in (pair.chosen, pair.rejected))
         assert next(sides) > next(sides)
 
 
-def test_the_world_belongs_to_its_seed() -> None:
+def test_the_world_belongs_to_its_seed():
     sizes = ("demonstrations", "preferences", "prompts", "eval_demonstrations", "eval_preferences", "eval_prompts")
     small = SupportWorld.model_validate(dict.fromkeys(sizes, 5))
     assert make_tables(small, seed=1) == make_tables(small, seed=1) != make_tables(small, seed=2)
@@ -160,20 +158,20 @@ def test_the_world_belongs_to_its_seed() -> None:
 # ---------------------------------------------------------------- support phrases
 
 
-def test_no_sentence_has_two_meanings() -> None:
+def test_no_sentence_has_two_meanings():
     remedies = [sentence for wordings in phrases.REMEDIES.values() for sentence in wordings]
     lists = (phrases.GREETINGS, phrases.BLANK_GREETINGS, phrases.APOLOGIES, phrases.ITEMS, phrases.THANKS)
     sentences = [*remedies, *(sentence for one in (*lists, phrases.BLAMES, phrases.FILLERS) for sentence in one)]
     assert len(sentences) == len(set(sentences)) == 10 + 2 + 1 + 2 + 2 + 2 + 2 + 2
 
 
-def test_every_sentence_is_one_sentence() -> None:
+def test_every_sentence_is_one_sentence():
     every = [*phrases.APOLOGIES, *phrases.ITEMS, *phrases.THANKS, *phrases.BLAMES, *phrases.FILLERS]
     every += [sentence for wordings in phrases.REMEDIES.values() for sentence in wordings]
     assert all(re.fullmatch(r"[^.,!?]+\.", sentence) for sentence in every)
 
 
-def test_every_problem_has_a_remedy_and_names_and_things_do_not_repeat() -> None:
+def test_every_problem_has_a_remedy_and_names_and_things_do_not_repeat():
     assert list(phrases.PROBLEMS) == list(phrases.REMEDIES)
     assert len({*phrases.WOMEN, *phrases.MEN}) == 30
     assert len(set(phrases.THINGS)) == 20
@@ -183,7 +181,7 @@ def test_every_problem_has_a_remedy_and_names_and_things_do_not_repeat() -> None
 # ---------------------------------------------------------------- support readers
 
 
-def test_a_reader_gives_every_reply_the_gold_reward_without_its_facts() -> None:
+def test_a_reader_gives_every_reply_the_gold_reward_without_its_facts():
     tables, _ = make_tables(SupportWorld(demonstrations=64, preferences=8, prompts=8, eval_prompts=64), seed=3)
     replies = [row.messages[-1].content for row in tables.demonstrations]
     judged = [
@@ -195,6 +193,6 @@ def test_a_reader_gives_every_reply_the_gold_reward_without_its_facts() -> None:
     assert len(set(reader_reward(blind))) > 3
 
 
-def test_another_message_is_refused() -> None:
+def test_another_message_is_refused():
     with pytest.raises(RewardError, match="is not a customer's message of the support world"):
         read_facts("What is 2 + 2?")

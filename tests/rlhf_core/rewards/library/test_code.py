@@ -1,7 +1,5 @@
 """Programs against tests, in the real sandbox."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -19,7 +17,7 @@ def _isolated() -> None:
         pytest.skip(str(error))
 
 
-def test_programs_are_judged_by_their_output_and_by_assertions() -> None:
+def test_programs_are_judged_by_their_output_and_by_assertions():
     doubles = json.dumps({"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]})
     answers = ["```python\nprint(int(input()) * 2)\n```", "print(4)", "def f(x): return x + 1", "x"]
     labels = [doubles, doubles, "assert f(1) == 2", None]
@@ -27,12 +25,12 @@ def test_programs_are_judged_by_their_output_and_by_assertions() -> None:
     assert code_reward([""], answers[1:2], [doubles], score="share") == [0.5]
 
 
-def test_the_last_fence_is_the_program() -> None:
+def test_the_last_fence_is_the_program():
     assert read_program("```python\nx = 1\n```\nbetter:\n```py\nx = 2\n```\n") == "x = 2\n"
     assert read_program("x = 3") == "x = 3"
 
 
-def test_a_label_without_tests_is_refused() -> None:
+def test_a_label_without_tests_is_refused():
     for label in ("{}", '{"inputs": ["1"], "outputs": []}', "[]", "3"):
         with pytest.raises(DataError, match="holds no tests"):
             read_tests(label)
@@ -61,7 +59,7 @@ def test_a_label_without_tests_is_refused() -> None:
         ('{"fn_name": "f", "inputs": ["2"], "outputs": ["4"]}', "calls 'f' by its name"),
     ],
 )
-def test_a_test_that_is_none_is_refused_and_pays_nobody(label: str, rule: str) -> None:
+def test_a_test_that_is_none_is_refused_and_pays_nobody(label, rule):
     with pytest.raises(DataError, match=rule):
         code_reward([""], ["pass"], [label])
 
@@ -78,6 +76,6 @@ def test_a_test_that_is_none_is_refused_and_pays_nobody(label: str, rule: str) -
         ('["assert f(1) == 2", "assert f(2) == 3"]', 2),
     ],
 )
-def test_tests_in_python_may_be_written_as_people_write_them(label: str, count: int) -> None:
+def test_tests_in_python_may_be_written_as_people_write_them(label, count):
     assert len(read_tests(label)) == count
     assert code_reward([""] * 2, ["f = lambda x: x + 1", "f = lambda x: x"], [label] * 2) == [1.0, 0.0]

@@ -1,9 +1,6 @@
 """Every library reward is called as a profile calls it: by its import path, through the adapter, with its arguments."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -29,9 +26,7 @@ ENTRY = '{"question": "?", "answer": "4", "metadata": {"source_dataset": "basic_
         pytest.param("reasoning_gym:reasoning_gym_reward", {}, ENTRY, "4", 1.0, marks=pytest.mark.slow),
     ],
 )
-def test_a_library_reward_works_by_its_import_path(
-    function: str, arguments: dict[str, Any], label: str, text: str, value: float
-) -> None:
+def test_a_library_reward_works_by_its_import_path(function, arguments, label, text, value):
     if function.startswith("math"):
         pytest.importorskip("math_verify")
     if function.startswith("reasoning_gym"):

@@ -1,7 +1,5 @@
 """Each check accepts what follows the instruction and refuses what nearly does."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -39,14 +37,12 @@ GOOD_AND_BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("instruction", "good", "bad"), GOOD_AND_BAD, ids=lambda value: str(value)[:30])
-def test_a_check_tells_apart_what_follows_from_what_nearly_does(
-    instruction: dict[str, Any], good: str, bad: str
-) -> None:
+def test_a_check_tells_apart_what_follows_from_what_nearly_does(instruction, good, bad):
     assert follows(good, instruction)
     assert not follows(bad, instruction)
 
 
-def test_every_kind_of_instruction_is_tested_and_none_holds_for_an_empty_answer() -> None:
+def test_every_kind_of_instruction_is_tested_and_none_holds_for_an_empty_answer():
     assert {instruction["kind"] for instruction, *_ in GOOD_AND_BAD} == set(CHECKS)
     assert [instruction for instruction, *_ in GOOD_AND_BAD if follows(" \n", instruction)] == []
 
@@ -63,19 +59,17 @@ def test_every_kind_of_instruction_is_tested_and_none_holds_for_an_empty_answer(
         ({"kind": "json", "key": 1}, "key = 1 is no text"),
     ],
 )
-def test_an_option_that_no_answer_or_every_answer_would_follow_is_refused(
-    instruction: dict[str, Any], problem: str
-) -> None:
+def test_an_option_that_no_answer_or_every_answer_would_follow_is_refused(instruction, problem):
     with pytest.raises(RewardError, match=re.escape(problem)):
         instructions_followed([""], ['{"a": "b"}'], [label(instruction)])
 
 
-def test_the_gate_of_the_topic_refuses_a_count_that_is_no_number() -> None:
+def test_the_gate_of_the_topic_refuses_a_count_that_is_no_number():
     with pytest.raises(RewardError, match=re.escape("count = '2' is no whole number")):
         on_topic([""], ["Rain falls."], [label({"kind": "at_most_words", "count": "2"})])
 
 
-def test_loose_forgives_a_first_line_and_asterisks() -> None:
+def test_loose_forgives_a_first_line_and_asterisks():
     text = "Sure, here it is:\n*rain is water*"
     assert not follows(text, {"kind": "lowercase"})
     assert follows(text, {"kind": "lowercase"}, loose=True)
@@ -86,7 +80,7 @@ def label(*instructions: dict[str, Any], topic: tuple[str, ...] = ("rain", "clou
     return json.dumps({"instructions": instructions, "topic": topic, "min_words": min_words})
 
 
-def test_the_share_of_instructions_and_all_of_them() -> None:
+def test_the_share_of_instructions_and_all_of_them():
     both = label({"kind": "no_commas"}, {"kind": "exclamation"})
     texts, labels = ["rain!", "rain", "rain, so"], [both, both, both]
     assert instructions_followed([""] * 3, texts, labels) == [1.0, 0.0, 0.0]
@@ -94,7 +88,7 @@ def test_the_share_of_instructions_and_all_of_them() -> None:
     assert instructions_followed([""], ["rain"], [None]) == [None]
 
 
-def test_one_word_is_no_answer_unless_it_was_asked_for() -> None:
+def test_one_word_is_no_answer_unless_it_was_asked_for():
     long = "Clouds give water that falls down."
     texts = [long, "Rain.", "Water that falls down from above.", "Rain, that is it."]
     assert on_topic([""] * 4, texts, [label({"kind": "no_commas"})] * 4) == [1.0, 0.0, 0.0, 0.0]
@@ -104,6 +98,6 @@ def test_one_word_is_no_answer_unless_it_was_asked_for() -> None:
 @pytest.mark.parametrize(
     "text", ["rain", "[]", '{"instructions": []}', '{"instructions": [{}], "topic": [], "min_words": 1}', "[" * 9999]
 )
-def test_a_label_of_another_form_is_refused(text: str) -> None:
+def test_a_label_of_another_form_is_refused(text):
     with pytest.raises(RewardError, match="label = "):
         instructions_followed([""], ["rain"], [text])

@@ -1,9 +1,6 @@
 """Labels that are missing, packages that are missing."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -14,7 +11,7 @@ from rlhf_core.rewards.library.reasoning_gym import reasoning_gym_reward
 from rlhf_core.rewards.library.structure import json_schema
 
 
-def test_only_answers_with_a_label_are_judged() -> None:
+def test_only_answers_with_a_label_are_judged():
     values = against_labels(["a", "b", "c"], ["a", "  ", None], lambda text, label: float(text == label))
     assert values == [1.0, None, None]
 
@@ -27,9 +24,7 @@ def test_only_answers_with_a_label_are_judged() -> None:
         (json_schema, "jsonschema", "jsonschema"),
     ],
 )
-def test_a_package_that_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, reward: Callable[..., object], module: str, package: str
-) -> None:
+def test_a_package_that_is_not_installed_is_named(monkeypatch, reward, module, package):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"pip install {package}"):
         reward(["?"], ["1"], ["1"])

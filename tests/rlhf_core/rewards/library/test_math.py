@@ -1,7 +1,5 @@
 """Mathematical answers against labels."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -30,11 +28,11 @@ def reward(answer: str, label: str | None, **options: float) -> float | None:
         ("42", '{"answer": 42}', None),
     ],
 )
-def test_an_answer_counts_by_what_it_means(answer: str, label: str | None, expected: float | None) -> None:
+def test_an_answer_counts_by_what_it_means(answer, label, expected):
     assert reward(answer, label) == expected
 
 
-def test_what_takes_too_long_is_not_judged_rather_than_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_too_long_is_not_judged_rather_than_wrong(monkeypatch):
     def forever(*arguments: object) -> bool:
         while True:
             try:
@@ -46,7 +44,7 @@ def test_what_takes_too_long_is_not_judged_rather_than_wrong(monkeypatch: pytest
     assert reward("1", "1", timeout_s=0.2) is None
 
 
-def test_a_thread_is_refused_because_the_deadline_is_a_signal() -> None:
+def test_a_thread_is_refused_because_the_deadline_is_a_signal():
     problems: list[RewardError] = []
 
     def run() -> None:

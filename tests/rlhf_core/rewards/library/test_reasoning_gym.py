@@ -1,7 +1,5 @@
 """Tasks of reasoning-gym."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ ENTRY = {
 
 
 @pytest.mark.slow
-def test_the_task_judges_by_its_own_rule() -> None:
+def test_the_task_judges_by_its_own_rule():
     pytest.importorskip("reasoning_gym")  # imports 100 tasks: ten seconds
     label = json.dumps(ENTRY)
     answers = ["I think <answer>4*94 - 6 - 61</answer>", "4*94", "4*94 - 6 - 61"]
@@ -27,8 +25,8 @@ def test_the_task_judges_by_its_own_rule() -> None:
     assert values[0] == values[2] == 1.0 and values[1] is not None and values[1] < 1.0 and values[3] is None
 
 
-def test_a_label_that_is_no_entry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(get_score_answer_fn=lambda name: None))  # type: ignore[arg-type]
+def test_a_label_that_is_no_entry_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(get_score_answer_fn=lambda name: None))
     with pytest.raises(DataError, match="is no entry of reasoning-gym"):
         reasoning_gym_reward([""], ["1"], ["42"])
     with pytest.raises(DataError, match="is no entry of reasoning-gym"):

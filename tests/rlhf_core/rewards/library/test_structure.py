@@ -1,7 +1,5 @@
 """Tags and JSON."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -25,20 +23,20 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
         ("<think>hm</think>\n<answer>4</answer>\n", {"answer_tag": True}, 1.0),
     ],
 )
-def test_thoughts_come_once_and_first(answer: str, options: dict[str, bool], expected: float) -> None:
+def test_thoughts_come_once_and_first(answer, options, expected):
     assert think_format([""], [answer], [None], **options) == [expected]
 
 
-def test_json_is_read_bare_or_from_the_last_fence() -> None:
+def test_json_is_read_bare_or_from_the_last_fence():
     answers = ['{"age": 3}', 'Here:\n```json\n{"age": 3}\n```', '{"age": "3"}', "age 3", "[" * 100_000]
     assert json_schema([""] * 5, answers, [None] * 5, schema=SCHEMA) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_a_label_may_be_the_schema() -> None:
+def test_a_label_may_be_the_schema():
     assert json_schema([""] * 2, ["null", "null"], ['{"type": "null"}', None]) == [1.0, None]
 
 
-def test_a_reference_elsewhere_is_not_fetched() -> None:
+def test_a_reference_elsewhere_is_not_fetched():
     with pytest.raises(Exception, match="Unresolvable"):
         json_schema([""], ["1"], [json.dumps({"$ref": "http://127.0.0.1:9/schema.json"})])
 
@@ -58,7 +56,7 @@ NOTHING = "asks for nothing"
         ),
     ],
 )
-def test_a_label_that_is_no_schema_is_that_rows_fault_and_not_the_configurations(label: str, problem: str) -> None:
+def test_a_label_that_is_no_schema_is_that_rows_fault_and_not_the_configurations(label, problem):
     with pytest.raises(DataError, match=problem):
         json_schema([""], ["1"], [label])
     if problem != "is no JSON":

@@ -1,7 +1,5 @@
 """Programs that a SandboxFusion server runs; the stand-in answers as sandbox/server/sandbox_api.py of that project does."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -43,7 +41,7 @@ def ran(status: str, **parts: Any) -> dict[str, Any]:
     return {"status": status, "execution_time": 0.1, "stdout": None, "stderr": None} | parts
 
 
-def test_programs_are_judged_as_in_the_sandbox_of_this_machine() -> None:
+def test_programs_are_judged_as_in_the_sandbox_of_this_machine():
     answers = [
         "```python\nprint(int(input()) * 2)\n```",
         "print(4)",
@@ -75,12 +73,12 @@ def test_programs_are_judged_as_in_the_sandbox_of_this_machine() -> None:
         ("print('\ud800')", "error"),
     ],
 )
-def test_how_a_program_ended_is_told_apart(program: str, outcome: str) -> None:
+def test_how_a_program_ended_is_told_apart(program, outcome):
     with scripted(run_code) as server, SandboxFusion(server.url, {}) as run:
         assert run(program, "4", limits=Limits(timeout_s=1.0)).outcome == outcome
 
 
-def test_output_that_the_server_cut_is_no_wrong_answer() -> None:
+def test_output_that_the_server_cut_is_no_wrong_answer():
     room = Limits(output_kb=8192)
     with scripted(run_code) as server, SandboxFusion(server.url, {}) as run:
         assert run(f"print('x' * {KEPT_BYTES - 2})", "", limits=room).outcome == "finished"
@@ -104,9 +102,7 @@ def answers(*given: Answer) -> Callable[[dict[str, Any]], Answer]:
         ((503, b"busy"), "returned status 503: busy"),
     ],
 )
-def test_what_is_no_result_is_an_error_and_never_a_zero(
-    monkeypatch: pytest.MonkeyPatch, answer: Answer, problem: str
-) -> None:
+def test_what_is_no_result_is_an_error_and_never_a_zero(monkeypatch, answer, problem):
     monkeypatch.setattr(fusion, "FIRST_PAUSE_S", 0.0)
     good = said("Success", run_result=ran("Finished", return_code=0, stdout="4"))
     with scripted(answers(answer)) as server:
@@ -117,7 +113,7 @@ def test_what_is_no_result_is_an_error_and_never_a_zero(
         assert run("print(4)", "", limits=Limits()).stdout == "4"
 
 
-def test_a_server_that_is_not_there_or_hangs_is_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_there_or_hangs_is_an_error_too(monkeypatch):
     monkeypatch.setattr(fusion, "FIRST_PAUSE_S", 0.0)
     with pytest.raises(
         RewardError, match=r"^sandbox_url = 'http://\*\*\*@127.0.0.1:1/run_code': cannot be reached: Conn"
@@ -134,7 +130,7 @@ def test_a_server_that_is_not_there_or_hangs_is_an_error_too(monkeypatch: pytest
     assert len(server.asked) == 1  # what took so long would take so long again
 
 
-def test_a_server_that_refuses_ends_the_run_and_headers_hold_its_key() -> None:
+def test_a_server_that_refuses_ends_the_run_and_headers_hold_its_key():
     with scripted(lambda body: (401, b"who are you?")) as server:
         with pytest.raises(ConfigError, match=r"returned status 401: who are you\?; .* sandbox_headers if it requires"):
             code_reward([""], ["x"], ["assert x"], sandbox_url=server.url, sandbox_headers={"X-Api-Key": "hunter2"})
@@ -152,6 +148,6 @@ def test_a_server_that_refuses_ends_the_run_and_headers_hold_its_key() -> None:
         ),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], refusal: str) -> None:
+def test_options_that_contradict_each_other_are_refused(options, refusal):
     with pytest.raises(ConfigError, match=refusal):
         code_reward([""], ["x"], ["assert x"], **options)

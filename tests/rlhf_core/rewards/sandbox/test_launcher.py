@@ -1,7 +1,5 @@
 """The conversation with the launcher, without what shuts a program in: see test_local.py for that."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -48,39 +46,33 @@ def ask(launcher: subprocess.Popen[str], work: Path, program: str, **changes: An
         "open_files": 64,
         "output_bytes": 1000,
     }
-    assert launcher.stdin is not None
     launcher.stdin.write(json.dumps(spec | changes) + "\n")
     launcher.stdin.flush()
 
 
 def answer(launcher: subprocess.Popen[str]) -> dict[str, Any]:
-    assert launcher.stdout is not None
     said: dict[str, Any] = json.loads(launcher.stdout.read())
     return said
 
 
-def test_it_says_how_the_program_ended_and_what_it_wrote(launcher: subprocess.Popen[str], work: Path) -> None:
+def test_it_says_how_the_program_ended_and_what_it_wrote(launcher, work):
     ask(launcher, work, "import sys\nsys.stderr.write('note')\nprint(input())\nsys.exit(3)", stdin="line\n")
     assert answer(launcher) == {"outcome": "finished", "status": 3, "stdout": "line\n", "stderr": "note"}
 
 
-def test_output_is_cut_where_it_was_told(launcher: subprocess.Popen[str], work: Path) -> None:
+def test_output_is_cut_where_it_was_told(launcher, work):
     ask(launcher, work, "import time\nprint('x' * 5000, flush=True)\ntime.sleep(20)", output_bytes=10)
     said = answer(launcher)
     assert (said["outcome"], said["stdout"]) == ("output", "x" * 10)
 
 
-def test_a_program_that_cannot_be_started_is_refused_with_the_reason(
-    launcher: subprocess.Popen[str], work: Path
-) -> None:
+def test_a_program_that_cannot_be_started_is_refused_with_the_reason(launcher, work):
     ask(launcher, work, "print(1)", python="/no/such/python")
     said = answer(launcher)
     assert said["outcome"] == "refused" and "FileNotFoundError" in said["detail"]
 
 
-def test_the_program_and_what_it_started_end_when_nobody_waits_for_the_answer(
-    launcher: subprocess.Popen[str], work: Path
-) -> None:
+def test_the_program_and_what_it_started_end_when_nobody_waits_for_the_answer(launcher, work):
     program = """
 import os, time
 child = os.fork()
@@ -95,7 +87,6 @@ time.sleep(60)
     while not (work / "pids").exists():
         assert launcher.poll() is None  # it has ended at the program's deadline, at the latest
         time.sleep(0.02)
-    assert launcher.stdin is not None
     pids = [int(word) for word in (work / "pids").read_text().split()]
     launcher.stdin.close()
     assert launcher.wait(20) == 1 and launcher.stdout is not None and launcher.stdout.read() == ""

@@ -1,7 +1,5 @@
 """What a program in the sandbox can and cannot do. No mock: the kernel is what is tested."""
 
-from __future__ import annotations
-
 import ast
 import os
 import socket
@@ -34,7 +32,7 @@ OURS = f"/tmp/rlhf-sandbox-test-{os.getpid()}-"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nothing_is_left(monkeypatch) -> Iterator[None]:
     """Skip where the kernel does not let us; afterwards no process and no folder may be left."""
     monkeypatch.setattr(sandbox, "FOLDER", OURS)
     try:
@@ -65,7 +63,7 @@ def run(program: str, stdin: str = "", limits: Limits = QUICK) -> Execution:
     return run_program(program, stdin, limits=limits)
 
 
-def test_a_program_reads_its_input_and_writes_its_output() -> None:
+def test_a_program_reads_its_input_and_writes_its_output():
     ran = run("import sys\nprint(input()[::-1])\nsys.stderr.write('note')", "abc\n")
     assert ran == Execution("finished", 0, "cba\n", "note")
 
@@ -88,19 +86,19 @@ def test_a_program_reads_its_input_and_writes_its_output() -> None:
         ("while True: print('x' * 1000)", Limits(5, output_kb=64), "output", ""),
     ],
 )
-def test_a_program_ends_at_its_limits(program: str, limits: Limits, outcome: str, written: str) -> None:
+def test_a_program_ends_at_its_limits(program, limits, outcome, written):
     start = time.monotonic()
     ran = run(program, limits=limits)
     assert ran.outcome == outcome and written in ran.stderr and len(ran.stdout) in (0, 64 * 1024)
     assert time.monotonic() - start < limits.timeout_s + sandbox.GRACE_S
 
 
-def test_a_fork_bomb_is_stopped_and_leaves_nothing() -> None:
+def test_a_fork_bomb_is_stopped_and_leaves_nothing():
     ran = run("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass")
     assert ran.outcome in ("timeout", "memory")
 
 
-def test_an_orphan_that_forked_twice_into_its_own_session_dies_with_the_program() -> None:
+def test_an_orphan_that_forked_twice_into_its_own_session_dies_with_the_program():
     program = """
 import os, time
 if os.fork() == 0:
@@ -114,7 +112,7 @@ print("done")
     assert run(program).stdout == "done\n"
 
 
-def test_there_is_no_network_not_even_to_this_machine() -> None:
+def test_there_is_no_network_not_even_to_this_machine():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         program = f"import socket\ntry: socket.create_connection(('127.0.0.1', {port}), 1)\nexcept OSError as e: print(e.errno)"
@@ -127,7 +125,7 @@ def test_there_is_no_network_not_even_to_this_machine() -> None:
         assert run(program).stdout == "out\n"
 
 
-def test_nothing_outside_its_folder_can_be_written(tmp_path: Path) -> None:
+def test_nothing_outside_its_folder_can_be_written(tmp_path):
     tmp_path.chmod(0o777)
     targets = [str(tmp_path / "x"), "/usr/x", "/etc/x", "/dev/shm/x", "/var/tmp/rlhf-x", "/dev/x"]
     program = f"""
@@ -141,7 +139,7 @@ print(open("mine").read())
     assert not [path for path in targets if Path(path).exists()]
 
 
-def test_it_knows_nothing_of_our_environment_our_processes_or_our_rights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_knows_nothing_of_our_environment_our_processes_or_our_rights(monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "s3cret")
     program = f"""
 import glob, os
@@ -187,7 +185,7 @@ def asker() -> Iterator[psutil.Popen]:
             process.kill()
 
 
-def test_a_program_dies_with_the_process_that_asked_for_it(asker: psutil.Popen) -> None:
+def test_a_program_dies_with_the_process_that_asked_for_it(asker):
     programs = asker.children(recursive=True)
     assert len(programs) == 2  # the launcher and what it launched
     asker.kill()
@@ -195,7 +193,7 @@ def test_a_program_dies_with_the_process_that_asked_for_it(asker: psutil.Popen) 
     next(Path("/tmp").glob(f"{Path(OURS).name}*")).rmdir()  # empty: what was in it was in memory
 
 
-def test_a_program_dies_with_its_launcher(asker: psutil.Popen) -> None:
+def test_a_program_dies_with_its_launcher(asker):
     launcher, program = sorted(asker.children(recursive=True), key=lambda one: one.cmdline()[-1] == "main.py")
     launcher.kill()
     wait_for(lambda: not alive(program))
@@ -203,7 +201,7 @@ def test_a_program_dies_with_its_launcher(asker: psutil.Popen) -> None:
     assert "RewardError" in said and "its launcher ended without an answer" in said
 
 
-def test_the_share_of_tests_and_the_first_failure_are_told() -> None:
+def test_the_share_of_tests_and_the_first_failure_are_told():
     tests = [Assertions("assert f(1) == 2"), Assertions("assert f(1) == 3"), Assertions("f(None)")]
     verdict = run_tests("def f(x): return x + 1", tests, limits=QUICK)
     assert verdict.outcome == "failed" and verdict.share == 1 / 3 and "AssertionError" in verdict.detail
@@ -220,13 +218,13 @@ HARMS = {
 
 
 @pytest.mark.parametrize("program", HARMS.values(), ids=HARMS)
-def test_what_a_program_computes_fails_its_own_test_and_nothing_else(program: str) -> None:
+def test_what_a_program_computes_fails_its_own_test_and_nothing_else(program):
     start = time.monotonic()
     assert run_tests(program, [Assertions("assert f(2) == 4")], limits=QUICK).share == 0.0
     assert time.monotonic() - start < 20
 
 
-def test_a_right_program_with_names_and_last_words_of_its_own_passes() -> None:
+def test_a_right_program_with_names_and_last_words_of_its_own_passes():
     program = "import atexit\natexit.register(print, 'bye')\nstr = list = dict = type = 'mine'\ndef f(x): return x * x"
     assert run_tests(program, [Assertions("assert f(2) == 4")], limits=QUICK).outcome == "passed"
 
@@ -247,13 +245,13 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
-def test_a_program_that_cheats_passes_no_test_against_a_literal(cheat: str) -> None:
+def test_a_program_that_cheats_passes_no_test_against_a_literal(cheat):
     tests = [Assertions(f"assert {test}") for test in ("f(2) == 4", "abs(f(2) - 4) < 1e-9", "round(f(2), 3) == 4")]
     assert run_tests("def f(x): return x * x", tests, limits=QUICK).outcome == "passed"
     assert run_tests(cheat, tests, limits=QUICK).share == 0.0
 
 
-def test_memory_that_no_process_has_filled_itself_is_counted_and_what_hides_it_is_denied() -> None:
+def test_memory_that_no_process_has_filled_itself_is_counted_and_what_hides_it_is_denied():
     denied = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -306,7 +304,7 @@ time.sleep(60)
         ("os.pipe()", "fcntl.fcntl(a, fcntl.F_SETPIPE_SZ, 2**20)"),
     ],
 )
-def test_the_buffers_of_sockets_and_pipes_are_counted_and_keep_their_sizes(pair: str, grown: str) -> None:
+def test_the_buffers_of_sockets_and_pipes_are_counted_and_keep_their_sizes(pair, grown):
     program = f"""
 import fcntl, os, socket, time
 kept = a, b = {pair}
@@ -324,7 +322,7 @@ time.sleep(0.2)
         assert run(waiting, limits=Limits(timeout_s=20, memory_mb=120)).outcome == "memory"
 
 
-def test_nothing_of_this_machine_is_shown_but_the_interpreter(tmp_path: Path) -> None:
+def test_nothing_of_this_machine_is_shown_but_the_interpreter(tmp_path):
     program = f"""
 import os, sys
 print(sorted(os.listdir("/")), os.path.exists({str(Path(__file__))!r}), os.path.exists({str(tmp_path)!r}))
@@ -342,18 +340,18 @@ print(subprocess.run([sys.executable, "-c", "print('a child')"], capture_output=
     assert (nothing, thread, child) == ("True False False", "a thread", "a child")
 
 
-def test_after_a_limit_the_rest_of_the_tests_is_not_run() -> None:
+def test_after_a_limit_the_rest_of_the_tests_is_not_run():
     start = time.monotonic()
     verdict = run_tests("while True: pass", [InputOutput("", "")] * 20, limits=Limits(timeout_s=0.5))
     assert (verdict.outcome, verdict.share) == ("timeout", 0.0) and time.monotonic() - start < 10
 
 
-def test_without_isolation_it_is_refused_unless_the_network_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_isolation_it_is_refused_unless_the_network_is_allowed(monkeypatch):
     real = sandbox._launch
 
     def no_namespaces(isolation: Isolation, *rest: object) -> dict[str, object]:
         refused = {"outcome": "refused", "detail": "unshare: Operation not permitted"}
-        return real(isolation, *rest) if isolation.mode == "none" else refused  # type: ignore[arg-type]
+        return real(isolation, *rest) if isolation.mode == "none" else refused
 
     monkeypatch.setattr(sandbox, "_launch", no_namespaces)
     find_isolation.cache_clear()
@@ -376,6 +374,6 @@ def alive(process: psutil.Process) -> bool:
 
 def wait_for(condition: object, seconds: float = 15.0) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

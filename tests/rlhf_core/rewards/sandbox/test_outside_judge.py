@@ -1,7 +1,5 @@
 """What becomes of a test: one part is evaluated beside the program, the other one judged here."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys
@@ -89,7 +87,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("test", RIGHT)
-def test_what_python_says_is_right_is_right(test: str) -> None:
+def test_what_python_says_is_right_is_right(test):
     names: dict[str, object] = {}
     exec(PROGRAM, names)
     exec(test, names)
@@ -97,13 +95,13 @@ def test_what_python_says_is_right_is_right(test: str) -> None:
 
 
 @pytest.mark.parametrize(("test", "said"), WRONG)
-def test_what_python_says_is_wrong_is_wrong(test: str, said: str) -> None:
+def test_what_python_says_is_wrong_is_wrong(test, said):
     with pytest.raises((AssertionError, TypeError)):
         exec(PROGRAM + test, {})
     assert verdict(test).startswith(said)
 
 
-def test_the_program_never_sees_what_is_expected() -> None:
+def test_the_program_never_sees_what_is_expected():
     assert "31337" not in judged_outside("assert f(1) == 31337\nassert abs(f(2) - 31337.0) < 0.5", "word").code
 
 
@@ -111,11 +109,11 @@ def test_the_program_never_sees_what_is_expected() -> None:
     "written",
     ["", "[", "[1]", '["int"]', '[["int", "4"], ["int", "4"]]', "[" * 100_000, '[["dict", [[["list", []], 1]]]]'],
 )
-def test_what_cannot_be_read_or_counted_is_wrong(written: str) -> None:
+def test_what_cannot_be_read_or_counted_is_wrong(written):
     assert judged_outside("assert f(1) == 4", "word").verdict(written) != ""
 
 
 @pytest.mark.parametrize("test", ["assert f(1) ==", "f = 1", "'nothing'", "42", "", "assert\x00"])
-def test_a_test_that_is_none_is_refused(test: str) -> None:
+def test_a_test_that_is_none_is_refused(test):
     with pytest.raises(DataError, match=r"^label = .*; (fix the test|assert something of the program)$"):
         judged_outside(test, "word")

@@ -1,7 +1,5 @@
 """Tests of every form that people write: a right program passes each, and none that cheats passes any."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -113,19 +111,19 @@ def passes(test: str, program: str) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_right_program_passes_and_no_cheat_does(form: str) -> None:
+def test_a_right_program_passes_and_no_cheat_does(form):
     assert passes(FORMS[form], RIGHT)
     assert [name for name, cheat in CHEATS.items() if passes(FORMS[form], cheat)] == []
     assert read_tests(FORMS[form])  # not refused as a test that checks nothing
 
 
-def test_a_program_may_be_asked_for_a_function_that_is_named_as_a_builtin() -> None:
+def test_a_program_may_be_asked_for_a_function_that_is_named_as_a_builtin():
     program = "list = [2, 3]\ndef sum(a, b): return a + b\ndef f(): return list"
     assert passes("for a, b in [(1, 3), (2, 4)]:\n    assert sum(a, 2) == b", program)
     assert passes("assert all(one in f() for one in list((2, 3)))", program)
 
 
 @pytest.mark.parametrize("test", ["try:\n    f(-1)\n    assert False\nexcept: pass", "if True:\n    assert False"])
-def test_one_that_checks_nothing_is_refused(test: str) -> None:
+def test_one_that_checks_nothing_is_refused(test):
     with pytest.raises(DataError, match="checks nothing"):
         read_tests(test)

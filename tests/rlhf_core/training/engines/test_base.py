@@ -1,7 +1,5 @@
 """The plain engine, and the engine that each model gets."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -29,7 +27,7 @@ def output(engine: TorchEngine, x: float) -> torch.Tensor:
     return engine.forward(lambda module: module(torch.tensor([[x]])).sum())
 
 
-def test_gradients_add_up_until_the_step_which_clears_them() -> None:
+def test_gradients_add_up_until_the_step_which_clears_them():
     engine = engine_of(1.0)
     engine.backward(output(engine, 3.0))
     engine.backward(output(engine, 4.0))
@@ -39,7 +37,7 @@ def test_gradients_add_up_until_the_step_which_clears_them() -> None:
     assert engine.module.weight.grad is None
 
 
-def test_the_learning_rate_of_a_step_is_the_one_it_is_given() -> None:
+def test_the_learning_rate_of_a_step_is_the_one_it_is_given():
     engine = engine_of(1.0)
     for rate in (0.1, 0.0, 0.2):
         engine.backward(output(engine, 3.0))
@@ -48,7 +46,7 @@ def test_the_learning_rate_of_a_step_is_the_one_it_is_given() -> None:
     assert float(engine.module.weight.detach()) == pytest.approx(0.7, abs=1e-5)
 
 
-def test_a_skipped_step_reports_an_infinite_norm_and_clears_the_gradient() -> None:
+def test_a_skipped_step_reports_an_infinite_norm_and_clears_the_gradient():
     engine = engine_of(1.0)
     engine.backward(output(engine, math.nan))
     assert engine.step(0.1) == math.inf
@@ -57,52 +55,50 @@ def test_a_skipped_step_reports_an_infinite_norm_and_clears_the_gradient() -> No
     assert engine.step(0.1) == 2.0
 
 
-def test_bfloat16_is_for_computing_alone() -> None:
+def test_bfloat16_is_for_computing_alone():
     # 1 + 2^-10 is not a bfloat16: the product is rounded, the weight is not
     engine = engine_of(1 + 2**-10, compute_dtype=torch.bfloat16)
     assert output(engine, 1.0).item() == 1.0
     assert engine.module.weight.item() == 1 + 2**-10
 
 
-def test_a_frozen_engine_has_no_step() -> None:
+def test_a_frozen_engine_has_no_step():
     with pytest.raises(TrainingError, match="a frozen model cannot be trained"):
         engine_of(1.0, trained=False).step(0.1)
 
 
-def test_a_frozen_model_needs_nothing_of_deepspeed_below_stage_3(policy_spec: ModelSpec) -> None:
+def test_a_frozen_model_needs_nothing_of_deepspeed_below_stage_3(policy_spec):
     engine = open_engine(policy_spec, None, TrainerConfig(engine="deepspeed", zero_stage=1, dtype="bfloat16"))
     assert isinstance(engine, TorchEngine)
     assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in engine.module.parameters())
 
 
-def test_a_trained_model_keeps_float32_weights_on_the_plain_engine(policy_spec: ModelSpec) -> None:
+def test_a_trained_model_keeps_float32_weights_on_the_plain_engine(policy_spec):
     engine = open_engine(policy_spec, OptimizerConfig(), TrainerConfig(engine="torch", dtype="bfloat16"))
     assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float32}
 
 
-def test_the_plain_engine_refuses_to_train_on_several_ranks(
-    policy_spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plain_engine_refuses_to_train_on_several_ranks(policy_spec, monkeypatch):
     for name, value in zip(LAUNCHER, ("0", "2", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="trains in one process, but there are 2 train workers"):
         open_engine(policy_spec, OptimizerConfig(), TrainerConfig(engine="torch"))
 
 
-def test_only_a_trained_model_checkpoints_its_activations(policy_spec: ModelSpec) -> None:
+def test_only_a_trained_model_checkpoints_its_activations(policy_spec):
     config = TrainerConfig(engine="torch", gradient_checkpointing=True)
     assert open_engine(policy_spec, OptimizerConfig(), config).module.is_gradient_checkpointing
     assert not open_engine(policy_spec, None, config).module.is_gradient_checkpointing
 
 
-def test_weights_of_4_bits_are_not_partitioned(policy_spec: ModelSpec) -> None:
+def test_weights_of_4_bits_are_not_partitioned(policy_spec):
     spec = replace(policy_spec, lora=LoraConfig(quantise="nf4"))
     with pytest.raises(ConfigError, match=r"lora.quantise = 'nf4': ZeRO 3 cannot partition 4-bit weights"):
         open_engine(spec, OptimizerConfig(), TrainerConfig(zero_stage=3))
 
 
-def test_kernels_that_do_not_run_here_are_refused_before_the_model_is_read() -> None:
+def test_kernels_that_do_not_run_here_are_refused_before_the_model_is_read():
     spec = ModelSpec("folder does not exist", "lm", None, 0)
     with pytest.raises(ConfigError, match="Liger kernels are not available"):
         open_engine(spec, OptimizerConfig(), TrainerConfig(engine="torch", liger=True))

@@ -1,7 +1,5 @@
 """DeepSpeed in processes of its own: alone against the plain engine, and two ranks against one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -44,7 +42,7 @@ def of_a_run(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def runs(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(policy_folder: Path, tmp_path_factory) -> dict[str, Any]:
     """What the program saw alone and on each of two ranks; all three processes run at once, they mostly import."""
     out = tmp_path_factory.mktemp("deepspeed")
     processes = start_ranks(PROGRAM, policy_folder, out, *SAVED, ranks=2)
@@ -75,7 +73,7 @@ def norms(history: list[Any]) -> list[float]:
 
 
 @of_a_run
-def test_zero_0_is_the_plain_engine_to_the_bit(alone: dict[str, Any]) -> None:
+def test_zero_0_is_the_plain_engine_to_the_bit(alone):
     assert alone["zero0"]["history"] == alone["torch"]["history"]
     assert alone["zero0"]["digests"] == alone["torch"]["digests"]
     assert alone["zero0"]["logprobs"] == alone["torch"]["logprobs"]
@@ -84,7 +82,7 @@ def test_zero_0_is_the_plain_engine_to_the_bit(alone: dict[str, Any]) -> None:
 
 
 @of_a_run
-def test_zero_1_follows_the_plain_engine(alone: dict[str, Any]) -> None:
+def test_zero_1_follows_the_plain_engine(alone):
     plain, partitioned = alone["torch"], alone["zero1"]
     assert losses(partitioned["history"]) == near(losses(plain["history"]), SAME)
     assert norms(partitioned["history"]) == near(norms(plain["history"]), SAME)
@@ -94,7 +92,7 @@ def test_zero_1_follows_the_plain_engine(alone: dict[str, Any]) -> None:
 
 @of_a_run
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_are_one_rank(stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]) -> None:
+def test_two_ranks_are_one_rank(stage, alone, two_ranks):
     """The second rank has no sample in the last step."""
     one, (left, right) = alone[stage], (rank[stage] for rank in two_ranks)
     for whole, first, second in zip(one["history"], left["history"], right["history"], strict=True):
@@ -110,9 +108,7 @@ def test_two_ranks_are_one_rank(stage: str, alone: dict[str, Any], two_ranks: li
 
 @of_a_run
 @pytest.mark.parametrize("stage", ("torch", *SAVED))
-def test_training_resumes_bitwise_and_what_sleeps_gives_all_its_memory_back(
-    stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
-) -> None:
+def test_training_resumes_bitwise_and_what_sleeps_gives_all_its_memory_back(stage, alone, two_ranks):
     """The resumed run sleeps before every step, the first one never."""
     ranks = [alone] if stage == "torch" else [alone, *two_ranks]
     for made in (rank[stage] for rank in ranks):
@@ -127,9 +123,7 @@ def test_training_resumes_bitwise_and_what_sleeps_gives_all_its_memory_back(
 
 @of_a_run
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_that_one_rank_alone_sees_as_not_a_number_is_skipped_by_all(
-    stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
-) -> None:
+def test_a_loss_that_one_rank_alone_sees_as_not_a_number_is_skipped_by_all(stage, alone, two_ranks):
     for made in (alone[stage], *(rank[stage] for rank in two_ranks)):
         assert made["skipped"] == [1.0]
         assert made["digest_after_skip"] == made["digests"][1]
@@ -137,7 +131,7 @@ def test_a_loss_that_one_rank_alone_sees_as_not_a_number_is_skipped_by_all(
 
 @of_a_run
 @pytest.mark.parametrize("stage", STAGES)
-def test_rank_0_alone_hands_out_the_weights(stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]) -> None:
+def test_rank_0_alone_hands_out_the_weights(stage, alone, two_ranks):
     left, right = (rank[stage] for rank in two_ranks)
     for made in (alone[stage], left):
         assert made["handed_out"] == made["digests"]
@@ -146,9 +140,7 @@ def test_rank_0_alone_hands_out_the_weights(stage: str, alone: dict[str, Any], t
 
 @of_a_run
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_checkpoint_of_another_zero_stage_is_refused(
-    stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
-) -> None:
+def test_a_checkpoint_of_another_zero_stage_is_refused(stage, alone, two_ranks):
     for made, workers in ((alone[stage], 1), *((rank[stage], 2) for rank in two_ranks)):
         own = {"zero_stage": int(stage[-1]), "workers": workers}
         start = f"checkpoint = {{'zero_stage': 3, 'workers': 8}}: this run has {own}; resume with the settings of the checkpoint"
@@ -157,9 +149,7 @@ def test_a_checkpoint_of_another_zero_stage_is_refused(
 
 @of_a_run
 @pytest.mark.parametrize("stage", SAVED)
-def test_training_goes_on_with_another_number_of_ranks(
-    stage: str, alone: dict[str, Any], two_ranks: list[dict[str, Any]]
-) -> None:
+def test_training_goes_on_with_another_number_of_ranks(stage, alone, two_ranks):
     """Two steps on one rank and three on two are five on one, and the other way round."""
     left, right = (rank[stage]["others"] for rank in two_ranks)
     for whole, first, second in zip(alone[stage]["history"][2:], left["history"], right["history"], strict=True):
@@ -178,7 +168,7 @@ def test_training_goes_on_with_another_number_of_ranks(
 
 
 @of_a_run
-def test_every_stage_exports_the_same_files(runs: dict[str, Any]) -> None:
+def test_every_stage_exports_the_same_files(runs):
     out: Path = runs["out"]
     names = sorted(file.name for file in (out / "torch_of_1" / "exported").iterdir())
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names)
@@ -188,14 +178,14 @@ def test_every_stage_exports_the_same_files(runs: dict[str, Any]) -> None:
 
 
 @of_a_run
-def test_deepspeed_says_nothing_when_all_is_well(runs: dict[str, Any]) -> None:
+def test_deepspeed_says_nothing_when_all_is_well(runs):
     """But that a rank waits for another that compiles, as on a machine where nothing was compiled yet."""
     lines = [line for said in runs["said"] for line in said.splitlines() if "deepspeed" in line.lower()]
     assert [line for line in lines if not line.startswith("waiting for process ")] == []
 
 
 @of_a_run
-def test_a_single_rank_needs_no_compiler(runs: dict[str, Any]) -> None:
+def test_a_single_rank_needs_no_compiler(runs):
     """It has nobody to exchange anything with, and the first run of a newcomer need not wait for collectives."""
     assert not (runs["out"] / "compiled").exists()
 
@@ -209,7 +199,7 @@ time.sleep(600)
 """
 
 
-def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_not(tmp_path):
     lock = tmp_path / "py311_cpu" / "some_extension" / "lock"
     lock.parent.mkdir(parents=True)
     process = subprocess.Popen([sys.executable, "-c", BUILDER, str(lock)], stdout=subprocess.PIPE, text=True)
@@ -226,9 +216,7 @@ def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_no
     assert remove_stale_locks(tmp_path / "nowhere") == []
 
 
-def test_whoever_waits_for_another_process_to_compile_logs_for_whom(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whoever_waits_for_another_process_to_compile_logs_for_whom(tmp_path, caplog):
     waits, entered = threading.Event(), threading.Event()
     caplog.handler.addFilter(lambda record: waits.set() or True)
 
@@ -245,13 +233,13 @@ def test_whoever_waits_for_another_process_to_compile_logs_for_whom(
     assert f"waiting for process {os.getpid()} (rank 0)" in caplog.text
 
 
-def test_clipping_is_left_to_the_optimizer_where_deepspeed_would_not_check_the_norm() -> None:
+def test_clipping_is_left_to_the_optimizer_where_deepspeed_would_not_check_the_norm():
     optimizer = OptimizerConfig(max_grad_norm=0.5)
     assert deepspeed_config(optimizer, TrainerConfig(), stage=0)["gradient_clipping"] == 0.0
     assert deepspeed_config(optimizer, TrainerConfig(), stage=1)["gradient_clipping"] == 0.5
 
 
-def test_offloading_needs_a_partitioned_optimizer() -> None:
+def test_offloading_needs_a_partitioned_optimizer():
     config = TrainerConfig(offload_optimizer=True)
     with pytest.raises(ConfigError, match="offload_optimizer = True: ZeRO stage 0 keeps the optimizer on its device"):
         deepspeed_config(OptimizerConfig(), config, stage=0)
@@ -261,7 +249,7 @@ def test_offloading_needs_a_partitioned_optimizer() -> None:
     }
 
 
-def test_groups_keep_their_weight_decay_and_parameters_count_their_own_steps() -> None:
+def test_groups_keep_their_weight_decay_and_parameters_count_their_own_steps():
     first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     groups = [{"params": [first], "weight_decay": 0.1}, {"params": [second], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.1)

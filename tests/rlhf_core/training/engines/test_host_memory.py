@@ -1,7 +1,5 @@
 """Memory that a step frees stays for the next step, unless the user has said otherwise, and goes back on request."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess
@@ -47,23 +45,21 @@ def measured(**environment: str) -> tuple[bool, int, int]:
     return bool(kept), faults, released
 
 
-def test_a_repeated_step_asks_the_system_for_no_memory() -> None:
+def test_a_repeated_step_asks_the_system_for_no_memory():
     kept, faults, released = measured()
     assert kept
     assert faults < PAGES_OF_A_STEP / 50
     assert released > 256
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_what_the_user_has_set_stays():
     kept, faults, _ = measured(MALLOC_TRIM_THRESHOLD_="131072")
     assert not kept
     assert faults > PAGES_OF_A_STEP / 8
 
 
 @pytest.mark.parametrize(("left", "times"), [(SHORT / 2, 1), (2 * SHORT, 0)])
-def test_it_goes_back_where_the_machine_has_little_left(
-    monkeypatch: pytest.MonkeyPatch, left: float, times: int
-) -> None:
+def test_it_goes_back_where_the_machine_has_little_left(monkeypatch, left, times):
     released: list[None] = []
     monkeypatch.setattr(offload, "release_freed_memory", lambda: released.append(None))
     memory = SimpleNamespace(available=left * 2**30, total=2**30)

@@ -1,7 +1,5 @@
 """Architectures that train alike on two ranks that share every weight, and those that are refused."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +85,7 @@ def samples() -> list[TokenSample]:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_two_ranks_that_share_weights_are_one_rank_in_every_family(tmp_path: Path) -> None:
+def test_two_ranks_that_share_weights_are_one_rank_in_every_family(tmp_path):
     """A parameter whose gradient sees one rank's heads only lacks the other's part, half of its way: Qwen3's and Gemma 3's
     norms over one head, where their gradients are not summed."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -113,37 +111,37 @@ def test_two_ranks_that_share_weights_are_one_rank_in_every_family(tmp_path: Pat
             assert_same_movement(left["weights"][key], weight, one["start"][key], name=f"{name}: {key}")
 
 
-def test_the_families_are_those_of_the_list() -> None:
+def test_the_families_are_those_of_the_list():
     assert set(FAMILIES) == PROVEN
 
 
 @pytest.mark.parametrize(("family", "settings"), REFUSED.items())
-def test_other_architectures_are_refused(family: str, settings: dict[str, Any]) -> None:
+def test_other_architectures_are_refused(family, settings):
     model = model_of(family, settings)
     with pytest.raises(ConfigError, match=r"runtime\.trainer\.tensor_parallel = "):
         check_partition(model, 2, world=2)
 
 
-def test_heads_workers_and_layers_must_be_divisible(policy_spec: ModelSpec) -> None:
+def test_heads_workers_and_layers_must_be_divisible(policy_spec):
     model = load_model(policy_spec, dtype="float32", attention="sdpa", gradient_checkpointing=False, device="cpu")
     check_partition(model, 2, world=2)
     with pytest.raises(ConfigError, match="tensor_parallel = 2: does not divide the 3 train workers"):
         check_partition(model, 2, world=3)
     with pytest.raises(ConfigError, match="tensor_parallel = 4: does not divide the 2 key heads"):
         check_partition(model, 4, world=4)
-    model.base_model.layers = nn.ModuleList()  # type: ignore[union-attr]
+    model.base_model.layers = nn.ModuleList()
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no layers \['down_proj', 'gate_proj'"):
         check_partition(model, 2, world=2)
 
 
-def test_adapters_and_averages_are_refused(policy_spec: ModelSpec) -> None:
+def test_adapters_and_averages_are_refused(policy_spec):
     with pytest.raises(ConfigError, match=r"lora = 'set': cannot be combined with runtime\.trainer\.tensor_parallel"):
         open_engine(replace(policy_spec, lora=LoraConfig()), OptimizerConfig(), SPLIT)
     with pytest.raises(ConfigError, match=r"optimizer.ema_decay = 'set': cannot be combined with"):
         open_engine(policy_spec, OptimizerConfig(ema_decay=0.9), SPLIT)
 
 
-def test_layers_are_split_by_columns_or_rows() -> None:
+def test_layers_are_split_by_columns_or_rows():
     columns, rows = partition_settings(4)["partition_config"]["layer_specs"]
     assert columns == {
         "patterns": [r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)$"],
@@ -152,7 +150,7 @@ def test_layers_are_split_by_columns_or_rows() -> None:
     assert rows == {"patterns": [r".*\.(o_proj|down_proj)\.(weight|bias)$"], "partition_type": "row"}
 
 
-def test_the_parts_come_back_as_the_tensors_that_they_were() -> None:
+def test_the_parts_come_back_as_the_tensors_that_they_were():
     class Part(nn.Linear):
         def gather_params(self, parameters: list[nn.Parameter]) -> None:
             for parameter in parameters:

@@ -1,7 +1,5 @@
 """Losses of whole models against loops of plain Python."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Sequence
@@ -48,7 +46,7 @@ from rlhf_core.training.objectives.base import (
 )
 from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.trainer import LocalTrainer
-from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, StepSample, TokenSample, ValueSample
+from rlhf_core.types import PolicySample, StepSample, TokenSample
 from tests.rlhf_core.training.conftest import TINY
 from tests.support.tolerances import near, of_model
 
@@ -94,9 +92,7 @@ def difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / one.abs().max())
 
 
-def test_the_sft_loss_is_the_mean_of_the_models_own_token_losses(
-    policy_spec: ModelSpec, token_samples: list[TokenSample]
-) -> None:
+def test_the_sft_loss_is_the_mean_of_the_models_own_token_losses(policy_spec, token_samples):
     model = model_of(policy_spec)
     own = torch.cat([own_logprobs(model, sample, 1.0) for sample in token_samples])
     # LENGTHS sum to 120, and two tokens of each of the ten are not trained on
@@ -106,14 +102,12 @@ def test_the_sft_loss_is_the_mean_of_the_models_own_token_losses(
     assert float(output.metrics["loss"]) == float(output.metrics["nll"]) == output.loss.item()
 
 
-def test_a_step_without_a_token_to_train_on_is_refused() -> None:
+def test_a_step_without_a_token_to_train_on_is_refused():
     with pytest.raises(DataError, match="an optimizer step needs at least one token to train on"):
         SftObjective(pack_to=None).denominators([TokenSample((1, 2), (0, 0))])
 
 
-def test_the_reward_loss_is_that_of_the_classifiers_own_scores(
-    score_spec: ModelSpec, reward_pairs: list[RewardPair]
-) -> None:
+def test_the_reward_loss_is_that_of_the_classifiers_own_scores(score_spec, reward_pairs):
     model: Any = model_of(score_spec)
 
     def score(ids: tuple[int, ...]) -> float:
@@ -127,9 +121,7 @@ def test_the_reward_loss_is_that_of_the_classifiers_own_scores(
     assert output.loss.item() == pytest.approx(sum(terms) / 10, rel=1e-5)
 
 
-def test_the_dpo_loss_adds_the_token_mean_of_the_chosen_answers(
-    policy_spec: ModelSpec, preference_samples: list[PreferenceSample]
-) -> None:
+def test_the_dpo_loss_adds_the_token_mean_of_the_chosen_answers(policy_spec, preference_samples):
     model = model_of(policy_spec)
     terms, chosen_total = [], 0.0
     for sample in preference_samples:
@@ -165,8 +157,8 @@ def test_the_dpo_loss_adds_the_token_mean_of_the_chosen_answers(
     ids=lambda value: value.type if hasattr(value, "type") else "",
 )
 def test_every_preference_loss_has_its_known_value_where_policy_and_reference_agree(
-    loss: Any, expected: float, policy_spec: ModelSpec, preference_samples: list[PreferenceSample]
-) -> None:
+    loss, expected, policy_spec, preference_samples
+):
     model = model_of(policy_spec)
     sample = preference_samples[0]
     chosen, rejected = (own_logprobs(model, side, 1.0).sum().item() for side in (sample.chosen, sample.rejected))
@@ -175,9 +167,7 @@ def test_every_preference_loss_has_its_known_value_where_policy_and_reference_ag
     assert computed(objective, model, [equal]).loss.item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_simpo_compares_mean_token_logprobs_without_a_reference(
-    policy_spec: ModelSpec, preference_samples: list[PreferenceSample]
-) -> None:
+def test_simpo_compares_mean_token_logprobs_without_a_reference(policy_spec, preference_samples):
     model = model_of(policy_spec)
     sample = preference_samples[0]
     chosen, rejected = (own_logprobs(model, side, 1.0).mean().item() for side in (sample.chosen, sample.rejected))
@@ -185,9 +175,7 @@ def test_simpo_compares_mean_token_logprobs_without_a_reference(
     assert output.loss.item() == pytest.approx(math.log1p(math.exp(-(2 * (chosen - rejected) - 0.5))), rel=1e-5)
 
 
-def test_the_policy_loss_is_that_of_a_loop_over_the_tokens(
-    policy_spec: ModelSpec, policy_samples: list[PolicySample]
-) -> None:
+def test_the_policy_loss_is_that_of_a_loop_over_the_tokens(policy_spec, policy_samples):
     model = model_of(policy_spec)
     policy_loss = kl = 0.0
     for sample in policy_samples:
@@ -211,9 +199,7 @@ def test_the_policy_loss_is_that_of_a_loop_over_the_tokens(
     assert 0.0 < metrics["correction_fraction"] < 1.0
 
 
-def test_entropy_and_kl_to_the_reference_are_measured_where_they_are_not_in_the_loss(
-    policy_spec: ModelSpec, policy_samples: list[PolicySample]
-) -> None:
+def test_entropy_and_kl_to_the_reference_are_measured_where_they_are_not_in_the_loss(policy_spec, policy_samples):
     model = model_of(policy_spec)
     output = computed(
         replace(POLICY, kl_coef=0.0, entropy_coef=0.0, correction=CorrectionConfig(level="off")), model, policy_samples
@@ -223,9 +209,7 @@ def test_entropy_and_kl_to_the_reference_are_measured_where_they_are_not_in_the_
     assert float(output.metrics["correction_fraction"]) == 0.0
 
 
-def test_samples_without_a_reference_have_the_same_loss_and_no_distance_to_it(
-    policy_spec: ModelSpec, policy_samples: list[PolicySample]
-) -> None:
+def test_samples_without_a_reference_have_the_same_loss_and_no_distance_to_it(policy_spec, policy_samples):
     free = replace(POLICY, kl_coef=0.0)
     bare = [replace(sample, ref_logprobs=()) for sample in policy_samples]
     model = model_of(policy_spec)
@@ -236,9 +220,7 @@ def test_samples_without_a_reference_have_the_same_loss_and_no_distance_to_it(
         computed(POLICY, model, bare)
 
 
-def test_the_value_loss_is_half_the_squared_error_of_the_models_own_values(
-    value_spec: ModelSpec, value_samples: list[ValueSample]
-) -> None:
+def test_the_value_loss_is_half_the_squared_error_of_the_models_own_values(value_spec, value_samples):
     model: Any = model_of(value_spec)
     total = 0.0
     for sample in value_samples:
@@ -255,9 +237,7 @@ def test_the_value_loss_is_half_the_squared_error_of_the_models_own_values(
 @pytest.mark.parametrize(
     "kind", ["sft", "reward", "dpo", "ld-dpo", "simpo", "orpo", "policy", "gspo", "cispo", "value"]
 )
-def test_the_gradient_depends_neither_on_micro_batches_nor_on_padding(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_gradient_depends_neither_on_micro_batches_nor_on_padding(kind, request):
     objective, fixture, spec = {
         "sft": (SftObjective(pack_to=None), "token_samples", "policy_spec"),
         "reward": (BradleyTerryObjective(centering_coef=0.01), "reward_pairs", "score_spec"),
@@ -279,7 +259,7 @@ def test_the_gradient_depends_neither_on_micro_batches_nor_on_padding(
     assert difference(whole, gradients(objective, model, parts, pad_id=9)) < of_model(TINY)
 
 
-def test_the_gradient_does_not_depend_on_packing(policy_spec: ModelSpec, token_samples: list[TokenSample]) -> None:
+def test_the_gradient_does_not_depend_on_packing(policy_spec, token_samples):
     model = model_of(policy_spec)
     apart = gradients(SftObjective(pack_to=None), model, [token_samples])
     # 120 tokens in rows of 40, in two micro-batches
@@ -288,16 +268,14 @@ def test_the_gradient_does_not_depend_on_packing(policy_spec: ModelSpec, token_s
 
 
 @pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "constant"])
-def test_sequence_means_do_not_depend_on_micro_batches(
-    aggregation: Any, policy_spec: ModelSpec, policy_samples: list[PolicySample]
-) -> None:
+def test_sequence_means_do_not_depend_on_micro_batches(aggregation, policy_spec, policy_samples):
     model = model_of(policy_spec)
     objective = replace(POLICY, loss=ClipLoss(aggregation=aggregation))
     whole = gradients(objective, model, [policy_samples])
     assert difference(whole, gradients(objective, model, [policy_samples[:3], policy_samples[3:]])) < of_model(TINY)
 
 
-def test_an_objective_travels_to_a_worker_unchanged() -> None:
+def test_an_objective_travels_to_a_worker_unchanged():
     assert pickle.loads(pickle.dumps(POLICY)) == POLICY
 
 
@@ -320,7 +298,7 @@ def trainer_of(spec: ModelSpec, *, rows: int = 2) -> LocalTrainer:
     return LocalTrainer(spec, OptimizerConfig(), TrainerConfig(engine="torch", micro_batch=rows))
 
 
-def test_a_step_is_scored_as_the_sequence_that_ends_there(score_spec: ModelSpec) -> None:
+def test_a_step_is_scored_as_the_sequence_that_ends_there(score_spec):
     trainer = trainer_of(score_spec)
     found = trainer.step_scores([unlabelled(sample) for sample in SAMPLES])
     for sample, scores in zip(SAMPLES, found, strict=True):
@@ -328,7 +306,7 @@ def test_a_step_is_scored_as_the_sequence_that_ends_there(score_spec: ModelSpec)
     assert [len(scores) for scores in found] == [2, 1, 3]
 
 
-def test_padding_and_packing_change_no_step_score(score_spec: ModelSpec) -> None:
+def test_padding_and_packing_change_no_step_score(score_spec):
     model = load_model(score_spec, dtype="float32", attention="sdpa", gradient_checkpointing=False, device="cpu")
     batches = [collate(SAMPLES, pad_id=0), collate(SAMPLES, pad_id=0, pack_to=16)]
     assert batches[1].packed
@@ -342,7 +320,7 @@ def test_padding_and_packing_change_no_step_score(score_spec: ModelSpec) -> None
     torch.testing.assert_close(padded[-3:], torch.cat(alone), atol=of_model(TINY), rtol=0)
 
 
-def test_the_loss_is_the_mean_cross_entropy_over_the_steps_of_all_micro_batches(score_spec: ModelSpec) -> None:
+def test_the_loss_is_the_mean_cross_entropy_over_the_steps_of_all_micro_batches(score_spec):
     trainer = trainer_of(score_spec)
     metrics = trainer.loss(SAMPLES, StepObjective())
     logits = [score for scores in trainer.step_scores([unlabelled(sample) for sample in SAMPLES]) for score in scores]
@@ -353,7 +331,7 @@ def test_the_loss_is_the_mean_cross_entropy_over_the_steps_of_all_micro_batches(
     assert metrics["positive_fraction"] == pytest.approx(3 / 6)
 
 
-def test_micro_batches_and_ranks_do_not_change_the_gradient(score_spec: ModelSpec) -> None:
+def test_micro_batches_and_ranks_do_not_change_the_gradient(score_spec):
     objective, whole = StepObjective(), trainer_of(score_spec, rows=8)
     expected = whole.forward_backward(SAMPLES, objective) | whole.optim_step(learning_rate=0.0)
     pieces = trainer_of(score_spec, rows=1)
@@ -364,7 +342,7 @@ def test_micro_batches_and_ranks_do_not_change_the_gradient(score_spec: ModelSpe
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_it_learns(score_spec: ModelSpec) -> None:
+def test_it_learns(score_spec):
     trainer = trainer_of(score_spec)
     before = trainer.loss(SAMPLES, StepObjective())["loss"]
     for _ in range(40):

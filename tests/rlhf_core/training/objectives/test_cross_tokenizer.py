@@ -1,7 +1,5 @@
 """The student's loss across tokenizers is that of both models' own distributions, on 320 and 1,000 tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,7 +38,7 @@ OBJECTIVE = CrossTokenizerObjective("uld_text", temperature=0.7, kl_weight=0.6, 
 
 
 @pytest.fixture(scope="module")
-def large_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     train_tokenizer(["Say hello: it is what it is, reader. hello to " * 2] * 5, vocab_size=1000, folder=folder)
     initialise_llama(LARGE, folder, seed=9)
@@ -110,9 +108,7 @@ def slow_distance(ours: tuple[float, list[float]], theirs: tuple[float, list[flo
 
 
 @pytest.mark.parametrize(("kind", "k"), [("uld", 0), ("uld", 4), ("uld_text", 0), ("uld_text", 4)])
-def test_the_loss_is_that_of_the_models_own_distributions_at_the_groups(
-    models: list[nn.Module], samples: list[AlignedSample], kind: Any, k: int
-) -> None:
+def test_the_loss_is_that_of_the_models_own_distributions_at_the_groups(models, samples, kind, k):
     distance, gap, groups, aligned, nll, tokens = [0.0, 0.0], 0.0, [0, 0], 0.0, 0.0, 0
     weights = [weight for _, weight in WEIGHTS]
     counts = [sum(len(sample.teachers[m].groups) for sample in samples) for m in (0, 1)]
@@ -165,9 +161,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_the_gradient_depends_neither_on_micro_batches_nor_on_chunks(
-    models: list[nn.Module], samples: list[AlignedSample], k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_depends_neither_on_micro_batches_nor_on_chunks(models, samples, k, monkeypatch):
     told = taught(models, samples, k)
     whole = gradients(models, samples, [told], k)
     alone = gradients(models, samples, [[one] for one in told], k)
@@ -178,9 +172,7 @@ def test_the_gradient_depends_neither_on_micro_batches_nor_on_chunks(
 
 
 @pytest.mark.parametrize("teacher", ["large", "own"])
-def test_steps_on_the_loss_bring_the_student_nearer_to_the_teacher_that_has_a_weight(
-    models: list[nn.Module], samples: list[AlignedSample], teacher: str
-) -> None:
+def test_steps_on_the_loss_bring_the_student_nearer_to_the_teacher_that_has_a_weight(models, samples, teacher):
     weights = tuple((name, float(name == teacher)) for name, _ in WEIGHTS)
     told, objective = taught(models, samples, 4), replace(OBJECTIVE, kl_weight=1.0, weights=weights)
     optimizer = torch.optim.Adam(models[0].parameters(), lr=1e-3)

@@ -1,7 +1,5 @@
 """The teacher's distributions are the model's own, and the student's loss does not depend on how a step is cut."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -52,9 +50,7 @@ def gradients(model: nn.Module, batches: list[list[DistillationSample]]) -> Tens
 
 
 @pytest.mark.parametrize("k", [0, 5])
-def test_the_teachers_rows_are_its_likeliest_tokens_in_the_order_of_the_samples(
-    model: nn.Module, token_samples: list[TokenSample], k: int
-) -> None:
+def test_the_teachers_rows_are_its_likeliest_tokens_in_the_order_of_the_samples(model, token_samples, k):
     with torch.no_grad():
         tops = top_logprobs(model, collate(token_samples, pad_id=0), k=k, temperature=0.7)
         for sample, top in zip(token_samples, tops, strict=True):
@@ -69,9 +65,7 @@ def test_the_teachers_rows_are_its_likeliest_tokens_in_the_order_of_the_samples(
 
 @pytest.mark.parametrize("k", [0, 5])
 @pytest.mark.parametrize("kind", ["forward", "reverse"])
-def test_the_loss_is_that_of_the_two_models_own_distributions(
-    model: nn.Module, token_samples: list[TokenSample], kind: Any, k: int
-) -> None:
+def test_the_loss_is_that_of_the_two_models_own_distributions(model, token_samples, kind, k):
     samples = taught(model, token_samples, k)
     divergence = nll = agreement = 0.0
     for sample in samples:
@@ -102,9 +96,7 @@ def test_the_loss_is_that_of_the_two_models_own_distributions(
 
 
 @pytest.mark.parametrize("k", [0, 5])
-def test_the_gradient_depends_neither_on_micro_batches_nor_on_chunks(
-    model: nn.Module, token_samples: list[TokenSample], k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_depends_neither_on_micro_batches_nor_on_chunks(model, token_samples, k, monkeypatch):
     samples = taught(model, token_samples, k)
     whole = gradients(model, [samples])
     monkeypatch.setattr(forward, "CHUNK_ELEMENTS", 320 * 7)  # seven positions at once
@@ -112,7 +104,7 @@ def test_the_gradient_depends_neither_on_micro_batches_nor_on_chunks(
         assert (whole - other).abs().max() / whole.abs().max() < of_model(TINY)
 
 
-def test_what_the_student_never_trained_on_has_no_weight(model: nn.Module, token_samples: list[TokenSample]) -> None:
+def test_what_the_student_never_trained_on_has_no_weight(model, token_samples):
     """Padding, prompts and the weight of what is left out: only the masked positions count."""
     samples = taught(model, token_samples, 5)
     alone = [FORWARD.compute(PlacedModel(model, 0, CPU), [one], {"tokens": 100.0}).loss.item() for one in samples]
@@ -120,7 +112,7 @@ def test_what_the_student_never_trained_on_has_no_weight(model: nn.Module, token
     assert together == near(sum(alone), of_model(TINY))
 
 
-def test_a_teacher_with_too_few_rows_is_refused() -> None:
+def test_a_teacher_with_too_few_rows_is_refused():
     top = TopLogprobs(np.zeros((1, 3), np.float32), np.zeros((1, 3), np.int32), np.zeros(1, np.float32))
     with pytest.raises(ValueError, match="one row per masked token"):
         DistillationSample((1, 2, 3), (0, 1, 1), (top,))

@@ -1,7 +1,5 @@
 """What a loss on preferences must know of its whole step: AOT's order, KTO's mean KL; and LD-DPO's sums."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -44,7 +42,7 @@ def softplus(x: float) -> float:
 
 
 @pytest.mark.parametrize("paired", [True, False])
-def test_dpo_on_matched_pairs_is_aot_on_the_whole_step(paired: bool) -> None:
+def test_dpo_on_matched_pairs_is_aot_on_the_whole_step(paired):
     # paired: margins 1, -4, 3 and the reference's 0.5, 2, -0.5: sorted differences -4 + 0.5, 1 - 0.5, 3 - 2
     # else: log-ratios 1, -3, 0.5 and 0.5, 3, -3: sorted -3 + 3, 0.5 - 0.5, 1 - 3
     differences = [-3.5, 0.5, 1.0] if paired else [0.0, 0.0, -2.0]
@@ -60,7 +58,7 @@ def test_dpo_on_matched_pairs_is_aot_on_the_whole_step(paired: bool) -> None:
         assert [row.ref_rejected_logprob for row in rows] == [-5.0, -4.5, -8.0]  # log-ratios -3, 0.5, 3
 
 
-def test_aot_looks_ahead_with_the_policys_own_logprobs_and_the_others_do_not() -> None:
+def test_aot_looks_ahead_with_the_policys_own_logprobs_and_the_others_do_not():
     both = [value for pair in zip(CHOSEN, REJECTED, strict=True) for value in pair]
     objective = PairObjective(loss=AOTLoss(), nll_coef=0.0, length_alpha=1.0)
     trainer: Any = Says(both)
@@ -70,7 +68,7 @@ def test_aot_looks_ahead_with_the_policys_own_logprobs_and_the_others_do_not() -
 
 
 @pytest.mark.parametrize(("sums", "kl"), [([-1.0, -3.0], 0.5), ([-4.0, -3.0], 0.0)])
-def test_kto_takes_the_mean_log_ratio_of_the_step_and_never_less_than_zero(sums: list[float], kl: float) -> None:
+def test_kto_takes_the_mean_log_ratio_of_the_step_and_never_less_than_zero(sums, kl):
     rows = [AnswerSample(TOKEN, True, -2.0, TOKEN, -2.0), AnswerSample(TOKEN, False, -2.0, TOKEN, -3.0)]
     trainer: Any = Says(sums)
     objective, samples = KTOObjective(loss=KTOLoss(), kl=9.0).look_ahead(trainer, rows)
@@ -79,14 +77,14 @@ def test_kto_takes_the_mean_log_ratio_of_the_step_and_never_less_than_zero(sums:
     assert samples == rows
 
 
-def test_tokens_beyond_the_other_answers_length_count_alpha() -> None:
+def test_tokens_beyond_the_other_answers_length_count_alpha():
     sample, other = TokenSample((1, 2, 3, 4), (0, 1, 1, 1)), TokenSample((1, 2, 9, 9, 9, 9), (0, 1, 0, 0, 0, 0))
     # one trained token in the other answer: -1 counts whole, -2 and -4 a half
     assert answer_logprob((0.0, -1.0, -2.0, -4.0), sample, other, alpha=0.5) == -4.0
     assert answer_logprob((0.0, -1.0, -2.0, -4.0), sample, other, alpha=1.0) == -7.0
 
 
-def test_bco_carries_its_means_from_step_to_step_and_through_a_checkpoint() -> None:
+def test_bco_carries_its_means_from_step_to_step_and_through_a_checkpoint():
     rows = [AnswerSample(TOKEN, True, -2.0, TOKEN, -2.0), AnswerSample(TOKEN, False, -2.0, TOKEN, -2.0)]
     loss = BCOLoss(beta=0.5, shift_decay=0.75)
     ahead = RunningShift(BCOObjective(loss))

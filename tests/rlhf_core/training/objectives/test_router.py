@@ -1,7 +1,5 @@
 """The balance of a mixture of experts: a sum over samples like every other loss, and one that reaches the routers."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from rlhf_core.training.engines.base import open_engine
 from rlhf_core.training.objectives.base import BradleyTerryObjective, SftObjective
 from rlhf_core.training.objectives.distillation import DistillationObjective, SameVocabulary
 from rlhf_core.training.trainer import LocalTrainer
-from rlhf_core.types import PreferenceSample, RewardPair, TokenSample
+from rlhf_core.types import TokenSample
 from tests.rlhf_core.training.conftest import TINY
 from tests.support.tolerances import near, of_model
 
@@ -30,7 +28,7 @@ SFT = SftObjective(pack_to=None)
 
 
 @pytest.fixture(scope="module")
-def mixture(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+def mixture(policy_folder: Path, tmp_path_factory) -> ModelSpec:
     folder = tmp_path_factory.mktemp("mixture")
     shutil.copytree(policy_folder, folder, dirs_exist_ok=True)
     shape = MixtralConfig(
@@ -70,9 +68,7 @@ def assert_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
         assert torch.linalg.norm(grad - other[1][name]) <= of_model(TINY) * torch.linalg.norm(grad) + 1e-9, name
 
 
-def test_loss_and_gradient_are_those_of_transformers_sequence_by_sequence_and_layer_by_layer(
-    mixture: ModelSpec, token_samples: list[TokenSample]
-) -> None:
+def test_loss_and_gradient_are_those_of_transformers_sequence_by_sequence_and_layer_by_layer(mixture, token_samples):
     model = AutoModelForCausalLM.from_pretrained(mixture.path)
     expected = torch.zeros(())
     for sample in token_samples:
@@ -88,7 +84,7 @@ def test_loss_and_gradient_are_those_of_transformers_sequence_by_sequence_and_la
     torch.testing.assert_close(grads[gate] - without[gate], grad, rtol=1e-4, atol=1e-6)
 
 
-def test_it_is_added_to_the_loss_and_reaches_the_routers(mixture: ModelSpec, token_samples: list[TokenSample]) -> None:
+def test_it_is_added_to_the_loss_and_reaches_the_routers(mixture, token_samples):
     plain, without = trained(mixture, token_samples, router_aux_coef=0.0)
     metrics, grads = trained(mixture, token_samples)
     assert "router_aux" not in plain
@@ -99,16 +95,14 @@ def test_it_is_added_to_the_loss_and_reaches_the_routers(mixture: ModelSpec, tok
     assert torch.equal(grads["lm_head.weight"], without["lm_head.weight"])
 
 
-def test_neither_micro_batches_nor_padding_packing_and_checkpointing_change_it(
-    mixture: ModelSpec, token_samples: list[TokenSample]
-) -> None:
+def test_neither_micro_batches_nor_padding_packing_and_checkpointing_change_it(mixture, token_samples):
     whole = trained(mixture, token_samples, micro_batch=10)
     assert_same(whole, trained(mixture, token_samples, micro_batch=1))
     assert_same(whole, trained(mixture, token_samples, objective=SftObjective(pack_to=32), micro_batch=2))
     assert_same(whole, trained(mixture, token_samples, micro_batch=3, gradient_checkpointing=True))
 
 
-def test_the_shards_of_two_ranks_are_the_whole(mixture: ModelSpec, token_samples: list[TokenSample]) -> None:
+def test_the_shards_of_two_ranks_are_the_whole(mixture, token_samples):
     engine = open_engine(mixture, OptimizerConfig(), CONFIG)
     trainer = LocalTrainer(mixture, OptimizerConfig(), CONFIG, engine=engine)
     counts = step_counts(SFT, token_samples)
@@ -117,9 +111,7 @@ def test_the_shards_of_two_ranks_are_the_whole(mixture: ModelSpec, token_samples
     assert sum(part["router_aux"] for part in parts) == near(whole["router_aux"], of_model(TINY))
 
 
-def test_both_rows_of_a_pair_count(
-    mixture: ModelSpec, reward_pairs: list[RewardPair], preference_samples: list[PreferenceSample]
-) -> None:
+def test_both_rows_of_a_pair_count(mixture, reward_pairs, preference_samples):
     assert step_counts(BradleyTerryObjective(0.0), reward_pairs) == {"pairs": 10.0, "router/rows": 20.0}
     spec = ModelSpec(mixture.path, "score", None, 3)
     metrics, _ = trained(spec, reward_pairs, BradleyTerryObjective(0.0))
@@ -129,8 +121,8 @@ def test_both_rows_of_a_pair_count(
 
 
 def test_a_distilled_step_in_pieces_has_the_balance_of_the_step_in_one(
-    mixture: ModelSpec, policy_spec: ModelSpec, token_samples: list[TokenSample], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    mixture, policy_spec, token_samples, monkeypatch
+):
     objective = DistillationObjective(kind="forward", jsd_beta=0.5, temperature=1.0, kl_weight=0.5)
     teacher = LocalTrainer(policy_spec, None, CONFIG)
     made = []
@@ -148,7 +140,7 @@ def test_a_distilled_step_in_pieces_has_the_balance_of_the_step_in_one(
     assert_same(*made)
 
 
-def test_a_dense_model_is_refused_and_a_frozen_one_is_not_asked(policy_spec: ModelSpec) -> None:
+def test_a_dense_model_is_refused_and_a_frozen_one_is_not_asked(policy_spec):
     with pytest.raises(
         ConfigError, match=r"router_aux_coef .* LlamaForCausalLM has no experts with a load-balancing loss"
     ):
