@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import shlex
 import sys
 import time
@@ -207,9 +208,10 @@ def find_policy(name: str, profile: str, store: ArtifactStore, home: Home) -> tu
     that profile has made none.
     """
     digest, origin = champion_digest(name, store, home), ""
-    runs = [] if digest else runs_with(home, store.root, name)
-    made = None if digest else store.latest(name)
-    if profile and (runs or made):
+    is_label = not (digest or "." in name or re.fullmatch("[0-9a-f]{8,}", name) or Path(name).is_dir())
+    runs = runs_with(home, store.root, name) if is_label else []
+    made = store.latest(name) if is_label else None
+    if profile and is_label:
         config = load_profile(profile)
         runs = [one for one in runs if (one.profile or one.digest) in (whereabouts(profile), profile_digest(config))]
         made = store.latest(name, config.name)

@@ -77,6 +77,8 @@ def test_a_label_means_the_policy_of_the_newest_run_that_has_one(store: Artifact
         )
         note.change(state="Completed", policies=policies)
 
+    with pytest.raises(RlhfError, match="policy = 'ppo': no run of tiny/rlvr has it; `rlhf run tiny/rlvr` makes it"):
+        find_policy("ppo", "tiny/rlvr", store, home)
     first, second, last = made("a"), made("b"), made("c")
     write_json(store.layout.label("ppo"), {"key": "c" * 64})
     with pytest.raises(RlhfError, match="policy = 'ppo': no run of tiny/rlvr has it; `rlhf run tiny/rlvr` makes it"):

@@ -209,8 +209,8 @@ def test_a_served_champion_answers_an_unmodified_openai_client(serve, home, poli
         "--max-tokens",
         "8",
     ]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert said.startswith(f"champion at {note.url}\n") and token not in said
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert f"champion at {note.url}\n" in done.stderr and token not in done.stdout + done.stderr
 
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=60)
