@@ -1,7 +1,5 @@
 """Print what a stage made (`rlhf show`): its preview, report, rows, metrics, or what its weights are."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex
@@ -21,7 +19,7 @@ from pipelines.execution.summary import stage_measures
 from pipelines.flows.inputs import find_artifact, parts
 from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
-from rlhf_core.errors import ArtifactError, ConfigError, explain, nearest
+from rlhf_core.errors import ArtifactError, ConfigError, nearest
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import list_files
@@ -44,7 +42,7 @@ LEAST_LINES = 5
 def show(options: argparse.Namespace) -> None:
     """Print one file of an artifact; without a name its files and the best of them, cut to the terminal."""
     if options.rows < 1:
-        raise ConfigError(explain("--rows", options.rows, "must be >= 1", "name a file to see less of an artifact"))
+        raise ConfigError("--rows", options.rows, "must be >= 1", "name a file to see less of an artifact")
     store = ArtifactStore(store_folder(options))
     ref = find_artifact(store, ArtifactRef, options.artifact)
     made = [one for one in reversed(store.records()) if ref in (one.handle, *parts(one.handle))]
@@ -138,14 +136,14 @@ def _named(wanted: str, names: Sequence[str]) -> str:
         return found[0]
     rule = f"{len(found)} files have this name" if found else "the artifact has no such file"
     remedy = f"name one: {', '.join(found)}" if found else nearest(wanted, list(names))
-    raise ConfigError(explain("FILE", wanted, rule, remedy))
+    raise ConfigError("FILE", wanted, rule, remedy)
 
 
 def _open(folder: Path, page: str) -> None:
     """Open a page in the browser of this machine."""
     if Path(page).suffix not in PAGES:
         rule, remedy = "is no page for a browser", "name an .html or .png file of the artifact"
-        raise ConfigError(explain("--open", page, rule, remedy))
+        raise ConfigError("--open", page, rule, remedy)
     try:
         browser = webbrowser.get()
     except webbrowser.Error:
@@ -190,7 +188,7 @@ def _tensors(path: Path) -> Iterator[str]:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
     except (struct.error, ValueError, OverflowError, MemoryError) as error:
-        raise ArtifactError(explain("FILE", str(path), "has no header of safetensors", "make it again")) from error
+        raise ArtifactError("FILE", str(path), "has no header of safetensors", "make it again") from error
     tensors = {name: (one["dtype"], one["shape"]) for name, one in header.items() if name != "__metadata__"}
     kinds = Counter(dtype for dtype, _ in tensors.values())
     values = sum(prod(shape) for _, shape in tensors.values())

@@ -1,7 +1,5 @@
 """Call a reward function once, as a run would (`rlhf try-reward`)."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time
@@ -14,7 +12,7 @@ from pydantic import ValidationError
 
 from pipelines.cli.common import console, print_line, short
 from rlhf_core.config.rewards import FunctionReward
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.schema.secrets import refuse_plain
@@ -46,9 +44,7 @@ def read_arguments(text: str) -> dict[str, Any]:
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
-        raise ConfigError(
-            explain("--arguments", text, "is not a JSON object", """write it like '{"pattern": "[0-9]+"}'""")
-        )
+        raise ConfigError("--arguments", text, "is not a JSON object", """write it like '{"pattern": "[0-9]+"}'""")
     refuse_plain("--arguments", arguments)
     return arguments
 
@@ -80,7 +76,7 @@ def _label(columns: Sequence[str]) -> str:
     for column in columns:
         name, separator, text = column.partition("=")
         if not separator or not name:
-            raise ConfigError(explain("--column", column, "must read KEY=VALUE", "for example --column label=4"))
+            raise ConfigError("--column", column, "must read KEY=VALUE", "for example --column label=4")
         fields[name] = text
     if fields.keys() <= {LABEL}:
         return fields.get(LABEL, "")

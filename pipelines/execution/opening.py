@@ -20,6 +20,7 @@ from pipelines.services.user_servers import tracking_place, tracking_uri, user_p
 from rlhf_core.stage.key import Strictness
 from rlhf_core.stage.run import find
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.tracking.further import FurtherTrackers
 from rlhf_core.tracking.mlflow import MlflowTracker
 from rlhf_core.tracking.mlflow_client import open_client
 from rlhf_core.types import ArtifactRef
@@ -111,6 +112,7 @@ def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Track
         place=place,
         join=join,
         store=store_of(config, home).root,
+        further=FurtherTrackers(config.track.also, home.root / "trackers" / config.name, config.name),
     )
     return tracker
 

@@ -21,6 +21,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import hash_file, sha256_text
 from rlhf_core.store.index import remembered_code
 from rlhf_core.store.records import KeyRecord, other_versions
+from rlhf_core.tracking.further import check_installed
 from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,
@@ -70,8 +71,9 @@ def plan(
     """Return the decision for every stage in order; a stage whose input does not exist yet is RUN.
 
     A stage behind a gate that does not hold is BLOCKED. Raises ConfigError for labels and metrics that the pipeline does not
-    have, and for a budget that the pipeline exceeds.
+    have, for a budget that the pipeline exceeds, and for a tracker that is not installed.
     """
+    check_installed(config.track.also)
     gates = Gatekeeper(config.gates, store, config.name)
     planner = Planner(store, config.name, until=until, force=frozenset(force), strict=strict, gates=gates)
     champion = champion_of(config, store)

@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from pipelines.flows.profile_paths import relative_to_profile
 from pipelines.flows.recipe import GraphConfig
-from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig
+from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig, TrackConfig
 from pipelines.flows.sections import (
     POLICY_SECTIONS,
     DistillationConfig,
@@ -228,6 +228,7 @@ class PipelineConfig(GraphConfig):
     budget: Annotated[BudgetConfig, OPERATIONAL] = added_option(BudgetConfig())
     notify: Annotated[NotifyConfig | None, OPERATIONAL] = added_option(None)
     """Notification when a run has ended or waits."""
+    track: Annotated[TrackConfig, OPERATIONAL] = added_option(TrackConfig())
 
     @model_validator(mode="after")
     def _check_gate_names(self) -> PipelineConfig:

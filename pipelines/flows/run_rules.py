@@ -98,6 +98,13 @@ class BudgetConfig(Config):
         return self
 
 
+class TrackConfig(Config):
+    """Trackers that get the metrics of stages beside MLflow, which stays the record."""
+
+    also: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Trackers to write to offline, in `trackers/NAME` of the state folder; they need the extra `trackers`."""
+
+
 class NotifyConfig(Config):
     """A receiver that gets a small JSON object by POST when a run ends or waits."""
 

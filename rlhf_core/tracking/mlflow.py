@@ -33,6 +33,7 @@ from rlhf_core.store.leases import Owner, is_gone
 from rlhf_core.tracking import mlflow_client as owner
 from rlhf_core.tracking import redaction
 from rlhf_core.tracking.champions import registry_state
+from rlhf_core.tracking.further import FurtherTrackers
 from rlhf_core.tracking.mlflow_client import TrackingError, answering, database_file, open_client, run_url
 from rlhf_core.tracking.mlflow_delivery import Delivery, Outbox
 
@@ -54,7 +55,7 @@ class MlflowTracker:
     undelivered records: on this machine, shared by runs, by default beside the database or the root. `place` names the
     MLflow behind `uri` if it has several addresses: a run through the database then delivers the records that a run
     through the server left. `join` is the token of a run that another process opened and will end. `store` is the
-    folder of the artifact store, from which MLflow loads registered policies.
+    folder of the artifact store, from which MLflow loads registered policies. `further` trackers get the metrics, too.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class MlflowTracker:
         place: str = "",
         join: str = "",
         store: Path | None = None,
+        further: FurtherTrackers | None = None,
     ) -> None:
         self._uri = uri
         self._token = join or uuid.uuid4().hex
         self._delivery = Delivery(uri, experiment=experiment, artifact_root=artifact_root, store=store)
+        self._further = further or FurtherTrackers()
         folder = spool or _spool_folder(uri, artifact_root)
         self._outbox = Outbox(folder / _short(f"{place or uri} {experiment}"), self._delivery)
 
@@ -95,6 +98,7 @@ class MlflowTracker:
         Runs of killed processes of this machine that are still RUNNING are ended as KILLED. Raises TrackingError if the
         server refuses this user or cannot be used at all: the run would train for hours and record nothing.
         """
+        self._further.stage(name, self._token, redaction.flatten(params))
         self._append(
             "open_run", self._token, run_id=run_id or "", name=name, params=redaction.flatten(params),
             tags=redaction.tags({**tags, **owner.tags()}), attempt=uuid.uuid4().hex,
@@ -116,6 +120,7 @@ class MlflowTracker:
 
         `fresh` opens another one, for a stage that is made again from its beginning.
         """
+        self._further.stage(label, key, redaction.flatten(params))
         self._append(
             "open_stage", key, parent=self._token, label=label, params=redaction.flatten(params),
             tags=redaction.tags({**tags, **owner.tags()}), attempt=uuid.uuid4().hex, fresh=fresh,
@@ -139,11 +144,12 @@ class MlflowTracker:
     def finish(self, status: Status, *, note: str) -> None:
         """End the run with its true status, append `note` (markdown) to its description, and deliver everything."""
         self._append("finish", self._token, status=status, note=note)
-        self._outbox.close(CLOSE_SECONDS)
+        self.leave()
 
     def leave(self) -> None:
         """Deliver everything, and leave the run open for the process that opened it."""
         self._outbox.close(CLOSE_SECONDS)
+        self._further.close()
 
     def url(self, run_id: str) -> str:
         """Return the address of a run."""
@@ -186,6 +192,7 @@ class MlflowStageTracker(StageTracker):
             )
         if finite:
             self._append("metrics", step=step, values=finite, time=int(time.time() * 1000))
+            self._tracker._further.metrics(self._key, step, finite)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         self._append("table", name=name, columns=list(columns), rows=[list(row) for row in rows])
@@ -235,6 +242,7 @@ class MlflowStageTracker(StageTracker):
         """End the stage's run with its true status."""
         self._append("finish", status=status, note="")
         self._tracker._outbox.flush(CLOSE_SECONDS, retry=False)
+        self._tracker._further.close(self._key)
 
     def _append(self, op: str, **fields: Any) -> None:
         self._tracker._append(op, self._key, **fields)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import webbrowser
 from datetime import UTC, datetime
@@ -16,7 +14,7 @@ from pipelines.cli.main import main
 from pipelines.services.home import Home
 from pipelines.services.run_notes import COMPLETED, new_note
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import ArtifactRef, PolicyRef
+from rlhf_core.types import PolicyRef
 from tests.support.records import provenance, write_files
 
 KEY = "5" * 64
@@ -24,7 +22,7 @@ TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactRef:
+def made(tmp_path, monkeypatch):
     """Return an artifact with a file of each kind, made in a run of this folder and by `toy`."""
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     home = Home.here().make()
@@ -43,9 +41,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactRef:
     return ref
 
 
-def test_without_a_file_the_files_are_listed_and_the_best_is_shown(
-    made: ArtifactRef, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_file_the_files_are_listed_and_the_best_is_shown(made, capsys):
     assert main(["show", made.digest[:8]]) == 0
     first, folder, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"toy: Policy {made.digest[:12]}, ")
@@ -73,9 +69,7 @@ def test_without_a_file_the_files_are_listed_and_the_best_is_shown(
         ("metrics", ["accuracy = 0.75 [0.5, 1]", "loss = 0.5"]),
     ],
 )  # fmt: skip
-def test_a_file_is_printed_readably(
-    made: ArtifactRef, file: str, lines: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_printed_readably(made, file, lines, capsys):
     assert main(["show", made.digest, file]) == 0
     assert capsys.readouterr().out.splitlines()[: len(lines)] == lines
 
@@ -88,16 +82,12 @@ def test_a_file_is_printed_readably(
         (["{digest}", "state.bin", "--open"], "--open = 'state.bin': is no page for a browser"),
     ],
 )  # fmt: skip
-def test_misspelled_names_get_a_suggestion(
-    made: ArtifactRef, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_misspelled_names_get_a_suggestion(made, arguments, line, capsys):
     assert main(["show", *(one.format(digest=made.digest) for one in arguments)]) == 2
     assert capsys.readouterr().err.startswith(line)
 
 
-def test_a_page_opens_in_the_browser_if_there_is_one(
-    made: ArtifactRef, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_opens_in_the_browser_if_there_is_one(made, capsys, monkeypatch):
     opened: list[str] = []
 
     class Browser:
@@ -107,7 +97,7 @@ def test_a_page_opens_in_the_browser_if_there_is_one(
     assert main(["show", made.digest, "--open"]) == 0
     assert opened[0].startswith("file:///") and opened[0].endswith("/report.html")
 
-    def none() -> None:
+    def none():
         raise webbrowser.Error("could not locate runnable browser")
 
     monkeypatch.setattr(webbrowser, "get", none)
@@ -115,14 +105,14 @@ def test_a_page_opens_in_the_browser_if_there_is_one(
     assert "this machine has no browser: copy /" in capsys.readouterr().out
 
 
-def test_a_header_that_is_none_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_header_that_is_none_is_an_error(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "model.safetensors").write_bytes(b"short")
     assert main(["show", str(tmp_path / "folder"), "model.safetensors", "--store", str(tmp_path / "store")]) == 2
     assert "has no header of safetensors" in capsys.readouterr().err
 
 
-def test_sizes_and_json_rows_of_other_shapes_are_shown(tmp_path: Path) -> None:
+def test_sizes_and_json_rows_of_other_shapes_are_shown(tmp_path):
     (tmp_path / "rows.jsonl").write_text(f'[1, [2]]\n"{"x" * 700}"\n{json.dumps({"a": None, "b": ""})}\n')
     lines = list(show_verb._content(tmp_path / "rows.jsonl", 3))
     assert lines[0] == "row 1 of 3" and len(max(lines, key=len)) < 620

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from pipelines.cli.main import main
@@ -40,7 +36,7 @@ def hangs(completions, **columns):
 
 
 @pytest.fixture
-def functions(tmp_path: Path) -> Path:
+def functions(tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE)
     return tmp_path / "mine.py"
 
@@ -59,9 +55,7 @@ def functions(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_the_reward_of_answers_is_printed_with_logs_and_seconds(
-    function: str, arguments: list[str], lines: list[str], functions: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_reward_of_answers_is_printed_with_logs_and_seconds(function, arguments, lines, functions, capsys):
     assert main(["try-reward", *(one.format(file=functions, label="{label}") for one in (function, *arguments))]) == 0
     *said, last = capsys.readouterr().out.splitlines()
     assert said == lines and " s; " in last
@@ -82,8 +76,6 @@ def test_the_reward_of_answers_is_printed_with_logs_and_seconds(
         ("", [], "function = '{file}:': must read package.module:function or path/to/file.py:function"),
     ],
 )  # fmt: skip
-def test_errors_are_those_of_a_run(
-    function: str, arguments: list[str], error: str, functions: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_those_of_a_run(function, arguments, error, functions, capsys):
     assert main(["try-reward", f"{functions}:{function}", "4", *arguments]) == 2
     assert error.replace("{file}", str(functions)) in capsys.readouterr().err

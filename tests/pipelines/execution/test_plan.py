@@ -1,3 +1,5 @@
+import importlib.util
+
 import pytest
 
 from pipelines.execution.plan import engines_needed, plan
@@ -130,3 +132,17 @@ def test_a_gate_on_a_number_that_its_stage_does_not_measure_is_refused(tmp_path,
         error = rf"gates\[0\]\.metric = '{wrong}': {after} measures no such number; did you mean {near}"
         with pytest.raises(ConfigError, match=error):
             plan(config, ArtifactStore(tmp_path), until=until)
+
+
+def test_further_trackers_must_be_installed_and_change_no_key(tmp_path, monkeypatch):
+    real, there = importlib.util.find_spec, {"tensorboard": None}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: there[name] if name in there else real(name, *rest)
+    )
+    profile, store = write_mini(tmp_path), ArtifactStore(tmp_path / "store")
+    config = load_profile(profile, ['track.also=["tensorboard"]'])
+    with pytest.raises(ConfigError, match=r"track.also = 'tensorboard': needs the package tensorboard"):
+        plan(config, store)
+    there["tensorboard"] = real("json")
+    before = plan(load_profile(profile), store)
+    assert [one.decision.key for one in plan(config, store)] == [one.decision.key for one in before]
