@@ -95,7 +95,7 @@ MEANS = {"make demo": "rlhf run tiny/full"}
 """What a target of the Makefile runs, after its installation."""
 ELSEWHERE = ("make", "source", "export", "prefect", "rlhf up", "rlhf down", "rlhf status")
 """Commands that need services or install; the tests of services and deployments have them."""
-REFUSED = {"rlhf run own_data.toml": "no row is left for"}
+REFUSED = {"rlhf run own_data.toml": "prepare_data.prompts: has no rows"}
 """Commands that the page announces to fail, and the words with which they do."""
 
 

@@ -316,8 +316,8 @@ def part(data: PreparedDataRef, name: str, kind: type[R]) -> R:
     ref = getattr(data, name)
     if not isinstance(ref, kind):
         raise ConfigError(
-            f"prepare_data.{name} = {ref!r}: a later stage needs {kind.__name__}; "
-            f"give {name} a share in `use` of a source, fix what drops its rows (listed in validation.json of prepare_data), "
+            f"prepare_data.{name}: has no rows, and a later stage reads them; "
+            f"give {name} a larger share in `use` of a source, fix what drops its rows (listed in validation.json of prepare_data), "
             "or remove the section that reads it from the profile"
         )
     return ref

@@ -96,7 +96,7 @@ def test_a_table_that_no_source_fills_is_missed_at_the_plan(tmp_path):
     own = own_data(tmp_path, "demonstrations = 1.0", "eval_prompts = 1.0")
     config, store = load_profile(write_mini(tmp_path), own), ArtifactStore(tmp_path / "store")
     with pytest.raises(
-        ConfigError, match=r"prepare_data\.prompts = None: a later stage needs PromptsRef; give prompts"
+        ConfigError, match=r"prepare_data\.prompts: has no rows, and a later stage reads them; give prompts"
     ):
         plan(config, store)
     assert [stage.label for stage in plan(config, store, until="sft")] == ["prepare_data", "sft"]
@@ -107,7 +107,7 @@ def test_a_table_that_lost_all_rows_ends_the_run_before_the_next_stage(tmp_path,
     config, notes = load_profile(write_mini(tmp_path), own), Notes()
     with (
         open_run(config, lifecycle, RunOptions(), home=home, tracker=MemoryTracker(), listener=notes) as run,
-        pytest.raises(ConfigError, match=r"prepare_data\.prompts = None: a later stage needs PromptsRef"),
+        pytest.raises(ConfigError, match=r"prepare_data\.prompts: has no rows"),
     ):
         run_stages(run, lifecycle, run.directly, tags={})
     assert notes.of("started") == [("prepare_data", "RUN")]

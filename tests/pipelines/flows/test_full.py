@@ -59,7 +59,7 @@ def test_the_policy_that_the_profile_names_is_published(tmp_path):
 def test_prepared_data_without_the_part_that_a_stage_needs_is_refused():
     data = PreparedDataRef(uri="store://x", digest="x", prompts=PromptsRef(uri="store://x/prompts", digest="y"))
     assert part(data, "prompts", PromptsRef).digest == "y"
-    with pytest.raises(ConfigError, match=r"prepare_data\.preferences = None: a later stage needs PreferencesRef"):
+    with pytest.raises(ConfigError, match=r"prepare_data\.preferences: has no rows, and a later stage reads them"):
         part(data, "preferences", PreferencesRef)
 
 
