@@ -28,10 +28,10 @@ from stages.config.collect_preferences import RUBRIC, CollectPreferencesConfig
 
 logger = logging.getLogger(__name__)
 
-TABLE_ROWS = 16
+TABLE_ROWS = 16  # in the tracker
 VERDICTS = "verdicts.jsonl"
 """Verdicts of a language model, by comparison and order."""
-GOLD_TIMEOUT_S = 600.0
+GOLD_TIMEOUT_S = 600.0  # of a known reward for all answers
 
 
 def run(config: CollectPreferencesConfig, *, comparisons: ComparisonsRef, context: StageContext) -> PreferencesRef:

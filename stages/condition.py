@@ -18,7 +18,7 @@ from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, Message, Prompt, PromptsRef, Rollout, RolloutsRef
 from stages.config.condition import ConditionConfig
 
-TABLE_ROWS = 16
+TABLE_ROWS = 16  # in the tracker
 
 
 def run(

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 TokenPair = tuple[TokenSample, TokenSample]
 
 
-REFERENCE_CHUNK = 512
+REFERENCE_CHUNK = 512  # answers between two reports of progress
 
 
 @dataclass(frozen=True, slots=True)

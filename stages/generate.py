@@ -26,7 +26,7 @@ from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Generation, GenerationsRef, Message, PolicyRef, Prompt, PromptsRef, derive_seed
 from stages.config.generate import GenerateConfig
 
-TABLE_ROWS = 16
+TABLE_ROWS = 16  # in the tracker
 
 
 def run(

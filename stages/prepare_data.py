@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 MANY_DROPPED = 0.05
 """Share of dropped rows from which the summary is a warning; `max_bad_fraction` has the same default."""
-MOST_REASONS = 8
+MOST_REASONS = 8  # of dropped rows in the log; all are in validation.json
 
 
 def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:

@@ -21,9 +21,9 @@ from rlhf_core.training.objectives.base import StepObjective
 from rlhf_core.types import PolicyRef, ProcessRewardModelRef, StepSample, StepsRef, TokenSample
 from stages.config.process_reward_model import ProcessRewardModelConfig
 
-PROBES = 32
-TABLE_ROWS = 8
-_UNLIMITED = 1 << 40
+PROBES = 32  # answers whose scores are checked when the model is loaded
+TABLE_ROWS = 8  # in the tracker
+_UNLIMITED = 1 << 40  # tokens: the cut comes after the steps are found
 
 
 def run(

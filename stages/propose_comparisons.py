@@ -22,7 +22,7 @@ from rlhf_core.stage.context import StageContext
 from rlhf_core.types import ComparisonsRef, Rollout, RolloutsRef
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 
-TABLE_ROWS = 16
+TABLE_ROWS = 16  # in the tracker
 
 
 def run(config: ProposeComparisonsConfig, *, rollouts: dict[str, RolloutsRef], context: StageContext) -> ComparisonsRef:

@@ -33,7 +33,7 @@ from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPai
 from stages.config.reward_model import RewardModelConfig
 from stages.config.suites import suites_as_planned
 
-PROBES = 32
+PROBES = 32  # answers whose scores are checked when the model is loaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from stages.config.score import ScoreConfig
 
 SHARD_ROWS = 1024
 """Generations scored and kept at a time."""
-TABLE_ROWS = 8
+TABLE_ROWS = 8  # in the tracker
 
 
 def run(

@@ -20,7 +20,7 @@ from rlhf_core.stage.context import StageContext
 from rlhf_core.types import DemonstrationsRef, PreferencesRef, Prompt, PromptsRef, Rollout, RolloutsRef, derive_seed
 from stages.config.select import BestOfN, Pairs, PromptsInBand, Selection, Threshold, TopK
 
-TABLE_ROWS = 16
+TABLE_ROWS = 16  # in the tracker
 DIFFICULTIES = ("kept", "too_hard", "too_easy", "without_term", "above_limit")
 
 Group: TypeAlias = list[Rollout]

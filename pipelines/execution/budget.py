@@ -21,7 +21,7 @@ from rlhf_core.store.layout import write_json
 from rlhf_core.store.typed_json import Stored, read_stored
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 
-HOUR = 3600.0
+HOUR = 3600.0  # in seconds
 SPENT = "the budget is spent"
 UNITS = {"hours": "hours are spent", "gpu_hours": "GPU hours are spent", "cost": "is what the hours so far have cost"}
 

@@ -123,8 +123,8 @@ def _given_up(label: str, failures: int, error: WorkerLostError) -> str:
 
 # ---------------------------------------------------------------- listener
 
-TABLE_ROWS = 20
-CELL_CHARACTERS = 300
+TABLE_ROWS = 20  # of the newest table on a stage's card in Prefect
+CELL_CHARACTERS = 300  # of a cell there: whole answers are in the tracker
 
 
 class Listener(Protocol):

@@ -33,7 +33,7 @@ from rlhf_core.types import ArtifactRef, PolicyRef, RewardModelRef
 
 logger = logging.getLogger(__name__)
 
-ATTACH_POLL_S = 0.25
+ATTACH_POLL_S = 0.25  # between looks at a key that another process computes
 
 
 # ---------------------------------------------------------------- engines

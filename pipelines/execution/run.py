@@ -104,7 +104,7 @@ def _path(config: PipelineConfig, store: ArtifactStore) -> Path:
 
 EVENTS: Mapping[str, Event] = {"Waiting": "waiting", "Blocked": "blocked", "OverBudget": "over_budget"}
 """State of a halted run -> event."""
-LONGEST_MESSAGE = 2000
+LONGEST_MESSAGE = 2000  # characters of an error in the request to a webhook
 
 
 def event_of(error: BaseException | None) -> Event | None:

@@ -179,7 +179,7 @@ PROOF_KEY = "RLHF_PROOF_KEY"
 """Environment variable with the key by which our MLflow server proves that it is ours."""
 SIGN_IN = "/sign-in"
 """Path of our Prefect server that signs a browser in."""
-_OWNER_ONLY = 0o600
+_OWNER_ONLY = 0o600  # rw-------
 LONGEST_PATH = 470
 """Bytes of the path of a state folder: SQLite's limit is 512, with the names of the database and of its journal."""
 ID_TRIES, ID_WAIT_S = 50, 0.1

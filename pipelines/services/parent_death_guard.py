@@ -20,7 +20,7 @@ import time
 from rlhf_core.stage.stopping import terminations
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 REST_S = 2.0
 
 

@@ -18,13 +18,13 @@ from rlhf_core.sampling.vllm_front import TOKEN
 from rlhf_core.store.layout import write_json
 from rlhf_core.store.typed_json import Stored, read_stored
 
-SERVE_PORT = 8000
-START_TIMEOUT_S = 900.0
-STOP_PATIENCE_S = 10.0
+SERVE_PORT = 8000  # vLLM's own
+START_TIMEOUT_S = 900.0  # large models take minutes to read and compile
+STOP_PATIENCE_S = 10.0  # between SIGTERM and SIGKILL
 TEMPLATE = "chat_template.jinja"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for the largest rank of an adapter."""
-GIB = 1 << 30
+GIB = 1 << 30  # bytes
 
 
 class ServingNote(Stored):

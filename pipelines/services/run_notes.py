@@ -24,7 +24,7 @@ RUNNING, COMPLETED, CLOSED = "Running", "Completed", "Closed"
 """States of a run, as Prefect names them; it is closed if a later run of the same profile has finished its work."""
 KEPT = 1000
 """Number of runs whose records are kept; of a kilobyte each."""
-LONGEST_MESSAGE = 500
+LONGEST_MESSAGE = 500  # characters of a message in a note, which lists show
 _COMMAND = re.compile(r"`(rlhf [^`]+)`")
 
 

@@ -24,7 +24,7 @@ from rlhf_core.tracking.mlflow_client import from_tags
 
 # ---------------------------------------------------------------- Check whether servers answer, and whether they are ours, and wait until they do
 
-ANSWER_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 5.0  # of one health check
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opener without proxies: our services are on this machine, which a network proxy cannot reach."""
@@ -180,10 +180,10 @@ def alive(owner: Mapping[str, str]) -> bool:
 
 # ---------------------------------------------------------------- Bind ports of 127.0.0.1 for servers that do not listen yet
 
-PREFECT_PORT = 4200
-MLFLOW_PORT = 5000
-PORTS_TRIED = 200
-LAST_PORT = 65535
+PREFECT_PORT = 4200  # Prefect's own
+MLFLOW_PORT = 5000  # MLflow's own
+PORTS_TRIED = 200  # from the wanted one on
+LAST_PORT = 65535  # ports have 16 bits
 
 
 def bound_port(wanted: int) -> socket.socket:

@@ -53,12 +53,12 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0
 """Seconds between checks for a death."""
-ASK_EVERY_S = 10.0
+ASK_EVERY_S = 10.0  # between health checks
 MISSED_ANSWERS = 4
 """Number of unanswered checks in a row after which a service counts as hung: 40 to 60 s after its last answer."""
-START_TIMEOUT_S = 180.0
-LONGEST_PAUSE_S = 60.0
-STOP_PATIENCE_S = 8.0
+START_TIMEOUT_S = 180.0  # until the first answer of a service
+LONGEST_PAUSE_S = 60.0  # between restarts of a service that keeps ending
+STOP_PATIENCE_S = 8.0  # between SIGTERM and SIGKILL
 KILL_AFTER_S = 4.0
 """Seconds after the end of its patience until the guard of a service is killed itself."""
 
@@ -186,9 +186,9 @@ def kill_family(pid: int) -> None:
 
 # ---------------------------------------------------------------- servers
 
-FIRST_SIGN_S = 60.0
-UP_TIMEOUT_S = 240.0
-DOWN_TIMEOUT_S = 75.0
+FIRST_SIGN_S = 60.0  # until the supervisor has written its record
+UP_TIMEOUT_S = 240.0  # until all services answer
+DOWN_TIMEOUT_S = 75.0  # until all services have ended
 SERVER_TIMEOUT_S = START_TIMEOUT_S
 MLFLOW_STORE = "MLFLOW_BACKEND_STORE_URI"
 """Environment variable that `mlflow server` reads in place of `--backend-store-uri`."""

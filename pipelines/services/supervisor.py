@@ -48,8 +48,8 @@ logger = logging.getLogger("rlhf.supervisor")
 
 DEPLOYED_MARK = "deployments.ready"
 """File that the deployments touch as long as they work."""
-BEAT_LATE_S = 15.0
-LAST_TIMEOUT_S = 20.0
+BEAT_LATE_S = 15.0  # without a sign of life, after which the deployments count as hung
+LAST_TIMEOUT_S = 20.0  # until the ports are free again
 DEPLOYMENTS_PATIENCE_S = 32.0
 """Seconds for the deployments to end: running flows save first."""
 

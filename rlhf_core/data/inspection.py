@@ -20,7 +20,7 @@ from rlhf_core.data.turns import Turns
 from rlhf_core.errors import DataError, RlhfError
 
 ROWS_FOR_COLUMNS = 100  # rows whose columns are listed; later rows of a table rarely have others
-SHOWN_ROWS = 2
+SHOWN_ROWS = 2  # of each source
 LONGEST_TURN = 400  # characters of a turn that are shown
 
 

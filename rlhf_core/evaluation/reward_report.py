@@ -344,7 +344,7 @@ def _suite_accuracy(found: Sequence[tuple[float, Turns]]) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- step report
 
-BINS = 10
+BINS = 10  # of equal width in [0, 1], as is usual for the ECE
 THRESHOLD = 0.5  # A step with a probability (or label) below this is wrong
 
 

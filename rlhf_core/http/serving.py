@@ -18,7 +18,7 @@ HEADERS_S = 20.0  # seconds from the connection, or the first byte of a further 
 _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MOST_CONNECTIONS = 1 << 16 if _FILES == resource.RLIM_INFINITY else _FILES // 2
 """Connections that are open at a time, half of the files that this process may have open; more are closed at once."""
-MOST_HEADER_BYTES = 1 << 16
+MOST_HEADER_BYTES = 1 << 16  # of one request
 
 
 class LimitedProtocol(H11Protocol):

@@ -266,16 +266,12 @@ def _source(config: PretrainedModel) -> tuple[str, dict[str, Any]]:
     folder = local_folder(config)
     if folder is not None:
         if not config.gguf_file:
-            _check_local(config, folder)
+            check_folder(folder)
+            if not any(folder.glob("*.safetensors")):
+                remedy = "convert the weights, or set model.gguf_file"
+                raise ConfigError("model.path", config.path, "has no .safetensors file", remedy)
         return str(folder), options
     return config.path, options | {"revision": config.revision}
-
-
-def _check_local(config: PretrainedModel, folder: Path) -> None:
-    check_folder(folder)
-    if not any(folder.glob("*.safetensors")):
-        rule = "has no .safetensors file"
-        raise ConfigError("model.path", config.path, rule, "convert the weights, or set model.gguf_file")
 
 
 def _weights_options(config: PretrainedModel) -> dict[str, Any]:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # they take longer to import than a command to start
     import subprocess
     from asyncio.subprocess import Process
 
-GUARD_LOOKS_EVERY_MS = 1000
+GUARD_LOOKS_EVERY_MS = 1000  # for orphans that have ended
 KILLING_TIMEOUT_S = 5.0
 """Time limit for killing all descendants; some processes fork as fast as they are killed."""
-KILLS_EVERY_S = 0.005
+KILLS_EVERY_S = 0.005  # until no descendant is left: some start others meanwhile
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # in linux/prctl.h

@@ -37,7 +37,7 @@ from rlhf_core.types import Generation, Message, ProcessRewardModelRef, RewardMo
 
 logger = logging.getLogger(__name__)
 
-FLOAT32_TOLERANCE = 1e-4
+FLOAT32_TOLERANCE = 1e-4  # kernels and machines differ by rounding
 BFLOAT16_TOLERANCE = 1e-1
 """Largest difference of a probe score, relative above 1. Training keeps float32 weights under autocast and serving rounds
 them to bfloat16; a head that is not the trained one is off by about 1."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, assert_never
 
-STD_EPS = 1e-8
+STD_EPS = 1e-8  # (r - mean) / (std + eps)
 
 
 @dataclass(frozen=True)

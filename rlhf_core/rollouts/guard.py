@@ -447,7 +447,10 @@ class RunGuard:
         every = self._evaluate.every if self._evaluate else 0
         due = every and (step % every == 0 or step == self._steps)
         measured = self._measure(step, weights) if due else NOTHING
-        self._check_metrics(step, metrics)
+        if step == self._first_update:
+            # Where every answer was cut off and is masked, the step has no update.
+            not_updated = () if "policy/loss" in metrics else ("policy/", "value/")
+            self._watch.check_metrics(metrics, later=("eval/", "reward_extra/", *not_updated))
         alarms = self._watch.observe(step, metrics | measured.metrics, measured.samples)
         complaints = self._watch.complaints()
         self._judge(step, measured.metrics)
@@ -558,13 +561,6 @@ class RunGuard:
         measured = self._held_out.score(step, generations)
         self._evaluations.append({"step": step} | measured.metrics)
         return measured
-
-    def _check_metrics(self, step: int, metrics: Metrics) -> None:
-        """Raise ConfigError, at the first policy update, for a monitor of a metric that steps do not have."""
-        if step == self._first_update:
-            # Where every answer was cut off and is masked, the step has no update.
-            not_updated = () if "policy/loss" in metrics else ("policy/", "value/")
-            self._watch.check_metrics(metrics, later=("eval/", "reward_extra/", *not_updated))
 
     def _components(self) -> list[str]:
         """Return the metrics of terms, which an evaluation has only if they apply to one of its answers."""

@@ -44,7 +44,10 @@ class HFSampler:
         )
         if config.fp32_lm_head:
             compute_in_float32(self._model.get_output_embeddings())  # type: ignore[operator]
-        self._policy = PolicyFolder.read(policy, max_model_len=_most_positions(self._model.config))
+        model_config: Any = self._model.config
+        stated = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+        longest = length_limit(model_config) or stated or sys.maxsize  # recurrent models have no positions
+        self._policy = PolicyFolder.read(policy, max_model_len=longest)
         self._batch_size = config.batch_size
         self._version = 0
 
@@ -184,12 +187,6 @@ class _Row:
         most = most_tokens(request, sampling.max_tokens)
         uniforms = torch.rand(most, generator=generator, dtype=torch.float64)
         return cls(request, most, uniforms, [], [], False)
-
-
-def _most_positions(config: Any) -> int:
-    # Recurrent models have no positions.
-    stated = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return length_limit(config) or stated or sys.maxsize
 
 
 def _left_pad(prompts: Sequence[Sequence[int]], *, device: Any) -> tuple[Tensor, Tensor]:

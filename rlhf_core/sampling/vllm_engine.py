@@ -15,7 +15,7 @@ from rlhf_core.interfaces import Transfer
 from rlhf_core.sampling.requests import most_tokens
 from rlhf_core.types import SamplingRequest
 
-GIB = 1 << 30
+GIB = 1 << 30  # bytes
 
 
 def platform() -> str:

@@ -53,8 +53,8 @@ Sampled = concurrent.futures.Future[tuple[list[int], list[float]]]
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0
 """Pause before retrying a server that failed the same request: the first, and the longest. It doubles each time."""
 KEY = "runtime.sampler.urls"
-PROBE_TIMEOUT_S = 30.0
-CONNECT_S = 10.0
+PROBE_TIMEOUT_S = 30.0  # of requests that a server answers without computing
+CONNECT_S = 10.0  # answers have no deadline, connections do
 RELOADING = "reloading"
 """Version of weights that may have been loaded only in part."""
 LEAST_LOGPROB = -9999.0

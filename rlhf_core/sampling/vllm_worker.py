@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_core.models.lora import weights_digest
 
-PROBE_ROWS = 64
+PROBE_ROWS = 64  # of each weight, evenly spread: whole weights would take as long as the transfer
 
 Probes = dict[str, tuple[tuple[int, ...], Tensor]]
 """Name -> (shape of the whole tensor, some of its rows in float32 on the CPU)."""

@@ -12,7 +12,7 @@ from rlhf_core.store.fingerprint import canonical_json, code_digest, sha256_text
 from rlhf_core.types import ArtifactRef
 from rlhf_core.user_code.dependencies import user_code_digest
 
-KEY_SCHEMA = 1
+KEY_SCHEMA = 1  # raised when keys are computed in another way: no result is found then
 
 CodePolicy: TypeAlias = Literal["strict", "warn"]
 StageInput: TypeAlias = ArtifactRef | tuple[ArtifactRef, ...] | dict[str, ArtifactRef]

@@ -186,17 +186,13 @@ def _finish(
         context.checkpoints.settle()
     except Exception as error:  # the stage has committed: no attempt will resume from this checkpoint
         logger.warning("%s: could not write the last checkpoint: %s", run.spec.label, error)
-    _note_end(folder, run)
-    attempts.clear(folder, keep_metrics=True, until=run.attempt)
-    attempts.give_way(folder, run.attempt)
-    return handle
-
-
-def _note_end(folder: Path, run: RunningAttempt) -> None:
     try:
         _end(folder, run, status="committed", failure="")
     except ArtifactError as error:  # after the commit: the result exists, also for the process that took over
         logger.warning("%s: %s", run.spec.label, error)
+    attempts.clear(folder, keep_metrics=True, until=run.attempt)
+    attempts.give_way(folder, run.attempt)
+    return handle
 
 
 def _check_committed(store: ArtifactStore, run: RunningAttempt, handle: object) -> None:

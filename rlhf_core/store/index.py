@@ -26,7 +26,7 @@ from rlhf_core.store.layout import MANIFEST, StoreLayout, folder_bytes, object_o
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 1  # of the format: an index of another version is built anew
 RECORDS, OBJECTS, CODE = "records.json", "objects.json", "code.json"
 SETTLED_NS = 2_000_000_000
 """A source file written more recently is not cached: it may change again within the resolution of its timestamp."""

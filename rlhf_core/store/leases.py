@@ -115,7 +115,10 @@ def hold(folder: Path, key: str, *, on_wait: Callable[[Owner], None] | None = No
     finally:
         stop.set()
         heart.join()
-        _release(lease)
+        with alone(lease.folder):
+            holder = _read(lease.folder, lease.key)
+            if holder is not None and holder.token == lease.owner.token:
+                lease_file(lease.folder, lease.key).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -270,13 +273,6 @@ def _beat(lease: Lease, stop: threading.Event) -> None:
                 _write(lease.folder, lease.key, replace(holder, expires=time.time() + TTL_SECONDS))
         except (OSError, ArtifactError) as error:
             logger.warning("could not renew lease %s: %s", lease.key[:12], error)
-
-
-def _release(lease: Lease) -> None:
-    with alone(lease.folder):
-        holder = _read(lease.folder, lease.key)
-        if holder is not None and holder.token == lease.owner.token:
-            lease_file(lease.folder, lease.key).unlink(missing_ok=True)
 
 
 def _lock(descriptor: int, folder: Path) -> None:

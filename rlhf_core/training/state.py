@@ -165,16 +165,11 @@ def rank_and_world() -> tuple[int, int]:
         missing = sorted(set(LAUNCHER) - set(there))
         raise ConfigError("environment", there, f"{missing} must be set too", "set all four or none")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    _check_reach(os.environ["MASTER_ADDR"], world)
-    return rank, world
-
-
-def _check_reach(host: str, world: int) -> None:
-    """Raise ConfigError if a launcher put ranks on other machines (LOCAL_WORLD_SIZE) that cannot reach `host`."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if here < world and is_loopback(host):
+    host, here = os.environ["MASTER_ADDR"], int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if here < world and is_loopback(host):  # a launcher put ranks on other machines
         rule = f"{here} of {world} ranks are on this machine, and the other ranks cannot reach this address"
         raise ConfigError("MASTER_ADDR", host, rule, "set it to an address of rank 0's machine that they can reach")
+    return rank, world
 
 
 def local_device() -> torch.device:

@@ -75,7 +75,9 @@ class Modules:
         self.builtins = {**vars(builtins), "__import__": self._import}
         if notes:
             self.builtins[MARK] = Watch(Path(notes), seen_files(reached))
-        _install()
+        if _FINDER not in sys.meta_path:  # imports then see the modules of loads
+            sys.meta_path.insert(0, _FINDER)
+            importlib.import_module = _import_module_of_caller
         if self._file is not None:
             folder = str(self._file.resolve().parent)
             if folder not in self._path:
@@ -221,13 +223,6 @@ def _import_module_of_caller(name: str, package: str | None = None) -> ModuleTyp
         name = name if name.startswith(".") else modules.named(name)
         package = package and modules.named(package)
     return _import_module(name, package)
-
-
-def _install() -> None:
-    """Make imports see the modules of loads."""
-    if _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
-        importlib.import_module = _import_module_of_caller
 
 
 # ---------------------------------------------------------------- loading

@@ -40,7 +40,7 @@ MARK = "__watch__"
 """Name of a `Watch` among the builtins of user modules, by which a stack is known to run the user's code."""
 MOST_NOTES = 100
 """Of one process: a function may read another file for every answer."""
-_MOST_NAMES = 100_000
+_MOST_NAMES = 100_000  # that are remembered, so that a loop over files fills no memory
 _SYSTEM = ("/proc", "/sys", "/dev", "/etc", "/lib", "/lib64", "/run", "/usr/lib", "/usr/lib64", "/usr/share")
 
 

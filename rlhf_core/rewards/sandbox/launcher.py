@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-NOBODY = 65534
+NOBODY = 65534  # the user without rights, by convention
 LOOKS_EVERY_S = 0.02
 """Between two looks at the memory of all processes together."""
 DEVICES = ("null", "zero", "random", "urandom")
@@ -37,7 +37,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS =
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1  # one number on every machine
 
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER, SECCOMP_KILL, SECCOMP_ERRNO, SECCOMP_ALLOW = 22, 2, 0x80000000, 0x50000, 0x7FFF0000
-MNT_DETACH = 2
+MNT_DETACH = 2  # sys/mount.h
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """Machine -> its seccomp architecture, and its column of `SYSTEM_CALLS`."""
 SYSTEM_CALLS = {

@@ -36,7 +36,7 @@ FOLDER = "/tmp/rlhf-sandbox-"
 VALUES_KB = 4096
 """Limit in KB on the values of a Python test, beside the program's own output."""
 LAUNCHER = Path(__file__).with_name("launcher.py")
-MEGABYTE = 2**20
+MEGABYTE = 2**20  # bytes
 
 Mode = Literal["user", "root", "none"]
 Outcome = Literal["passed", "failed", "error", "timeout", "memory", "output"]
