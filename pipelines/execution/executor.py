@@ -194,23 +194,17 @@ class ShownTracker:
 class Silent:
     """A `Listener` that ignores all events, for runs that only Prefect's pages show."""
 
-    def planned(self, label: str, decision: Decision) -> None:
-        return None
+    def planned(self, label: str, decision: Decision) -> None: ...
 
-    def started(self, label: str, decision: Decision) -> None:
-        return None
+    def started(self, label: str, decision: Decision) -> None: ...
 
-    def progress(self, label: str, done: int, total: int, message: str) -> None:
-        return None
+    def progress(self, label: str, done: int, total: int, message: str) -> None: ...
 
-    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        return None
+    def metrics(self, label: str, step: int, values: Mapping[str, float]) -> None: ...
 
-    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None:
-        return None
+    def finished(self, label: str, decision: Decision, metrics: Mapping[str, float], seconds: float) -> None: ...
 
-    def failed(self, label: str, error: BaseException) -> None:
-        return None
+    def failed(self, label: str, error: BaseException) -> None: ...
 
 
 class Tally:

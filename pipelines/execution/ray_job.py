@@ -95,8 +95,7 @@ class Reporter(logging.Handler):
         self._changing = threading.Lock()
         self._due: threading.Timer | None = None
 
-    def planned(self, label: str, decision: Decision) -> None:
-        return None
+    def planned(self, label: str, decision: Decision) -> None: ...
 
     def started(self, label: str, decision: Decision) -> None:
         with self._changing:
