@@ -157,7 +157,7 @@ class Stage(Generic[P, R]):
         """Return the classes of the configuration.
 
         >>> [kind.__name__ for kind in select.configs]
-        ['BestOfN', 'TopK', 'Threshold', 'Pairs']
+        ['BestOfN', 'TopK', 'Threshold', 'Pairs', 'PromptsInBand']
         """
         return (self.config,) if isinstance(self.config, type) else get_args(get_args(self.config)[0])
 
