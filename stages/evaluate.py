@@ -241,15 +241,15 @@ def draw(
     measure, reference = report["compared_by"], report["reference"]
     label = {"gold": "gold reward", "reward_model": "reward-model score", "": ""}[measure]
     rows = report["policies"]
-    ordered = sorted(rows, key=lambda name: name not in report["order"])  # so that colors agree between the figures
+    colors = policy_colors(report)
     points = [
         plots.FrontierPoint(name, rows[name]["kl"]["mean"], rows[name][measure]["mean"], *ends(rows[name][measure]))
-        for name in ordered
+        for name in colors
         if measure and "kl" in rows[name]
     ]
     if points:
         caption = f"Reward against distance from {reference}, with {report['settings']['level']:.0%} intervals"
-        figures["frontier"] = (caption, plots.frontier(points, reward_name=label, reference=reference))
+        figures["frontier"] = (caption, plots.frontier(points, reward_name=label, reference=reference, colors=colors))
     groups = {
         answers.name: ([sum(item.completion.action_mask) for item in answers.generations], answers.rewards)
         for answers in policies
@@ -258,13 +258,21 @@ def draw(
     if groups:
         figures["length"] = (
             f"{label.capitalize()} against length",
-            plots.length_scatter(groups, x_label="tokens", y_label=label),
+            plots.length_scatter(groups, x_label="tokens", y_label=label, colors=colors),
         )
-    return figures | training_figures(training)
+    return figures | training_figures(training, colors)
 
 
-def training_figures(training: Mapping[str, Path]) -> dict[str, tuple[str, bytes]]:
-    """Return one figure per trained stage: reward for policy optimization, loss for the rest."""
+def policy_colors(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return the color of each policy in all figures and tables; best-of-n rows come last."""
+    return plots.colors(sorted(report["policies"], key=lambda name: name not in report["order"]))
+
+
+def training_figures(training: Mapping[str, Path], colors: Mapping[str, str]) -> dict[str, tuple[str, bytes]]:
+    """Return one figure per trained stage: reward for policy optimization, loss for the rest.
+
+    It has the color of the policy that the stage made, or contributed to: `iterative_dpo/round_1/dpo`.
+    """
     figures = {}
     for label, path in training.items():
         series = {name.removeprefix(f"{label}/"): curve for name, curve in plots.read_curves(path).items()}
@@ -272,7 +280,9 @@ def training_figures(training: Mapping[str, Path]) -> dict[str, tuple[str, bytes
         shown = {"reward/mean": series["reward/mean"]} if "reward/mean" in series else losses
         if shown and max(len(curve) for curve in shown.values()) > 1:
             y_label = "reward" if "reward/mean" in shown else "loss"
-            png = plots.curves(shown, title=label, y_label=y_label)
+            policy = label if label in colors else label.partition("/")[0]
+            color = colors[policy] if policy in colors else plots.INK
+            png = plots.curves(shown, title=label, y_label=y_label, color=color)
             figures["training_" + label.replace("/", "_").replace(" ", "_")] = (f"Training of {label}", png)
     return figures
 
@@ -310,15 +320,24 @@ def write(
 ) -> None:
     """Write the artifact and hand the same to the tracker."""
     (context.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False), encoding="utf-8")
-    page = render_report(report, title="Evaluation of policies", figures=list(figures.values()), samples=samples)
+    page = render_report(
+        report,
+        title="Evaluation of policies",
+        figures=list(figures.values()),
+        samples=samples,
+        colors=policy_colors(report),
+    )
     (context.out / "report.html").write_text(page, encoding="utf-8")
     context.figures({name: png for name, (_, png) in figures.items()})
     context.tracker.file(context.out / "report.json", "")
     context.tracker.file(context.out / "report.html", "")
+    columns = ["prompt", "policy", "answer", "gold", "reward model"]
     rows = [
         [sample.prompt, name, text, *_numbers(values)] for sample in samples for name, text, values in sample.answers
     ]
-    context.tracker.table("samples", ["prompt", "policy", "answer", "gold", "reward model"], rows)
+    content = json.dumps({"columns": columns, "data": rows}, ensure_ascii=False)
+    (context.out / "samples.json").write_text(content, encoding="utf-8")
+    context.tracker.table("samples", columns, rows)
     context.metrics(0, headline(report))
 
 

@@ -4,7 +4,7 @@ import io
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,15 @@ BAR_HALF_WIDTH = 12  # pixels on either side of a point and its bar that names m
 Curve = list[tuple[int, float]]
 
 
+def colors(names: Iterable[str]) -> dict[str, str]:
+    """Return a color for each name, by its place.
+
+    >>> colors(["base", "sft"])
+    {'base': '#2563eb', 'sft': '#d97706'}
+    """
+    return {name: PALETTE[place % len(PALETTE)] for place, name in enumerate(names)}
+
+
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
     """A policy on the frontier, with its distance from the reference (nats) and its reward with interval."""
@@ -37,7 +46,7 @@ class FrontierPoint:
     high: float
 
 
-def frontier(points: Sequence[FrontierPoint], *, reward_name: str, reference: str) -> bytes:
+def frontier(points: Sequence[FrontierPoint], *, reward_name: str, reference: str, colors: Mapping[str, str]) -> bytes:
     """Draw reward against KL(policy || reference) with intervals. The axis is the root of KL (arXiv 2210.10760).
 
     A policy so far away that the others would shrink to a spot, such as an untrained one, is named below instead.
@@ -48,8 +57,8 @@ def frontier(points: Sequence[FrontierPoint], *, reward_name: str, reference: st
         named = ", ".join(f"{point.name} (KL {point.kl:.0f}, reward {point.reward:.2f})" for point in far)
         axes.set_title(f"too far out to be shown: {named}", fontsize=9, color=SOFT, loc="right")
     places = [math.sqrt(max(point.kl, 0.0)) for point in points]
-    for index, (point, x) in enumerate(zip(points, places)):
-        color = PALETTE[index % len(PALETTE)]
+    for point, x in zip(points, places):
+        color = colors[point.name]
         error = [[point.reward - point.low], [point.high - point.reward]]
         axes.errorbar(
             x, point.reward, _clipped(error), fmt="o", color=color, markersize=8, capsize=4, elinewidth=1.6,
@@ -102,17 +111,21 @@ def _clipped(error: list[list[float]]) -> list[list[float]]:
     return [[max(0.0, value) for value in side] for side in error]
 
 
-def curves(series: Mapping[str, Curve], *, title: str, y_label: str) -> bytes:
+LINES = ("solid", "dashed", "dotted", "dashdot")
+"""Styles of lines that have one color."""
+
+
+def curves(series: Mapping[str, Curve], *, title: str, y_label: str, color: str) -> bytes:
     """Draw one line per series over steps, with a smoothed line over it if it has more than 30 points."""
     figure, axes = _figure(6.4, 3.6)
     for index, (name, points) in enumerate(series.items()):
-        color = PALETTE[index % len(PALETTE)]
         steps, values = [step for step, _ in points], [value for _, value in points]
         if len(points) > 30:
             axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
             values = smoothed(values, span=max(5, len(values) // 15))  # a fifteenth of the run
         marker = "o" if len(points) < 12 else None
-        axes.plot(steps, values, color=color, linewidth=1.8, marker=marker, markersize=4, label=name)
+        style = LINES[index % len(LINES)]
+        axes.plot(steps, values, color=color, linestyle=style, linewidth=1.8, marker=marker, markersize=4, label=name)
     axes.set_xlabel("step")
     axes.set_ylabel(y_label)
     axes.set_title(title)
@@ -204,12 +217,16 @@ def margin_histogram(margins: Sequence[float], *, title: str) -> bytes:
 
 
 def length_scatter(
-    groups: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x_label: str, y_label: str
+    groups: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x_label: str,
+    y_label: str,
+    colors: Mapping[str, str],
 ) -> bytes:
-    """Draw score against length, with one color per group of (lengths, scores) and a large dot at the group's mean."""
+    """Draw score against length, with the color of each group of (lengths, scores) and a large dot at its mean."""
     figure, axes = _figure(5.6, 3.8)
-    for index, (name, (lengths, scores)) in enumerate(groups.items()):
-        color = PALETTE[index % len(PALETTE)]
+    for name, (lengths, scores) in groups.items():
+        color = colors[name]
         alpha = max(0.15, min(0.7, 80 / max(1, len(lengths))))
         axes.scatter(lengths, scores, s=14, color=color, alpha=alpha, linewidths=0)
         if len(lengths):

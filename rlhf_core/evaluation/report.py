@@ -52,9 +52,14 @@ class Sample:
 
 
 def render_report(
-    report: Mapping[str, Any], *, title: str, figures: Sequence[tuple[str, bytes]], samples: Sequence[Sample]
+    report: Mapping[str, Any],
+    *,
+    title: str,
+    figures: Sequence[tuple[str, bytes]],
+    samples: Sequence[Sample],
+    colors: Mapping[str, str],
 ) -> str:
-    """Return the HTML page. `report` is the content of report.json, and `figures` are (caption, PNG)."""
+    """Return the HTML page. `report` is the content of report.json, `figures` are (caption, PNG), `colors` of policies."""
     policies: dict[str, dict[str, Any]] = report["policies"]
     best = best_policy(report)
     page = Environment(autoescape=True, trim_blocks=False).from_string(TEMPLATE.read_text(encoding="utf-8"))
@@ -62,10 +67,13 @@ def render_report(
         title=title,
         lead=_lead(report),
         cards=_cards(report, best),
-        tables=[_table("Policies", JUDGED, policies, best), _table("How they write", STYLE, policies, best)],
+        tables=[
+            _table("Policies", JUDGED, policies, best, colors),
+            _table("How they write", STYLE, policies, best, colors),
+        ],
         footnote=_footnote(report),
         figures=[{"caption": text, "data": base64.b64encode(png).decode()} for text, png in figures],
-        samples=[_sample(sample) for sample in samples],
+        samples=[_sample(sample, colors) for sample in samples],
         lineage=report["lineage"],
         settings=json.dumps(report["settings"], indent=2),
         footer=f"Stage key {report['key']}" if report["key"] else "",
@@ -103,12 +111,21 @@ def _cards(report: Mapping[str, Any], best: str) -> list[dict[str, str]]:
 
 
 def _table(
-    title: str, columns: Sequence[Column], policies: Mapping[str, Mapping[str, Any]], best: str
+    title: str,
+    columns: Sequence[Column],
+    policies: Mapping[str, Mapping[str, Any]],
+    best: str,
+    colors: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the table of the columns for which at least one policy has a value."""
     shown = [column for column in columns if any(column.path in row for row in policies.values())]
     rows = [
-        {"name": name, "best": name == best, "cells": [_cell(row, column, policies) for column in shown]}
+        {
+            "name": name,
+            "best": name == best,
+            "color": colors[name],
+            "cells": [_cell(row, column, policies) for column in shown],
+        }
         for name, row in policies.items()
     ]
     return {"title": title, "columns": shown, "rows": rows}
@@ -177,13 +194,14 @@ def _footnote(report: Mapping[str, Any]) -> str:
     return text
 
 
-def _sample(sample: Sample) -> dict[str, Any]:
+def _sample(sample: Sample, colors: Mapping[str, str]) -> dict[str, Any]:
     values = [next(iter(numbers.values()), 0.0) for _, _, numbers in sample.answers]
     top = max(values, default=0.0)
     scored = any(numbers for _, _, numbers in sample.answers)
     answers = [
         {
             "policy": policy,
+            "color": colors[policy],
             "text": text,
             "numbers": "  ".join(f"{name} {number:.2f}" for name, number in numbers.items()),
             "top": scored and value == top,

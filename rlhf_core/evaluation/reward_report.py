@@ -84,7 +84,7 @@ def reward_model_report(
     figures = {
         "reliability": plots.reliability_diagram(rows, ece=ece),
         "margins": plots.margin_histogram(margins, title=title),
-        "length": plots.length_scatter(by_side, x_label="tokens", y_label="score"),
+        "length": plots.length_scatter(by_side, x_label="tokens", y_label="score", colors=plots.colors(by_side)),
     }
     return report, figures
 

@@ -123,6 +123,8 @@ def test_the_artifact_holds_page_figures_and_the_tracker_has_the_same(shop, gold
     assert ("", "report.html") in shop.tracker.files
     columns, rows = shop.tracker.tables["samples"]
     assert columns == ("prompt", "policy", "answer", "gold", "reward model")
+    kept = json.loads((folder / "samples.json").read_text())
+    assert (tuple(kept["columns"]), [tuple(row) for row in kept["data"]]) == (columns, rows)
     assert rows[:3] == [("p1", "base", "x", 1.0, ""), ("p1", "sft", "xx", 2.0, ""), ("p1", "ppo", "xxxx", 4.0, "")]
     assert [name for name, _, context in shop.tracker.datasets if context == "evaluation"] == [
         "answers-base",
@@ -272,15 +274,23 @@ def test_the_reference_goes_by_the_name_of_the_policy_that_it_is(shop, gold, tmp
     assert report["policies"]["ppo"]["win_rate"]["against"] == "base"
 
 
-def test_training_curves_of_the_ancestors_are_drawn(tmp_path):
+def test_training_curves_of_the_ancestors_are_drawn(tmp_path, monkeypatch):
+    from rlhf_core.evaluation import plots
     from stages.evaluate import training_figures
 
+    drawn: list[str] = []
+    monkeypatch.setattr(plots, "curves", lambda shown, **given: drawn.append(given["color"]) or b"")
     path = tmp_path / "metrics.jsonl"
-    rows = [{"step": step, "values": {"sft/train/loss": 1 / step, "sft/train/grad_norm": 1.0}} for step in range(1, 9)]
+    labels = ("sft", "iterative_dpo/round_1/dpo", "reward_model")
+    rows = [
+        {"step": step, "values": {f"{label}/train/{name}": 1 / step for label in labels for name in ("loss", "grad")}}
+        for step in range(1, 9)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    figures = training_figures({"sft": path})
-    assert list(figures) == ["training_sft"]
+    figures = training_figures(dict.fromkeys(labels, path), {"sft": "#1", "iterative_dpo": "#2"})
+    assert list(figures) == ["training_sft", "training_iterative_dpo_round_1_dpo", "training_reward_model"]
     assert figures["training_sft"][0] == "Training of sft"
+    assert drawn == ["#1", "#2", plots.INK]  # the policies' own colors
 
 
 def test_only_training_stages_have_a_training_curve(shop, tmp_path):

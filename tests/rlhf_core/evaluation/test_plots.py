@@ -12,6 +12,8 @@ from matplotlib.text import Text
 from rlhf_core.evaluation import plots
 from rlhf_core.evaluation.metrics import reliability
 
+COLORS = plots.colors(["base", "sft", "ppo"])
+
 
 def image(png: bytes) -> tuple[tuple[int, int], int]:
     """Return the size in pixels and the number of different colours."""
@@ -27,9 +29,9 @@ def test_a_frontier_shows_one_colour_more_per_policy():
     one = plots.FrontierPoint("sft", 0.0, 1.0, 0.9, 1.1)
     two = plots.FrontierPoint("ppo", 9.0, 2.0, 1.8, 2.1)
     below = plots.FrontierPoint("sft", -1e-3, 1.0, 1.0, 1.0)  # a negative estimate is drawn at zero
-    assert plots.frontier([below], reward_name="gold", reference="sft").startswith(b"\x89PNG")
-    size, few = image(plots.frontier([one], reward_name="gold", reference="sft"))
-    _, more = image(plots.frontier([one, two], reward_name="gold", reference="sft"))
+    assert plots.frontier([below], reward_name="gold", reference="sft", colors=COLORS).startswith(b"\x89PNG")
+    size, few = image(plots.frontier([one], reward_name="gold", reference="sft", colors=COLORS))
+    _, more = image(plots.frontier([one, two], reward_name="gold", reference="sft", colors=COLORS))
     assert size == (1024, 672)  # 6.4 by 4.2 inches at 160 per inch
     assert more > few
 
@@ -47,7 +49,7 @@ def test_names_meet_neither_each_other_nor_a_bar(drawn):
         plots.FrontierPoint(f"policy number {i}", 0.5 * i, 1 + 0.05 * i, 0.95 + 0.04 * i, 1.1 + 0.06 * i)
         for i in range(6)
     ]
-    plots.frontier(crowd, reward_name="gold", reference="sft")
+    plots.frontier(crowd, reward_name="gold", reference="sft", colors=plots.colors(point.name for point in crowd))
     (axes,) = drawn[0].axes
     boxes = [Text.get_window_extent(name) for name in axes.texts]
     assert [name.get_text() for name in axes.texts] == [point.name for point in crowd]
@@ -59,10 +61,12 @@ def test_names_meet_neither_each_other_nor_a_bar(drawn):
 def test_a_policy_far_out_does_not_squash_the_others(drawn):
     kls = {"base": 400.0, "sft": 0.0, "ppo": 4.0}
     points = [plots.FrontierPoint(name, kl, 1.0, 0.9, 1.1) for name, kl in kls.items()]
-    plots.frontier(points, reward_name="gold", reference="sft")
+    plots.frontier(points, reward_name="gold", reference="sft", colors=COLORS)
     (axes,) = drawn[0].axes
     assert axes.get_xlim()[1] < 3  # the root of 4, and room for its name
     assert axes.get_title(loc="right") == "too far out to be shown: base (KL 400, reward 1.00)"
+    drawn_in = [bars.lines[0].get_color() for bars in axes.containers]
+    assert drawn_in == [COLORS["sft"], COLORS["ppo"]]  # as in figures that show the base
 
 
 def test_the_same_numbers_give_the_same_bytes():
@@ -78,9 +82,13 @@ def test_every_kind_of_figure_is_drawn():
             {"loss": [(step, 1 / step) for step in range(1, 60)], "eval": [(1, 1.0), (50, 0.1)]},
             title="sft",
             y_label="loss",
+            color=plots.INK,
         ),
         plots.length_scatter(
-            {"chosen": ([1, 2], [0.1, 0.2]), "rejected": ([1, 2], [0.0, 0.1])}, x_label="tokens", y_label="score"
+            {"chosen": ([1, 2], [0.1, 0.2]), "rejected": ([1, 2], [0.0, 0.1])},
+            x_label="tokens",
+            y_label="score",
+            colors=plots.colors(["chosen", "rejected"]),
         ),
     ):
         assert image(png)[1] > 20

@@ -32,7 +32,13 @@ SAMPLES = [Sample("<script>alert(1)</script>", (("sft", "a < b", {"gold": 1.0}),
 
 
 def page() -> str:
-    return render_report(REPORT, title="Evaluation", figures=[("Reward against distance", b"png")], samples=SAMPLES)
+    return render_report(
+        REPORT,
+        title="Evaluation",
+        figures=[("Reward against distance", b"png")],
+        samples=SAMPLES,
+        colors={name: f"#{place}" for place, name in enumerate(REPORT["policies"])},
+    )
 
 
 class Links(HTMLParser):
@@ -53,6 +59,12 @@ def test_the_page_asks_the_network_for_nothing_and_adapts_to_phones_and_the_dark
     assert links.sources == ["data:image/png;base64," + base64.b64encode(b"png").decode()]
     assert not {"script", "link", "iframe"} & set(links.tags)
     assert not re.search(r"https?://|url\(|@import", page())
+
+
+def test_a_policy_has_one_color_in_tables_and_samples():
+    of_ppo = re.findall(r'style="background:(#\d)"></i>ppo<', page())
+    assert of_ppo == ["#2"] * 3  # two tables and a sample
+    assert page().count("background:#2") == 5  # and the two parts of its bar
 
 
 def test_text_of_prompts_and_answers_is_escaped():
