@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from typing import Any
 from uuid import UUID
 
 from httpx import TransportError
@@ -16,7 +17,7 @@ from prefect.exceptions import CancelledRun
 from pipelines.execution.run import PipelineRun
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig
-from pipelines.prefect_flows.tasks import run_in_flow, settle
+from pipelines.prefect_flows.tasks import completed, run_in_flow, settle
 from pipelines.prefect_flows.waiting import close_finished, halted
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.running import ServiceError
@@ -46,7 +47,7 @@ def run_flow(
     )
     def full(
         profile: str, overrides: list[str], until: str, force: list[str], strict_code: bool, strict_env: bool
-    ) -> State[None] | None:
+    ) -> State[Any]:
         flow_runs.append(FlowRunContext.get().flow_run.id)
         try:
             run_in_flow(pipeline_run, lifecycle)
@@ -54,7 +55,7 @@ def run_flow(
             halts.append(error)
             return halted(error)
         ended.append(True)
-        return None
+        return completed(pipeline_run, True)
 
     refresh_global_settings_context()  # an earlier run of this process (`--wait`) may have had another server
     if server is not None:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from pipelines.cli.common import key_metric, print_line
 from pipelines.execution.plan import DIGITS, Outlook, PlannedStage, duration
+from pipelines.execution.summary import results
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.stopping import RunHalted
 
@@ -282,40 +283,12 @@ def print_decisions(rows: Sequence[tuple[str, Decision]], console: Console) -> N
         print_line(console, line)
 
 
-COLUMNS = {
-    "gold": "gold reward",
-    "reward_model": "RM score",
-    "kl": "KL",
-    "tokens": "tokens",
-    "entropy": "entropy",
-    "win_rate": "win rate",
-}
-"""Measure in `report.json` -> heading. A measure that no policy has gets no column."""
-
-
 def results_table(report: Mapping[str, Any]) -> Table:
     """Return the comparison of the policies in `report.json` as a table."""
-    rows = report["policies"]
-    shown = {measure: title for measure, title in COLUMNS.items() if any(measure in row for row in rows.values())}
-    title = f"held-out prompts: mean [{report['settings']['level']:.0%} interval]; win rate against the parent"
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="dim")
-    table.add_column("policy", no_wrap=True)
-    for title in shown.values():
-        table.add_column(title, justify="right", no_wrap=True)
-    for name, row in rows.items():
-        table.add_row(Text(name), *(_measure(measure, row[measure]) if measure in row else "" for measure in shown))
+    found = results(report)
+    table = Table(box=None, pad_edge=False, title=found.caption, title_justify="left", title_style="dim")
+    for number, heading in enumerate(found.headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for row in found.rows:
+        table.add_row(*map(Text, row))
     return table
-
-
-def _measure(name: str, value: Any) -> str:
-    if not isinstance(value, Mapping):
-        return f"{value:.2f}"
-    if name == "kl":
-        return f"{value['mean']:.2f}" if value["kind"] == "estimate" else f"<= {value['mean']:.2f}"
-    if name == "tokens":
-        return f"{value['mean']:.1f}"
-    if name == "reward_model":
-        return f"{value['mean']:.2f}"
-    return (
-        f"{value['mean']:.2f} [{value['low']:.2f}, {value['high']:.2f}]" if "low" in value else f"{value['mean']:.2f}"
-    )

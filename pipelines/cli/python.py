@@ -12,7 +12,7 @@ from typing import Any
 
 from pipelines.cli.common import console
 from pipelines.cli.run_command import shown_run
-from pipelines.importers.openrlhf.translate import toml_literal
+from pipelines.flows.profile_text import toml_literal
 from pipelines.services.home import Home
 
 
@@ -51,7 +51,7 @@ def run(
         until=until, force=list(force), strict_code=False, strict_env=False,
     )  # fmt: skip
     with _environment(home):
-        store, refs, tally = shown_run(options, Home.here().make(), console)
+        store, refs, tally, _ = shown_run(options, Home.here().make(), console)
         found: dict[str, StageResult] = {}
         for label, ref in refs.items():
             decision, metrics = tally.decisions[label], tally.metrics_of[label]

@@ -29,7 +29,7 @@ from pipelines.execution.opening import (
     store_of,
 )
 from pipelines.execution.plan import PlannedStage, outlook
-from pipelines.execution.run import policies_of
+from pipelines.execution.run import PipelineRun, policies_of
 from pipelines.execution.summary import run_name
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile
@@ -81,17 +81,17 @@ def _await_people(condition: Mapping[str, Any]) -> None:
 def run_profile(options: argparse.Namespace, console: Console) -> None:
     """Run a profile and print its results; raise RlhfError for errors that the user can fix."""
     home = Home.here().make()
-    store, results, _ = shown_run(options, home, console)
-    _print_results(results, store, console)
-    _say_where_to_look(home, console)
+    store, results, _, done = shown_run(options, home, console)
+    _print_results(results, store, done, console)
+    _say_where_to_look(home, {} if done is None else done.links, console)
 
 
 def shown_run(
     options: argparse.Namespace, home: Home, console: Console
-) -> tuple[ArtifactStore, dict[str, ArtifactRef], Tally]:
-    """Run a profile with its progress on the console; return its store, the artifacts by label, and what was decided.
+) -> tuple[ArtifactStore, dict[str, ArtifactRef], Tally, PipelineRun | None]:
+    """Run a profile with its progress on the console; return its store, the artifacts by label, what was decided, and the run.
 
-    If every stage is cached and no service runs, neither Prefect nor MLflow is started.
+    If every stage is cached and no service runs, neither Prefect nor MLflow is started, and the run is None.
     """
     config = load_profile(options.profile, options.overrides)
     store = store_of(config, home)
@@ -103,6 +103,7 @@ def shown_run(
         note = note_of(config, wanted, home)
         # A run that this one finishes is closed on Prefect's and MLflow's pages, too.
         watched = is_watched(home) or note.finishes_another()
+        done: PipelineRun | None = None
         results = None if watched else results_if_all_cached(planned, store, tally, strict=wanted.strict)
         if results is not None:
             name = run_name(config.name, wanted.overrides, "")
@@ -111,8 +112,9 @@ def shown_run(
             # If all stages were cached a moment ago, a result is gone now: the run plans again, with the checks of a plan.
             stale = not watched and all(stage.decision.action == "HIT" for stage in planned)
             with prefect_server(home) as server:
-                results = run_recorded(config, None if stale else planned, wanted, options, home, tally, server=server)
-    return store, results, tally
+                done = run_recorded(config, None if stale else planned, wanted, options, home, tally, server=server)
+                results = done.results
+    return store, results, tally, done
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
@@ -137,8 +139,8 @@ def run_recorded(
     *,
     server: PrivateServer | None,
     runtime: LazyRuntime | None = None,
-) -> dict[str, ArtifactRef]:
-    """Run the pipeline as a Prefect flow, tracked in MLflow; return the artifacts by label.
+) -> PipelineRun:
+    """Run the pipeline as a Prefect flow, tracked in MLflow; return the finished run.
 
     `runtime` holds engines that outlive the run.
     """
@@ -151,7 +153,7 @@ def run_recorded(
         from pipelines.cli.command_flow import run_flow
 
         run_flow(pipeline_run, config, options, server)
-    return pipeline_run.results
+    return pipeline_run
 
 
 @contextmanager
@@ -176,15 +178,19 @@ def prefect_server(home: Home) -> Iterator[PrivateServer | None]:
         yield server
 
 
-def _print_results(results: Mapping[str, ArtifactRef], store: ArtifactStore, console: Console) -> None:
+def _print_results(
+    results: Mapping[str, ArtifactRef], store: ArtifactStore, done: PipelineRun | None, console: Console
+) -> None:
     report = results.get("evaluate")
     if isinstance(report, ReportRef):
         folder = store.path(report)
         console.print(results_table(json.loads((folder / "report.json").read_text(encoding="utf-8"))))
-        console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+        kept = None if done is None or done.note is None else done.note.page  # with the run's name, seed and links
+        shown_page = folder / "report.html" if kept is None or not kept.is_file() else kept
+        console.print(f"report: {shown_page}", highlight=False, soft_wrap=True)
 
 
-def _say_where_to_look(home: Home, console: Console) -> None:
+def _say_where_to_look(home: Home, links: Mapping[str, str], console: Console) -> None:
     services = running(home)
     theirs = user_prefect(home)
     if theirs and (services is None or services.prefect_api != theirs):
@@ -192,7 +198,9 @@ def _say_where_to_look(home: Home, console: Console) -> None:
     elif services is None:
         console.print("to see runs in a browser (Prefect and MLflow): make up, or rlhf up", highlight=False)
     else:
-        console.print(f"Prefect {services.prefect_url}   MLflow {services.mlflow_url}", highlight=False)
+        pages = ("prefect.url", services.prefect_url), ("mlflow.url", services.mlflow_page)
+        prefect, mlflow = (links[link] if link in links else page for link, page in pages)
+        console.print(f"Prefect {prefect}\nMLflow  {mlflow}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def up(options: argparse.Namespace) -> None:
     console.print(f"starting the services (logs in {home.logs}) ...", style="dim", highlight=False)
     found = servers.up(home, foreground=options.foreground)
     console.print(f"Prefect          {_prefect_page(home, found)}", highlight=False, soft_wrap=True)
-    console.print(f"MLflow           {found.mlflow_url}", highlight=False)
+    console.print(f"MLflow           {found.mlflow_page}", highlight=False, soft_wrap=True)
     command = "prefect deployment run rlhf-pipeline/full --watch"
     if not found.prefect_api:
         file = shlex.quote(str(_short(home.prefect_auth)))
@@ -67,7 +67,7 @@ def status(options: argparse.Namespace) -> int:
     found = running(home)
     if options.json:
         well = {} if found is None else servers.states(home, found)
-        urls = {} if found is None else {"Prefect": found.prefect_url, "MLflow": found.mlflow_url}
+        urls = {} if found is None else {"Prefect": found.prefect_url, "MLflow": found.mlflow_page}
         services = [{"name": name, "url": url, "answers": well[name]} for name, url in urls.items()]
         print_json({"services": services, "user_prefect": shown(user_prefect(home)).removesuffix("/api")})
         return 0 if services and all(well.values()) else 1
@@ -77,7 +77,7 @@ def status(options: argparse.Namespace) -> int:
         console.print(f"nothing is running{where}; `rlhf up` starts {'' if theirs else 'Prefect and '}MLflow")
         return 1
     well = servers.states(home, found)
-    for name, url in (("Prefect", _prefect_page(home, found)), ("MLflow", found.mlflow_url)):
+    for name, url in (("Prefect", _prefect_page(home, found)), ("MLflow", found.mlflow_page)):
         said = "answers" if well[name] else "does not answer"
         console.print(f"{name:<8} {url}  {said}", highlight=False, soft_wrap=True)
     return 0 if all(well.values()) else 1

@@ -135,7 +135,7 @@ class Sweep:
         try:
             return run_recorded(
                 config, planned, wanted, options, self.home, listener, server=self._server[0], runtime=engines
-            )
+            ).results
         except BaseException:
             self._engines.close()  # the failure may have left them in any state
             raise

@@ -10,6 +10,7 @@ from pipelines.execution.plan import PlannedStage
 from pipelines.flows.profile import PipelineConfig
 from rlhf_core.errors import WorkerLostError, explain
 from rlhf_core.interfaces import RegistryState, StageTracker
+from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import Decision, target_of
 from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.stage.run import find
@@ -20,7 +21,16 @@ from rlhf_core.types import ArtifactRef
 
 # ---------------------------------------------------------------- tracker
 
-Status = Literal["FINISHED", "FAILED", "KILLED"]
+Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
+
+
+def status_of(error: BaseException | None) -> Status:
+    """Return the status of a tracking run that ended with this error; SCHEDULED means that the same command goes on."""
+    if error is None:
+        return "FINISHED"
+    if isinstance(error, Exception | stopping.RunBlocked):
+        return "FAILED"
+    return "SCHEDULED" if stopping.goes_on(error) else "KILLED"
 
 
 class TrackedStage(StageTracker, Protocol):
@@ -45,6 +55,8 @@ class Tracker(Protocol):
     def parent(self) -> StageTracker: ...
 
     def tag(self, tags: Mapping[str, str]) -> None: ...
+
+    def describe(self, name: str, digest: str, text: str) -> None: ...
 
     def cached(self, label: str, *, run_id: str | None, key: str) -> None: ...
 

@@ -13,10 +13,10 @@ from pipelines.execution.executor import (
     RunContext,
     ShownTracker,
     StageOutcome,
-    Status,
     find_result,
     reached,
     retry_lost_workers,
+    status_of,
 )
 from pipelines.execution.plan import PlannedStage, engines_needed
 from rlhf_core.config.annotators import People
@@ -162,7 +162,7 @@ class LocalExecutor:
             context.listener.progress(spec.label, done, total, message)
             show_progress(done, total, message)
 
-        status: Status = "KILLED"
+        ended: BaseException | None = None
         try:
             # One tracking run for all tries; with each try, a forced stage starts over.
             ref, decision = retry_lost_workers(
@@ -173,12 +173,11 @@ class LocalExecutor:
                 sleep=time.sleep,
             )
             _log_models(spec.label, ref, inner)
-            status = "FINISHED"
-        except Exception:
-            status = "FAILED"
+        except BaseException as error:
+            ended = error
             raise
         finally:
-            inner.finish(status)
+            inner.finish(status_of(ended))
         record = context.store.record(decision.key)
         metrics = record.metrics if record is not None else {}
         url = context.tracker.url(inner.run_id)

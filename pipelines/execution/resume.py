@@ -66,18 +66,24 @@ def _find(client: SyncPrefectClient, wanted: str) -> FlowRun | None:
     newest = read_newest(client)
     if not wanted:
         return next(filter(is_unfinished, newest), None)
-    found = [run for run in newest if wanted == run.name or str(run.id).startswith(wanted)]
+    found = [run for run in newest if _is_called(run, wanted) or str(run.id).startswith(wanted)]
     if not found:  # an older one
         try:
             chosen = FlowRunFilter(id={"any_": [UUID(wanted)]})
         except ValueError:
-            chosen = FlowRunFilter(name={"any_": [wanted]})
+            chosen = FlowRunFilter(name={"like_": wanted})
         flow = FlowFilter(name={"any_": [FLOW_NAME]})
-        found = ours(client.read_flow_runs(flow_filter=flow, flow_run_filter=chosen))
+        older = ours(client.read_flow_runs(flow_filter=flow, flow_run_filter=chosen))
+        found = [run for run in older if _is_called(run, wanted) or str(run.id) == wanted]
     if not found:
         names = sorted({run.name for run in newest})
         raise ResumeError(f"resume = {wanted!r}: no flow run has this name or id; {nearest(wanted, names)}")
     return found[0]
+
+
+def _is_called(flow_run: FlowRun, wanted: str) -> bool:
+    """Return whether this is the name of a run, or that of its profile, which begins it."""
+    return flow_run.name == wanted or flow_run.name.startswith(f"{wanted} ")
 
 
 def _wait(flow_run: FlowRun) -> str:

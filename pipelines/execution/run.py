@@ -25,12 +25,13 @@ from pipelines.execution.executor import (
     RunOptions,
     StageExecutor,
     StageOutcome,
-    Status,
     find_result,
+    status_of,
 )
 from pipelines.execution.gates import Gatekeeper, StageHeld, champion_of, commands, outside_of
 from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, all_specs, placeholder
-from pipelines.execution.summary import description, headline, headline_metrics, run_name
+from pipelines.execution.record import record_results
+from pipelines.execution.summary import headline, run_name
 from pipelines.flows.graph import RunGroup, RunStage, Stages, ungrouped
 from pipelines.flows.profile import PipelineConfig, profile_digest
 from pipelines.flows.run_rules import Event, NotifyConfig
@@ -167,7 +168,13 @@ class PipelineRun:
     outcomes: dict[str, StageOutcome] = field(default_factory=dict)
     """Outcome of every finished stage, by label."""
     links: Mapping[str, str] = field(default_factory=dict)
-    """Where the run can be looked up, besides the tracker."""
+    """Where the run can be looked up: addresses by name."""
+    page: str = ""
+    """Page of the tracking run; `runs:/<id>` where no server shows it yet."""
+    headline: str = ""
+    """The result in a line, when the run has ended."""
+    description: str = ""
+    """The results and stages in Markdown, when the run has ended."""
     note: RunNote | None = None
     """Line of the run in `rlhf runs`; None for a run that it does not list."""
     gates: Gatekeeper = field(init=False)
@@ -301,20 +308,27 @@ class UntilStage:
 
 
 def run_stages(
-    run: PipelineRun, pipeline: Pipeline, run_stage: RunStage, *, tags: Mapping[str, str], group: RunGroup = ungrouped
+    run: PipelineRun,
+    pipeline: Pipeline,
+    run_stage: RunStage,
+    *,
+    tags: Mapping[str, str],
+    name: str = "",
+    group: RunGroup = ungrouped,
 ) -> dict[str, ArtifactRef]:
     """Run the pipeline through `run_stage`; return the artifacts by label. The tracking run gets the true status.
+
+    `name` is that of the run, by default made of the profile's name and the overrides.
 
     Raises RunHalted if gates hold back a part of the pipeline, or the budget is spent.
     """
     config, tracker, options = run.context.config, run.context.tracker, run.context.options
     params = config.model_dump(mode="json", exclude={"notify"})  # the path of an address may be a secret
-    run.links = tags
-    name = run_name(config.name, options.overrides, tracker.token)
+    name = name or run_name(config.name, options.overrides, tracker.token)
     if run.note is not None:
         run.note.change(name=name, flow_run=tags[FLOW_RUN_TAG] if FLOW_RUN_TAG in tags else "")
-    tracker.start(name, run_id=None, params=params, tags={**tags, **options.tags})
-    status: Status = "KILLED"
+    run.page = tracker.url(tracker.start(name, run_id=None, params=params, tags={**tags, **options.tags}))
+    run.links = {**tags, **({"mlflow.url": run.page} if run.page.startswith("http") else {})}
     ended: BaseException | None = None
     try:
         limited = UntilStage(GatedStages(run, run_stage, pipeline), options.until)
@@ -334,22 +348,21 @@ def run_stages(
         if not options.until:
             run.budget.close()
             forget_wait(run.context.store.layout, config.name)
-        status = "FINISHED"
     except BaseException as error:
         ended = error
         if isinstance(error, StageWaiting):
             note_wait(run.context.store.layout, config.name, run.keys())
         if isinstance(error, stopping.RunHalted):
             tracker.tag({"state": error.state, "state.message": str(error)})
-        status = "FAILED" if isinstance(error, Exception) else "KILLED"
         raise
     finally:
-        tracker.finish(status, note=_summarize(run))
+        run.headline, run.description = _headline(run), _summarize(run, name)
+        tracker.finish(status_of(ended), note=run.description)
         note_forced(options, config, run.context.store, finished=run.results, ended=ended)
-        notify(config.notify, ended, run=config.name, links=tags)
+        notify(config.notify, ended, run=config.name, links=run.links)
         if run.note is not None:
             end, policies = state_of(ended), policies_of(run.results)
-            run.note.change(state=end, message=str(ended or ""), headline=_headline(run), policies=policies)
+            run.note.change(state=end, message=str(ended or ""), headline=run.headline, policies=policies)
     return run.results
 
 
@@ -373,11 +386,11 @@ def _headline(run: PipelineRun) -> str:
     return ""
 
 
-def _summarize(run: PipelineRun) -> str:
-    """Log the headline metrics on the pipeline's run and return its description."""
+def _summarize(run: PipelineRun, name: str) -> str:
+    """Hand the results to the tracker, and return the description of the run."""
+    kept, links = None if run.note is None else run.note.page, {**run.links, "mlflow.url": run.page}
     try:
-        run.context.tracker.parent.metrics(0, headline_metrics(run.outcomes, run.context.store))
-        return description(run.outcomes, run.context.store)
+        return record_results(run.context, run.outcomes, name=name, links=links, page=kept)
     except (RlhfError, OSError, ValueError, KeyError) as error:  # an artifact that was lost must not change the end
         logger.warning("tracking: the summary of the run is incomplete: %s", error)
         return "\n".join(f"- {label}: {ref.digest[:12]}" for label, ref in run.results.items())

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from pipelines.execution.executor import StageOutcome
 from rlhf_core.secrets.redaction import HIDDEN, hidden
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import ArtifactRef
+from rlhf_core.types import ArtifactRef, PublishedRef
 
 # ---------------------------------------------------------------- measures
 
@@ -70,12 +70,8 @@ def of_metrics(metrics: Mapping[str, float]) -> dict[str, Measure]:
 
 def of_report(report: Mapping[str, Any]) -> dict[str, Measure]:
     """Return `<policy>/<measure>` of every policy in the report of `evaluate`; nothing for other reports."""
-    rows = report.get("policies")
-    if not isinstance(rows, Mapping):
-        return {}
-    return {
-        f"{policy}/{name}": _measure(row[name]) for policy, row in rows.items() for name in OF_POLICIES if name in row
-    }
+    rows = report["policies"].items() if compares_policies(report) else ()
+    return {f"{policy}/{name}": _measure(row[name]) for policy, row in rows for name in OF_POLICIES if name in row}
 
 
 def _measure(value: Mapping[str, float]) -> Measure:
@@ -90,12 +86,85 @@ def read_report(folder: Path) -> dict[str, Any]:
     return report
 
 
+# ---------------------------------------------------------------- results, as the terminal, Prefect and MLflow show them
+
+COLUMNS = {
+    "gold": "gold reward",
+    "reward_model": "RM score",
+    "kl": "KL",
+    "tokens": "tokens",
+    "entropy": "entropy",
+    "win_rate": "win rate",
+}
+"""Measure in `report.json` -> heading. A measure that no policy has gets no column."""
+_DECIMALS = {"tokens": 1}
+_WITHOUT_INTERVAL = ("kl", "tokens", "reward_model")
+"""Measures whose interval the table leaves out, so that it fits a terminal; the report has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of texts with its caption."""
+
+    caption: str
+    headings: list[str]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        """Return the table in Markdown."""
+        return f"{markdown_table(self.headings, self.rows)}\n\n{self.caption}"
+
+
+def compares_policies(report: Mapping[str, Any]) -> bool:
+    """Return whether this is the report of `evaluate`, with a row per policy."""
+    return isinstance(report.get("policies"), Mapping)
+
+
+def results(report: Mapping[str, Any]) -> Table:
+    """Return the comparison of the policies in the report of `evaluate`."""
+    policies = report["policies"]
+    shown = {measure: title for measure, title in COLUMNS.items() if any(measure in row for row in policies.values())}
+    rows = [
+        [name, *(_shown(measure, row[measure]) if measure in row else "" for measure in shown)]
+        for name, row in policies.items()
+    ]
+    caption = f"held-out prompts: mean [{report['settings']['level']:.0%} interval]; win rate against the parent"
+    return Table(caption, ["policy", *shown.values()], rows)
+
+
+def _shown(measure: str, value: Any) -> str:
+    decimals = _DECIMALS[measure] if measure in _DECIMALS else 2
+    if not isinstance(value, Mapping):
+        return f"{value:.{decimals}f}"
+    text = f"{value['mean']:.{decimals}f}"
+    if measure == "kl" and value["kind"] != "estimate":
+        return f"<= {text}"
+    if measure in _WITHOUT_INTERVAL or "low" not in value:
+        return text
+    return f"{text} [{value['low']:.{decimals}f}, {value['high']:.{decimals}f}]"
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown.
+
+    >>> print(markdown_table(["stage", "why"], [["sft", "a | b"]]))
+    | stage | why |
+    |---|---|
+    | sft | a \\| b |
+    """
+    cells = [headings, ["---"] * len(headings), *([text.replace("|", "\\|") for text in row] for row in rows)]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join([lines[0], lines[1].replace(" ", ""), *lines[2:]])
+
+
 # ---------------------------------------------------------------- summary
 
 _HELD_OUT = tuple(f"held_out/{name}" for name in ("accuracy", "accuracy_low", "accuracy_high", "ece"))
 HEADLINES = (*_HELD_OUT, "reward/mean", "kl/per_sequence", "eval/loss")
 """Metrics of a stage's record that are repeated on the pipeline's run, beside those of the policies."""
-PAGE = "report.html"
+RESULT = "_result"
+"""Prefix of the metrics of a run's result. It sorts before the labels of stages, and is the same in all runs."""
+PAGE, GATE = "report.html", "gate.json"
 LONGEST_OVERRIDE, LONGEST_NAME = 40, 160
 _REFUSED = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow refuses in the name of a metric."""
@@ -141,15 +210,11 @@ def run_name(name: str, overrides: Sequence[str], token: str) -> str:
 
 
 def headline_metrics(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> dict[str, float]:
-    """Return the numbers by which runs are compared: of each policy and model, with intervals, and the costs."""
-    found: dict[str, float] = {}
+    """Return the numbers by which runs are compared: of the result, of each policy and model, and the costs."""
+    found = _numbers(RESULT, _result(outcomes, store)[1])
     for label, outcome in outcomes.items():
-        numbers = {name: outcome.metrics[name] for name in HEADLINES if name in outcome.metrics}
-        for name, measure in of_report(read_report(store.path(outcome.ref))).items():
-            numbers[name] = measure.mean
-            if measure.has_interval:
-                numbers |= {name + LOW: measure.low, name + HIGH: measure.high}
-        found |= {_REFUSED.sub("", f"{label}/{name}"): value for name, value in numbers.items()}
+        metrics = of_metrics({name: outcome.metrics[name] for name in HEADLINES if name in outcome.metrics})
+        found |= _numbers(label, metrics | of_report(read_report(store.path(outcome.ref))))
     hits = [label for label, outcome in outcomes.items() if outcome.decision.action == "HIT"]
     seconds = sum(outcome.seconds for outcome in outcomes.values())
     return found | {
@@ -159,25 +224,50 @@ def headline_metrics(outcomes: Mapping[str, StageOutcome], store: ArtifactStore)
     }
 
 
-def headline(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
-    """Return the number that says most about a run: of the last policy that was compared, or of the last stage.
+def _numbers(prefix: str, measures: Mapping[str, Measure]) -> dict[str, float]:
+    """Return measures as metrics that a tracker accepts, the ends of their intervals as metrics of their own."""
+    found: dict[str, float] = {}
+    for name, measure in measures.items():
+        found[name] = measure.mean
+        if measure.has_interval:
+            found |= {name + LOW: measure.low, name + HIGH: measure.high}
+    return {_REFUSED.sub("", f"{prefix}/{name}"): value for name, value in found.items()}
 
-    "" if no stage has one of `HEADLINES`.
-    """
+
+def _result(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> tuple[str, dict[str, Measure]]:
+    """Return the name and the measures of the last policy that was compared, or of the last stage that has `HEADLINES`."""
     for label, outcome in reversed(list(outcomes.items())):
         measures = of_report(read_report(store.path(outcome.ref)))
-        last = next(reversed(measures), "").rpartition("/")[0]
-        for name, measure in measures.items():
-            if name.startswith(f"{last}/"):
-                return f"{name.replace('/', ' ')} {measure}"
-        for name in HEADLINES:
-            if name in outcome.metrics:
-                return f"{label} {name} {outcome.metrics[name]:.4g}"
-    return ""
+        if measures:
+            last = next(reversed(measures)).rpartition("/")[0]
+            own = {name.rpartition("/")[2]: one for name, one in measures.items() if name.startswith(f"{last}/")}
+            return last, own
+        metrics = {name: outcome.metrics[name] for name in HEADLINES if name in outcome.metrics}
+        if metrics:
+            return label, of_metrics(metrics)
+    return "", {}
+
+
+def headline(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
+    """Return the result of a run in a line, such as `ppo gold 3.49 [3.34, 3.64]; champion v1`.
+
+    "" if no stage has one of `HEADLINES` and none published a policy.
+    """
+    name, measures = _result(outcomes, store)
+    parts = [f"{name} {measure} {value}" for measure, value in list(measures.items())[:1]]
+    for outcome in outcomes.values():
+        if isinstance(outcome.ref, PublishedRef):
+            registry = json.loads((store.path(outcome.ref) / GATE).read_text(encoding="utf-8"))["registry"]
+            parts.append(f"{registry['aliases'][-1]} v{registry['version']}")
+    return "; ".join(parts)
 
 
 def description(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> str:
-    """Return, in Markdown, every finished stage with a link to the tracking run that made it, and where reports are."""
+    """Return, in Markdown, the result, its table, and every finished stage with a link to the tracking run that made it."""
+    result = headline(outcomes, store)
+    parts = [f"**{result}**"] if result else []
+    reports = (read_report(store.path(outcome.ref)) for outcome in outcomes.values())
+    parts += [results(report).markdown() for report in reports if compares_policies(report)]
     lines = []
     for label, outcome in outcomes.items():
         page, folder = outcome.tracking_url, store.path(outcome.ref)
@@ -187,4 +277,4 @@ def description(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> s
             line += f", [report]({page}/artifacts/{PAGE})" if page else ""
             line += f" in `{folder / PAGE}`"
         lines.append(line)
-    return "\n".join(lines)
+    return "\n\n".join([*parts, "\n".join(lines)])

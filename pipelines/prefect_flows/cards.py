@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import get_args
 from urllib.parse import quote
 from uuid import UUID
@@ -19,24 +21,38 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_UI_URL
 
 from pipelines.execution.executor import StageOutcome
+from pipelines.execution.summary import markdown_table
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.stage.stopping import RunHalted, StageWaiting
+from rlhf_core.store import attempts
 from rlhf_core.store.gate_decisions import Answer, GateDecisions, Question
 from rlhf_core.store.layout import StoreLayout
 from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_EVERY_S = 5.0
+PROGRESS_EVERY_S, CURVES_EVERY_S = 5.0, 10.0
 """An update takes a twentieth of a second, in which a stage computes nothing."""
+CURVES = {
+    "reward/mean": "reward",
+    "kl/per_sequence": "KL to the reference, nats per answer",
+    "rollout/length": "length, tokens",
+    "rollout/entropy": "entropy, nats per token",
+    "train/loss": "loss",
+    "eval/loss": "held-out loss",
+}
+"""Metric of a training step -> its name on the card."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+LONGEST_CURVE = 40
 AWAY_S = 60.0
 
 
@@ -49,8 +65,56 @@ def artifact_key(*parts: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
 
 
-def show_stage(spec: StageSpec, outcome: StageOutcome) -> None:
-    """Attach the card of a stage to its task run: decision and reason, key, inputs, metrics, links and samples."""
+class Curves:
+    """The curves of a stage, read from the file of its metrics, which grows while the stage runs in whatever process."""
+
+    def __init__(self, attempt: Path) -> None:
+        self._attempt = attempt
+        self._file, self._read = Path(), 0
+        self._values: dict[str, list[float]] = {}
+
+    def markdown(self) -> str:
+        """Return first and last values and a curve of each of `CURVES` that was recorded; "" without one."""
+        self._update()
+        shown = [
+            [title, f"{values[0]:.3g}", f"**{values[-1]:.3g}**", sparkline(values)]
+            for name, title in CURVES.items()
+            for metric, values in self._values.items()
+            if metric.endswith(f"/{name}") and f"/before/{name}" not in metric and len(values) > 1
+        ]
+        return markdown_table(["", "first", "now", "over the steps"], shown) if shown else ""
+
+    def _update(self) -> None:
+        file = attempts.metrics(self._attempt)
+        if not file.is_file():
+            return
+        if file != self._file:  # of an attempt that starts over
+            self._file, self._read, self._values = file, 0, {}
+        with file.open("rb") as stream:
+            stream.seek(self._read)
+            whole = stream.read()
+        whole = whole[: whole.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            for metric, value in json.loads(line)["values"].items():
+                if math.isfinite(value):
+                    self._values.setdefault(metric, []).append(value)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return a curve of blocks, each the mean of the values at its place.
+
+    >>> sparkline([0.0, 1.0, 2.0, 7.0])
+    '▁▂▃█'
+    """
+    count = min(len(values), LONGEST_CURVE)
+    means = [fmean(values[len(values) * place // count : len(values) * (place + 1) // count]) for place in range(count)]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(BLOCKS[round((mean - low) / span * (len(BLOCKS) - 1))] for mean in means)
+
+
+def show_stage(spec: StageSpec, outcome: StageOutcome, curves: Curves) -> None:
+    """Attach the card of a stage to its task run: decision, key, inputs, curves, metrics, links and samples."""
     decision = outcome.decision
     lines = [
         f"# {spec.label}",
@@ -63,9 +127,11 @@ def show_stage(spec: StageSpec, outcome: StageOutcome) -> None:
     lines += [f"- from {name}: {_shown(value)}" for name, value in spec.inputs.items()]
     if outcome.tracking_url:
         lines += ["", f"[MLflow run]({outcome.tracking_url})"]
+    if decision.action != "HIT":
+        lines += ["", curves.markdown()]
     if outcome.metrics:
-        lines += ["", "| metric | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.6g} |" for name, value in sorted(outcome.metrics.items())]
+        rows = [[name, f"{value:.6g}"] for name, value in sorted(outcome.metrics.items())]
+        lines += ["", markdown_table(["metric", "value"], rows)]
     lines += [sample_block(row) for row in outcome.samples]
     _quietly(create_markdown_artifact, 1, key=artifact_key("stage", spec.label), markdown="\n".join(lines))
 
@@ -87,9 +153,14 @@ def sample_block(row: Mapping[str, str]) -> str:
 
 def show_plan(rows: list[tuple[str, Decision]]) -> None:
     """Attach the plan to the flow run, because Prefect draws no node before it runs."""
-    lines = ["| stage | decision | why |", "|---|---|---|"]
-    lines += [f"| {label} | {decision.action} | {decision.reason.replace('|', ' ')} |" for label, decision in rows]
-    _quietly(create_markdown_artifact, key="plan", markdown="\n".join(lines))
+    cells = [[label, decision.action, decision.reason] for label, decision in rows]
+    _quietly(create_markdown_artifact, key="plan", markdown=markdown_table(["stage", "decision", "why"], cells))
+
+
+def show_results(name: str, description: str, page: str) -> None:
+    """Attach the results of the run to the flow run: the table with intervals, and links to what its stages made."""
+    text = f"# {name}\n\n[MLflow run]({page})\n\n{description}"
+    _quietly(create_markdown_artifact, 1, key="results", markdown=text)
 
 
 def show_halt(error: RunHalted, *, run: str) -> None:
@@ -123,12 +194,14 @@ def _answers(form: str, question: Question, run: str, store: str) -> str:
 
 
 class ProgressCard:
-    """A progress bar on the task run, updated every few seconds, and taken away when the stage has ended."""
+    """A progress bar on the task run and a table of its curves, updated every few seconds, and taken away at the end."""
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, curves: Curves) -> None:
         self._label = label
-        self._id: UUID | None = None
-        self._last = 0.0
+        self._curves = curves
+        self._bar: UUID | None = None
+        self._table: UUID | None = None
+        self._last = self._last_table = 0.0
 
     def show(self, done: int, total: int, message: str) -> None:
         now = time.monotonic()
@@ -136,17 +209,36 @@ class ProgressCard:
             return
         self._last = now
         percent = min(100.0, 100.0 * done / total)
-        if self._id is None:
+        if self._bar is None:
             key = artifact_key("progress", self._label)
-            self._id = _quietly(create_progress_artifact, progress=percent, key=key, description=message)
+            self._bar = _quietly(create_progress_artifact, progress=percent, key=key, description=message)
         else:
-            _quietly(update_progress_artifact, artifact_id=self._id, progress=percent, description=message)
+            _quietly(update_progress_artifact, artifact_id=self._bar, progress=percent, description=message)
+        if now - self._last_table >= CURVES_EVERY_S:
+            self._last_table = now
+            self._show_curves(f"# {self._label}: {done} of {total}")
+
+    def _show_curves(self, title: str) -> None:
+        curves = self._curves.markdown()
+        if not curves:
+            return
+        text = f"{title}\n\n{curves}"
+        if self._table is None:
+            self._table = _quietly(create_markdown_artifact, key=artifact_key("live", self._label), markdown=text)
+        else:
+            _quietly(_rewrite_artifact, artifact=self._table, text=text)
 
     def close(self) -> None:
-        """Take the progress bar away: the graph has room for one card of a stage."""
-        if self._id is not None:
-            _quietly(_delete_artifact, 1, key=self._id)
-            self._id = None
+        """Take bar and table away: the graph has room for one card of a stage."""
+        for artifact in (self._bar, self._table):
+            if artifact is not None:
+                _quietly(_delete_artifact, 1, key=artifact)
+        self._bar = self._table = None
+
+
+def _rewrite_artifact(artifact: UUID, text: str) -> None:
+    with get_client(sync_client=True) as client:
+        client.update_artifact(artifact, ArtifactUpdate(data=text))
 
 
 def _delete_artifact(key: UUID) -> None:

@@ -18,7 +18,7 @@ from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig, parse, with_overrides
 from pipelines.flows.rlvr import verifiable_rewards
 from pipelines.prefect_flows.cards import show_halt
-from pipelines.prefect_flows.tasks import run_in_flow
+from pipelines.prefect_flows.tasks import completed, run_in_flow
 from pipelines.prefect_flows.waiting import close_finished, halted, note
 from pipelines.services.flow_runs import FLOW_NAME, own, rename
 from pipelines.services.home import Home
@@ -44,7 +44,7 @@ FORM = """Args:
 """Descriptions of the fields, where Prefect looks for them: in the docstring of the flow."""
 
 
-def pipeline_flow(name: str, pipeline: Pipeline, example: str, about: str) -> Flow[..., dict[str, str] | State[None]]:
+def pipeline_flow(name: str, pipeline: Pipeline, example: str, about: str) -> Flow[..., State[Any]]:
     """Return the flow that runs `pipeline` on the profile of its form, which is `example` if the form names none."""
 
     def served(
@@ -56,7 +56,7 @@ def pipeline_flow(name: str, pipeline: Pipeline, example: str, about: str) -> Fl
         strict_code: bool = False,
         strict_env: bool = False,
         config: dict[str, Any] | None = None,
-    ) -> dict[str, str] | State[None]:
+    ) -> State[Any]:
         changes = [*overrides, *([] if seed is None else [f"seed={seed}"])]
         if config and profile:
             raise ConfigError(explain("profile", profile, "config is given, too", "clear one of the two fields"))
@@ -96,8 +96,8 @@ online = pipeline_flow(
 PIPELINES = (full, rlvr, online)
 
 
-def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) -> dict[str, str] | State[None]:
-    """Run a pipeline in the active flow; return label -> digest of its artifacts, or the state in which it has halted."""
+def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) -> State[Any]:
+    """Run a pipeline in the active flow; return its state: label -> digest of its artifacts, or why it has halted."""
     home = Home.here().make()
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:
@@ -113,4 +113,4 @@ def run_served(config: PipelineConfig, pipeline: Pipeline, options: RunOptions) 
                 note(home, context.flow_run, error)
                 show_halt(error, run=config.name)
             return halted(error)
-    return {label: ref.digest for label, ref in results.items()}
+    return completed(pipeline_run, {label: ref.digest for label, ref in results.items()})

@@ -17,7 +17,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
@@ -26,10 +26,11 @@ from prefect.transactions import CommitMode, transaction
 
 from pipelines.execution.plan import Pipeline, ReachedUntil, expect
 from pipelines.execution.run import PipelineRun, run_stages
+from pipelines.execution.summary import run_name
 from pipelines.flows.inputs import parts
-from pipelines.prefect_flows.cards import ProgressCard, show_plan, show_stage
+from pipelines.prefect_flows.cards import Curves, ProgressCard, show_plan, show_results, show_stage
 from pipelines.prefect_flows.waiting import halted
-from pipelines.services.flow_runs import own, reconcile
+from pipelines.services.flow_runs import own, reconcile, rename
 from pipelines.services.running import wait_for
 from rlhf_core.errors import RlhfError
 from rlhf_core.secrets.redaction import shown, without_secrets
@@ -77,10 +78,21 @@ def run_in_flow(run: PipelineRun, pipeline: Pipeline) -> dict[str, ArtifactRef]:
         raise RuntimeError("run_in_flow: no flow is active; call it inside a flow")
     own(context.flow_run.id)  # first: a retried run still names the process that died
     reconcile()
+    name = run_name(context.flow_run.name, run.context.options.overrides, str(context.flow_run.id))
+    rename(context.flow_run, name)
     show_plan([(stage.label, stage.decision) for stage in run.planned])
     with time_limit(run.context.config.runtime.time_limit_s), on_signals():
         runner = TaskRunner(run)
-        return run_stages(run, pipeline, runner, tags=_links(context.flow_run), group=runner.group)
+        links = _links(context.flow_run.id, name)
+        try:
+            return run_stages(run, pipeline, runner, tags=links, name=name, group=runner.group)
+        finally:
+            show_results(name, run.description, run.page)
+
+
+def completed(run: PipelineRun, data: Any) -> State[Any]:
+    """Return the state of a flow whose run has finished; its message is the result."""
+    return Completed(message=run.headline or None, data=data)
 
 
 def settle(flow_run_id: UUID, tasks: int, *, patience_s: float = 10.0) -> None:
@@ -121,11 +133,12 @@ class TaskRunner:
         # since Prefect compares the identity of every value in them, down to the digests of parents.
         @task(name=spec.label, task_run_name=spec.label, cache_policy=NO_CACHE, persist_result=False)
         def stage() -> State[Any]:
-            progress = ProgressCard(spec.label)
+            curves = Curves(run.context.store.layout.attempt(run.context.key_of(spec)))
+            progress = ProgressCard(spec.label, curves)
             try:
                 outcome = run.stage(spec, progress.show)
                 refs.append(outcome.ref)
-                show_stage(spec, outcome)
+                show_stage(spec, outcome, curves)
             except RunHalted as error:
                 halts.append(error)
                 return halted(error)
@@ -190,6 +203,6 @@ def _of_group(stages: Sequence[State[bool]]) -> State[Any]:
     return Completed(name=name, message=f"{len(stages)} stages", data=True)
 
 
-def _links(flow_run: FlowRun) -> dict[str, str]:
-    address = shown(f"{PREFECT_UI_URL.value()}/runs/flow-run/{flow_run.id}")
-    return {FLOW_RUN_TAG: str(flow_run.id), "prefect.flow_run_name": flow_run.name, "prefect.url": address}
+def _links(flow_run: UUID, name: str) -> dict[str, str]:
+    address = shown(f"{PREFECT_UI_URL.value()}/runs/flow-run/{flow_run}")
+    return {FLOW_RUN_TAG: str(flow_run), "prefect.flow_run_name": name, "prefect.url": address}

@@ -71,7 +71,7 @@ def own(flow_run_id: UUID) -> None:
 
 
 def rename(flow_run: FlowRun, name: str) -> None:
-    """Give a flow run the name of its profile, which it knows once it has read that."""
+    """Give a flow run the name of its profile or run, which it knows once it has read that."""
     with get_client(sync_client=True) as client:
         client.set_flow_run_name(flow_run.id, name)
     flow_run.name = name

@@ -98,6 +98,7 @@ class RunNote:
             write_json(self._path, asdict(self.record), durable=False)
             for path in sorted(self._path.parent.glob("*.json"))[:-KEPT]:
                 path.unlink(missing_ok=True)
+                path.with_suffix(".html").unlink(missing_ok=True)
         except OSError as error:
             logger.warning("could not record the run: %s", error)
 
@@ -107,6 +108,11 @@ class RunNote:
         return any(
             done.finishes(one) for one in run_records(self.home) if one.state not in (RUNNING, COMPLETED, CLOSED)
         )
+
+    @property
+    def page(self) -> Path:
+        """Return the file of the run's report for readers."""
+        return self._path.with_suffix(".html")
 
     @property
     def _path(self) -> Path:

@@ -130,6 +130,12 @@ class Services:
         return shown(self.mlflow_uri) if self.mlflow_uri else f"http://{LOOPBACK}:{self.mlflow_port}"
 
     @property
+    def mlflow_page(self) -> str:
+        """Return the address of MLflow's list of training experiments; the server's own page shows applications."""
+        page = f"{self.mlflow_url.rstrip('/')}/#/experiments?workflowType=machine_learning"
+        return page if page.startswith("http") else self.mlflow_url
+
+    @property
     def tracking_uri(self) -> str:
         """Return the address for an MLflow client; it may contain a password."""
         return self.mlflow_uri or self.mlflow_url

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlhf_core.interfaces import RegistryState, StageTracker
 from rlhf_core.tracking.redaction import flatten
 
-Status = Literal["FINISHED", "FAILED", "KILLED"]
+Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
 
 
 @dataclass
@@ -88,6 +88,8 @@ class MemoryTracker:
         """Key -> tracker, in the order of first use."""
         self.parent = MemoryStageTracker()
         """The metrics, tables and files of the run itself."""
+        self.descriptions: dict[tuple[str, str], str] = {}
+        """(model, digest) -> description of the version."""
 
     def start(self, name: str, *, run_id: str | None, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
         """Open the run; `run_id` re-opens an earlier one."""
@@ -113,6 +115,10 @@ class MemoryTracker:
     def tag(self, tags: Mapping[str, str]) -> None:
         """Set tags of the run."""
         self.tags |= tags
+
+    def describe(self, name: str, digest: str, text: str) -> None:
+        """Describe a version of a registered model."""
+        self.descriptions[name, digest] = text
 
     def cached(self, label: str, *, run_id: str | None, key: str) -> None:
         """Record that a stage was taken from the store."""

@@ -39,7 +39,7 @@ from rlhf_core.tracking.mlflow_delivery import Delivery, Outbox
 
 logger = logging.getLogger(__name__)
 
-Status = Literal["FINISHED", "FAILED", "KILLED"]
+Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
 
 OPEN_SECONDS = 120.0
 """Time limit of the first contact, which may import MLflow and create a database; later ones take milliseconds."""
@@ -136,6 +136,10 @@ class MlflowTracker:
     def tag(self, tags: Mapping[str, str]) -> None:
         """Set tags of the parent run."""
         self._append("tag", self._token, tags=redaction.tags(tags))
+
+    def describe(self, name: str, digest: str, text: str) -> None:
+        """Describe, in Markdown, the version of a registered model with this digest."""
+        self._append("describe", self._token, name=name, digest=digest, text=text)
 
     def cached(self, label: str, *, run_id: str | None, key: str) -> None:
         """Record on the parent run that `label` was taken from the store, and the run that made it."""

@@ -28,7 +28,7 @@ from typing import IO, Any, TypeAlias
 
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
-from rlhf_core.tracking.mlflow_client import experiment_id, get_run, import_mlflow, open_client, run_url
+from rlhf_core.tracking.mlflow_client import experiment_id, get_run, import_mlflow, open_client
 from rlhf_core.tracking.policy_reference import folder_of, save_model_file
 
 # ---------------------------------------------------------------- outbox
@@ -254,6 +254,8 @@ METRICS_PER_REQUEST = 1000  # limit of `log_batch`
 PARAMS_PER_REQUEST = 100  # limit of `log_batch`
 DATASET_DIGEST = 32
 """Length of a dataset digest; MLflow takes at most 36 characters."""
+DESCRIPTION_CHARACTERS = 5000
+"""Length of the description of a model's version in MLflow's database."""
 TRIES_OF_ONE_RECORD = 3  # then it is given up, so that later ones arrive
 
 _BUSY = "TEMPORARILY_UNAVAILABLE"
@@ -279,6 +281,7 @@ class Run:
     params: dict[str, str]
     tags: dict[str, str]
     last_step: dict[str, int] = field(default_factory=dict)
+    name: str = ""
 
 
 class Delivery:
@@ -356,9 +359,9 @@ class Delivery:
         # The record of a fresh run may be delivered twice; the second time, the run of this attempt exists.
         found = self._search(client, *(("attempt.id", record["attempt"]) if record["fresh"] else (KEY_TAG, key)))
         tags = redaction.tags(record["tags"]) | {KEY_TAG: key, PARENT_TAG: parent.run_id, "stage": label}
-        link = f"[pipeline run]({run_url(self._uri, self.experiment_id, parent.run_id)})"
+        link = f"[pipeline run](#/experiments/{self.experiment_id}/runs/{parent.run_id})"
         tags[NOTE_TAG] = _note(f"**{label}** of {link}, store key `{key}`", tags)
-        run = self._open(client, record, found, label, tags)
+        run = self._open(client, record, found, f"{label} · {parent.name}" if parent.name else label, tags)
         client.set_tag(parent.run_id, f"stage.{label}", run.run_id)
 
     def _open(self, client: Any, record: Record, found: Any, name: str, tags: dict[str, str]) -> Run:
@@ -415,13 +418,13 @@ class Delivery:
         client.set_terminated(run.run_id, status=record["status"])
 
     def _linked(self, client: Any, note: str) -> str:
-        """Return a description whose links to runs work on MLflow's page, whatever the server's address will be."""
+        """Return a description whose links to MLflow's pages work there, whatever the server's address will be."""
 
         def link(found: re.Match[str]) -> str:
             run = get_run(client, found[1])  # a hit may be of another experiment
             return found[0] if run is None else f"(#/experiments/{run.info.experiment_id}/runs/{found[1]}"
 
-        return _RUN_LINK.sub(link, note)
+        return _RUN_LINK.sub(link, note).replace(f"({without_secrets(self._uri).rstrip('/')}/#/", "(#/")
 
     def _is_anothers(self, client: Any, run: Run) -> bool:
         """Return whether another process has opened the stage's run since: it took the stage over and will end it."""
@@ -513,8 +516,7 @@ class Delivery:
         if not client.search_registered_models(filter_string=f"name = '{name}'"):
             client.create_registered_model(name)
         tags = redaction.tags(record["tags"]) | {DIGEST_TAG: digest}
-        versions = client.search_model_versions(f"name = '{name}'")
-        version = next((item for item in versions if item.tags.get(DIGEST_TAG) == digest), None)
+        version = _version_of(client, name, digest)
         if version is None:
             version = self._create_version(client, name, model_id, tags)
         else:
@@ -523,6 +525,13 @@ class Delivery:
         for alias in record["aliases"]:
             client.set_registered_model_alias(name, alias, version.version)
         self.versions[record["id"]] = str(version.version)
+
+    def _describe(self, client: Any, record: Record) -> None:
+        name = registry_name(record["name"])
+        version = _version_of(client, name, record["digest"])
+        if version is not None:
+            text = without_secrets(self._linked(client, record["text"]))[:DESCRIPTION_CHARACTERS]
+            client.update_model_version(name, version.version, text)
 
     def _create_version(self, client: Any, name: str, model_id: str, tags: dict[str, str]) -> Any:
         model = client.get_logged_model(model_id)
@@ -572,6 +581,12 @@ def registry_name(name: str) -> str:
     return re.sub(r"[/:]", "-", name)
 
 
+def _version_of(client: Any, name: str, digest: str) -> Any:
+    """Return the version of a registered model with this digest; None if there is none."""
+    versions = client.search_model_versions(f"name = '{name}'")
+    return next((version for version in versions if version.tags.get(DIGEST_TAG) == digest), None)
+
+
 def _why_refused(error: Exception) -> str:
     """Return why a first contact failed, with a remedy, if waiting cannot help; "" if the server may just be away."""
     if getattr(error, "error_code", "") in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
@@ -585,7 +600,7 @@ def _why_refused(error: Exception) -> str:
 def _as_run(entity: Any) -> Run:
     # `_metric_objs` has the latest point of every metric with its step; the public history is one request per metric.
     last = {metric.key: metric.step for metric in entity.data._metric_objs}
-    return Run(entity.info.run_id, dict(entity.data.params), dict(entity.data.tags), last)
+    return Run(entity.info.run_id, dict(entity.data.params), dict(entity.data.tags), last, entity.info.run_name)
 
 
 def _same_run_metrics(records: Sequence[Record]) -> list[Record]:

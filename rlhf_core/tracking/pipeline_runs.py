@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG, answering, database_file, open_client
-from rlhf_core.tracking.mlflow_delivery import KEY_TAG, RUN_TAG
+from rlhf_core.tracking.mlflow_delivery import KEY_TAG, NOTE_TAG, RUN_TAG
 
 STAGE_TAG = "stage."
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -44,18 +44,45 @@ def find_run(uri: str, wanted: str) -> TrackedRun | None:
 def close_runs(uri: str, flow_runs: Sequence[str]) -> None:
     """Tag the runs of these Prefect runs that have not finished as closed: a later run has finished their work.
 
-    MLflow's status says how a process ended, which stays. A tracker that does not answer is logged.
+    MLflow's status says how a process ended, which stays unless the run waits. A tracker that does not answer is logged.
     """
     try:
         client = open_client(uri)
         experiments = [one.experiment_id for one in client.search_experiments()]
         for flow_run in flow_runs:
             for run in client.search_runs(experiments, filter_string=f"tags.`{FLOW_RUN_TAG}` = '{flow_run}'"):
-                if run.info.status in ("KILLED", "FAILED") and RUN_TAG in run.data.tags:
+                if run.info.status in ("KILLED", "FAILED", "SCHEDULED") and RUN_TAG in run.data.tags:
                     client.set_tag(run.info.run_id, "state", "Closed")
                     client.set_tag(run.info.run_id, "state.message", "a later run has finished it")
+                    if run.info.status == "SCHEDULED":  # nothing is left to wait for
+                        client.set_terminated(run.info.run_id, status="FINISHED", end_time=run.info.end_time)
     except Exception as error:  # the run has finished, whatever its page shows
         logger.warning("tracking: earlier runs may be shown as unfinished: %s", error)
+
+
+def rewrite_tags(uri: str, tag: str, rewrite: Callable[[str], str]) -> int:
+    """Rewrite this tag, and the description that repeats it, of all runs that have it; return how many have changed.
+
+    Raises TrackingError if MLflow does not answer.
+    """
+    database = database_file(uri)
+    if database is not None and not database.exists():
+        return 0
+    changed = 0
+    with answering(uri):
+        client = open_client(uri)
+        experiments, page = [one.experiment_id for one in client.search_experiments()], None
+        while True:
+            found = client.search_runs(experiments, filter_string=f"tags.`{tag}` LIKE 'http%'", page_token=page)
+            for run in found:
+                old = {key: run.data.tags[key] for key in (tag, NOTE_TAG) if key in run.data.tags}
+                new = {key: value for key, text in old.items() if (value := rewrite(text)) != text}
+                for key, value in new.items():
+                    client.set_tag(run.info.run_id, key, value)
+                changed += bool(new)
+            page = found.token
+            if not page:
+                return changed
 
 
 def _search(client: Any, wanted: str) -> Any:

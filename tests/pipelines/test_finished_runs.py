@@ -52,6 +52,7 @@ def test_all_agree_that_a_run_which_waited_has_finished(tmp_path, prefect_home, 
     }
     assert runs[done.flow_run].info.status == "FINISHED" and "state" not in runs[done.flow_run].data.tags
     assert runs[closed.flow_run].data.tags["state"] == "Closed"
+    assert runs[closed.flow_run].info.status == "FINISHED"  # while it waited, it was SCHEDULED
 
     capsys.readouterr()
     monkeypatch.setattr("pipelines.cli.recovery_verbs.some_prefect", lambda home: nullcontext(False))

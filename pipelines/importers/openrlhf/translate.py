@@ -1,18 +1,17 @@
 """Translate a script of OpenRLHF commands to a validated profile, and report the outcome of every flag."""
 
-import json
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pipelines.flows.profile import PipelineConfig, parse
+from pipelines.flows.profile_text import toml_literal
 from pipelines.importers.openrlhf.draft import Draft, Fate, Outcome, Sheet, Source
 from pipelines.importers.openrlhf.flags import COMMANDS, IGNORED, MISSING, OTHER_COMMANDS, read_arguments
 from pipelines.importers.openrlhf.offline_rules import distillation, dpo, kto, process_reward_model, reward_model, sft
@@ -58,21 +57,6 @@ def _source(source: Source) -> str:
         for key, value in fields.items()
     ]
     return "\n".join([f"[[{_SOURCES}.sources]]", *lines])
-
-
-def toml_literal(value: Any) -> str:
-    """Return the text of a value in a profile or in `--set`.
-
-    >>> toml_literal({"path": "a.jsonl", "use": [0.5, True]})
-    '{path = "a.jsonl", use = [0.5, true]}'
-    """
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {toml_literal(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(toml_literal, value)) + "]"
-    if isinstance(value, (str, Path)):
-        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON allows it, TOML does not
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _one_line(text: str) -> str:

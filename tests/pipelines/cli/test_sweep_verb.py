@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from pipelines.cli.main import EXIT_BLOCKED, EXIT_INTERRUPTED, EXIT_REFUSED, EXI
 from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import open_run
 from pipelines.execution.plan import Pipeline, all_specs
-from pipelines.execution.run import run_stages
+from pipelines.execution.run import PipelineRun, run_stages
 from pipelines.execution.sweep import goal_of
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
@@ -25,7 +24,7 @@ from pipelines.services.home import Home
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateDecisions
 from rlhf_core.tracking.memory import MemoryTracker
-from rlhf_core.types import ArtifactRef, PolicyRef
+from rlhf_core.types import PolicyRef
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec
 
@@ -79,7 +78,7 @@ class Runs:
         home: Home,
         listener: Any,
         **kept: Any,
-    ) -> Mapping[str, ArtifactRef]:
+    ) -> PipelineRun:
         for override in wanted.overrides:
             if override in self.errors:
                 raise self.errors[override]
@@ -87,7 +86,8 @@ class Runs:
         with open_run(
             config, self.pipeline, wanted, home=home, tracker=tracker, listener=listener, runtime=kept["runtime"]
         ) as run:
-            return run_stages(run, self.pipeline, run.directly, tags={})
+            run_stages(run, self.pipeline, run.directly, tags={})
+            return run
 
     def computed(self) -> Counter[str]:
         return Counter(stage.label for tracker in self.trackers for stage in tracker.stages.values())

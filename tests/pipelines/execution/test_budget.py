@@ -156,7 +156,7 @@ def test_a_stage_is_asked_to_save_when_the_hours_are_spent_and_a_higher_budget_g
     # The second stage waits for a file that nobody writes: only the deadline of the budget ends it.
     notes, tracker, ended = run_once(tmp_path, home, f"wait:{tmp_path}/never", f"budget.hours={1 / HOUR}")
     assert str(ended).startswith("budget.hours = ")
-    assert (tracker.tags["state"], tracker.status) == ("OverBudget", "KILLED")
+    assert (tracker.tags["state"], tracker.status) == ("OverBudget", "SCHEDULED")
     assert notes.of("failed") == [("second", "RunOverBudget")]
 
     run_once(tmp_path, home, "first", f"budget.hours={1 / HOUR}", until="first")  # a part of the run is not its end

@@ -77,7 +77,7 @@ def test_a_gate_that_does_not_hold_ends_the_branch_and_nothing_else(trial):
     assert trial.ran == ["first", "alone"]
     assert trial.notes.of("failed") == [("second", "StageHeld"), ("third", "StageHeld")]
     assert trial.tracker.tags["gate.first"] == "blocked: total 1.5 < 2"
-    assert (trial.tracker.tags["state"], trial.tracker.status) == ("Blocked", "KILLED")
+    assert (trial.tracker.tags["state"], trial.tracker.status) == ("Blocked", "FAILED")
 
 
 def test_a_gate_that_holds_changes_nothing_but_a_tag(trial):

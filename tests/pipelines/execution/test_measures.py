@@ -5,6 +5,7 @@ import json
 from pipelines.execution.summary import Measure, of_metrics, of_report, read_report
 
 REPORT = {
+    "settings": {"level": 0.95},
     "policies": {
         "ppo": {
             "gold": {"mean": 2.0, "low": 1.0, "high": 3.0},

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
 
@@ -18,7 +21,7 @@ def test_keys_hold_only_what_prefect_accepts(parts: tuple[str, ...], key: str) -
     assert artifact_key(*parts) == key
 
 
-def test_a_server_that_is_away_is_asked_once_and_not_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_away_is_asked_once_and_not_at_every_step(monkeypatch, tmp_path):
     asked: list[str] = []
 
     def away(**arguments: object) -> None:
@@ -28,10 +31,31 @@ def test_a_server_that_is_away_is_asked_once_and_not_at_every_step(monkeypatch: 
     monkeypatch.setattr(cards, "create_progress_artifact", away)
     monkeypatch.setattr(cards, "PROGRESS_EVERY_S", 0.0)
     monkeypatch.setattr(cards._Away, "until", 0.0)
-    card = cards.ProgressCard("sft")
+    card = cards.ProgressCard("sft", cards.Curves(tmp_path))
     for step in range(5):
         card.show(step, 10, "loss 1.0")
     assert asked == ["again"]
+
+
+def test_curves_grow_with_the_file_of_metrics_and_begin_again_with_a_new_attempt(tmp_path):
+    def log(attempt: int, step: int, reward: float) -> None:
+        file = tmp_path / f"work-{attempt}" / "metrics.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        values = {"ppo/reward/mean": reward, "ppo/kl/per_sequence": math.nan, "ppo/seconds": 1.0}
+        with file.open("a") as stream:
+            stream.write(json.dumps({"step": step, "values": values}) + "\n")
+
+    curves = cards.Curves(tmp_path)
+    assert curves.markdown() == ""
+    log(1, 1, 0.0)
+    assert curves.markdown() == ""  # one point is no curve
+    log(1, 2, 1.0)
+    with (tmp_path / "work-1" / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 3, "val')  # being written
+    assert curves.markdown().splitlines()[2:] == ["| reward | 0 | **1** | ▁█ |"]
+    log(2, 1, 5.0)
+    log(2, 2, 4.0)
+    assert curves.markdown().splitlines()[2:] == ["| reward | 5 | **4** | █▁ |"]
 
 
 def test_a_card_asks_as_often_as_said_with_the_other_settings_as_they_are() -> None:

@@ -21,6 +21,7 @@ from mlflow import MlflowClient
 from rlhf_core.tracking import mlflow_client
 from rlhf_core.tracking.mlflow import MlflowTracker, reconcile, reconcile_all
 from rlhf_core.tracking.mlflow_client import TrackingError
+from rlhf_core.tracking.mlflow_delivery import DESCRIPTION_CHARACTERS
 
 Made = Any
 
@@ -71,7 +72,7 @@ def test_a_pipeline_is_a_parent_run_and_a_stage_a_run_below_it(make: Made, clien
     assert "- [prefect.url](http://127.0.0.1:4200/runs/1)" in note
     assert note.endswith("ppo failed")
     child = client.get_run(stage.run_id)
-    assert (child.info.run_name, child.info.status) == ("sft", "FINISHED")
+    assert (child.info.run_name, child.info.status) == ("sft · nightly", "FINISHED")
     assert child.data.tags["mlflow.parentRunId"] == parent
     assert run.data.tags["mlflow.user"] == child.data.tags["mlflow.user"] == getpass.getuser()
     assert child.data.params == {"loop.epochs": "2"}
@@ -254,6 +255,12 @@ def test_a_model_is_registered_by_reference_with_aliases_and_tags(make: Made, cl
     assert candidate.version == 2
     assert candidate.tags == {"gate": "failed", "store.digest": "d2"}
     assert client.get_logged_model(candidate.source.removeprefix("models:/")).tags["store.digest"] == "d2"
+    tracker.describe("rlhf-policy", "d2", f"Made by [run](runs:/{tracker.run_id})\n\n{'x' * 9000}")
+    tracker.describe("rlhf-policy", "none", "of no version")
+    tracker.finish("FINISHED", note="")
+    described = client.get_model_version("rlhf-policy", "2").description
+    assert described.startswith("Made by [run](#/experiments/") and len(described) == DESCRIPTION_CHARACTERS
+    assert client.get_model_version("rlhf-policy", "1").description in (None, "")
 
 
 def test_an_outage_costs_no_record(empty_database: Path, tmp_path: Path) -> None:
