@@ -33,7 +33,20 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if not page.is_relative_to(GENERATED)),
 ]
-QUICK = ("completion", "data", "explain", "init", "plan", "profiles", "reconcile", "resume", "runs", "schema", "store")
+QUICK = (
+    "completion",
+    "data",
+    "explain",
+    "init",
+    "plan",
+    "profiles",
+    "reconcile",
+    "resume",
+    "runs",
+    "schema",
+    "store",
+    "try-reward",
+)
 
 
 def commands() -> list[tuple[str, Path]]:
