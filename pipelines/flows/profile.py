@@ -168,7 +168,10 @@ def _real_keys(location: Sequence[int | str], tree: Any, model: type[BaseModel])
     keys: list[str] = []
     is_behind_tag = False
     for position, key in enumerate(location):
-        tags = [] if is_behind_tag else [name for one in _models_at(keys, model) for name in tag_of(one)[1]]
+        # A name that the profile chooses, as in [recipe.sft], may be that of a type.
+        owners = [_fields(one) for one in _models_at(keys[:-1], model)] if keys else []
+        is_name = any(get_origin(one[keys[-1]].annotation) is dict for one in owners if keys[-1] in one)
+        tags = [] if is_behind_tag or is_name else [name for one in _models_at(keys, model) for name in tag_of(one)[1]]
         is_behind_tag = key in tags and position > 0 and len(tags) > 1
         if is_behind_tag:
             continue

@@ -167,7 +167,7 @@ class VerifiersAgent(RewardingAgent):
     type: Literal["verifiers"] = "verifiers"
     python: Annotated[str, FAILURES]
     """Interpreter of the virtual environment in which `verifiers` and the environment are installed."""
-    environment: FunctionName
+    environment: str
     """Name of the environment for `load_environment`."""
     arguments: Annotated[dict[str, Any], HOLDS_SECRETS] = {}
     """Arguments of the environment; secrets as `"env:NAME"`."""

@@ -38,7 +38,7 @@ def as_recipe() -> dict[str, Any]:
 
 
 def specs(tree: dict[str, Any], *overrides: str) -> dict[str, StageSpec]:
-    return all_specs(with_overrides(parse(tree, origin="recipe"), overrides), lifecycle)
+    return all_specs(parse(with_overrides(tree, overrides), origin="recipe"), lifecycle)
 
 
 def read(spec: StageSpec, name: str) -> Any:
