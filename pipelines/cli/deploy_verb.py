@@ -1,7 +1,5 @@
 """Make a deployment of a profile on the running services (`rlhf deploy`)."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Find the profile that a form names, and keep profiles by their content, for deployments that no later edit changes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

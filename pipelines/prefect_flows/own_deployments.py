@@ -1,7 +1,5 @@
 """Make a deployment of a user's own profile, whose form has four fields (`rlhf deploy`), and find those of a state folder."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 from uuid import UUID
@@ -53,7 +51,9 @@ def deploy(name: str, digest: str, *, about: str, seed: int, stages: Collection[
     made.version, made.description = digest[:DIGITS], about
     form = made._parameter_openapi_schema.model_copy(deep=True)
     form.properties = {field: form.properties[field] for field in FIELDS}
-    form.properties["seed"]["description"] = f"Seed of the run. If empty, {seed}."
+    place, said = form.properties["seed"]["position"], f"Seed of the run. If empty, {seed}."
+    # Without a default, and as a number alone: for `int | None` Prefect's page asks for the type first.
+    form.properties["seed"] = {"title": "seed", "type": "integer", "description": said, "position": place}
     for field in ("until", "force"):
         form.properties[field]["description"] += f" This profile has {', '.join(stages)}."
     made._parameter_openapi_schema = form

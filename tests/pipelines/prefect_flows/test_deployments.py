@@ -194,8 +194,9 @@ def test_a_profile_gets_a_deployment_of_four_fields_which_is_updated_and_served(
         client.create_flow_run_from_deployment(found, parameters={"seed": "many"})
 
     assert deployed("team", "b", "") == (found, 12 * "a")  # the schedule stays
-    run = client.create_flow_run_from_deployment(found, parameters={"seed": 3})
-    assert run.parameters == {"profile": 64 * "b", "seed": 3}
+    for seed in (3, None):  # the page sends null for an empty field
+        run = client.create_flow_run_from_deployment(found, parameters={"seed": seed})
+        assert run.parameters == {"profile": 64 * "b", "seed": seed}
     assert [one.schedule.cron for one in client.read_deployment_schedules(found)] == ["0 2 * * *"]
     deployed("team", "b", "0 3 * * *")
     assert [one.schedule.cron for one in client.read_deployment_schedules(found)] == ["0 3 * * *"]
