@@ -596,7 +596,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
                 (*sections, last), {}, PipelineConfig
             )  # there is nothing to take away, and nothing is created
             return
-        tree[section] = _as_table(tree.get(section, {}), keys[: position + 1])
+        known = {} if tree.get(section) is None else tree[section]  # a dump in JSON names absent sections, too
+        tree[section] = _as_table(known, keys[: position + 1])
         tree = tree[section]
         if not isinstance(tree, dict):
             raise ConfigError(
