@@ -1,7 +1,5 @@
 """The Prefect flow of a run in this process (`rlhf run`). Import it when Prefect's settings are made: it imports Prefect."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,7 +1,5 @@
 """Show what data files hold and what `prepare_data` would make of them (`rlhf data`)."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator, Mapping
@@ -15,7 +13,7 @@ from rlhf_core.data.files import make_tables
 from rlhf_core.data.inspection import SourceReport, inspect
 from rlhf_core.data.limits import DropReport
 from rlhf_core.data.mixing import TABLES
-from rlhf_core.errors import ConfigError, RlhfError, explain
+from rlhf_core.errors import ConfigError, RlhfError
 
 REFUSED = 2
 ANY_TABLE = Use(**dict.fromkeys(TABLES, 1 / len(TABLES)))
@@ -27,7 +25,7 @@ def data(options: argparse.Namespace) -> int:
     """Describe the files, or the sources of a profile; return 2 if a source has no row that can be used."""
     if bool(options.files) == bool(options.profile):
         rule, remedy = "files or a profile are needed, and not both", "rlhf data rows.jsonl, or --profile my.toml"
-        raise ConfigError(explain("rlhf data", options.profile or options.files, rule, remedy))
+        raise ConfigError("rlhf data", options.profile or options.files, rule, remedy)
     if options.profile:
         sources, tables = _of_profile(options)
     else:
@@ -68,9 +66,7 @@ def _files(data: DataConfig) -> Files:
     if not isinstance(data, Files):
         rule = "is a synthetic world, whose rows a program writes"
         raise ConfigError(
-            explain(
-                "prepare_data.data.type", data.type, rule, "`rlhf run PROFILE --until prepare_data` writes its rows"
-            )
+            "prepare_data.data.type", data.type, rule, "`rlhf run PROFILE --until prepare_data` writes its rows"
         )
     return data
 

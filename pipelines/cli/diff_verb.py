@@ -1,7 +1,5 @@
 """Print what differs between two runs, artifacts or profiles (`rlhf diff`), and make an artifact again (`rlhf reproduce`)."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -36,7 +34,7 @@ from pipelines.flows.run_rules import BudgetConfig
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
 from rlhf_core.config.annotators import People
-from rlhf_core.errors import ArtifactError, ConfigError, explain
+from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.stage.stopping import on_signals
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
@@ -48,7 +46,7 @@ EXIT_DIFFERENT = 1
 def diff(options: argparse.Namespace) -> None:
     """Print the differences in configuration, stages, metrics and answers."""
     if options.samples < 0:
-        raise ConfigError(explain("--samples", options.samples, "must be >= 0", "use 0 to show none"))
+        raise ConfigError("--samples", options.samples, "must be >= 0", "use 0 to show none")
     home = Home.here()
     store, uri = ArtifactStore(store_folder(options)), tracking_uri(home)
     ours = side_of(options.a, [], store, home, uri)
@@ -84,7 +82,7 @@ def reproduce(options: argparse.Namespace) -> int:
     ours = of_artifact(options.artifact, source)
     if not ours.stages or ours.gone:
         rule = "the store has no record of the stage that made it, or of one before it"
-        raise ArtifactError(explain("artifact", options.artifact, rule, "name one that a run has made"))
+        raise ArtifactError("artifact", options.artifact, rule, "name one that a run has made")
     label, home = list(ours.stages)[-1], Home.here()
     folder = Path(options.into).expanduser() if options.into else home.root / "reproduced" / ours.digest[:DIGITS]
     _check_empty(folder, source.root, home.store)
@@ -97,7 +95,7 @@ def reproduce(options: argparse.Namespace) -> int:
     for stage in planned:
         if isinstance(getattr(stage.spec.config, "annotator", None), People):
             rule = "was made by people, who would have to judge again"
-            raise ConfigError(explain(f"{stage.label}.annotator", "mlflow", rule, "name what does not depend on it"))
+            raise ConfigError(f"{stage.label}.annotator", "mlflow", rule, "name what does not depend on it")
 
     wanted, display = RunOptions(until=label), PlainDisplay(console)
     print_line(console, f"{options.artifact}: {ours.digest[:DIGITS]}, made again in {folder}")
@@ -121,9 +119,9 @@ def reproduce(options: argparse.Namespace) -> int:
 def _check_empty(folder: Path, *stores: Path) -> None:
     """Raise ConfigError unless a folder is empty, or not there, and outside the stores."""
     if any(folder.resolve().is_relative_to(store.resolve()) for store in stores):
-        raise ConfigError(explain("--into", str(folder), "is in a store", "name an empty folder"))
+        raise ConfigError("--into", str(folder), "is in a store", "name an empty folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(explain("--into", str(folder), "is not empty", "name another folder, or remove this one"))
+        raise ConfigError("--into", str(folder), "is not empty", "name another folder, or remove this one")
 
 
 def _check_same(ours: Side, theirs: Side) -> None:
@@ -137,7 +135,7 @@ def _check_same(ours: Side, theirs: Side) -> None:
     if found:
         rule = f"does not make the stages that were recorded: {'; '.join(found)}"
         remedy = "name the profile and the --set of the run, and restore what has changed"
-        raise ConfigError(explain("--profile", theirs.name, rule, remedy))
+        raise ConfigError("--profile", theirs.name, rule, remedy)
 
 
 def _print(ours: Side, theirs: Side, samples: int) -> None:

@@ -1,7 +1,5 @@
 """Report the resources of this machine and missing ones, with remedies (`rlhf doctor`)."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """Translate a script of OpenRLHF commands to a profile (`rlhf import-openrlhf`)."""
 
-from __future__ import annotations
-
 import argparse
 
 from pipelines.cli.common import console

@@ -1,7 +1,5 @@
 """Print the decisions of a run and their reasons (`rlhf plan`, `rlhf explain`)."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

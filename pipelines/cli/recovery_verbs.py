@@ -1,7 +1,5 @@
 """Correct the state of killed runs and resume unfinished ones (`rlhf reconcile`, `rlhf resume`)."""
 
-from __future__ import annotations
-
 import argparse
 
 from pipelines.cli.common import console, print_line, store_folder

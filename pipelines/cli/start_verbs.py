@@ -1,7 +1,5 @@
 """Start a project and find its way around: `rlhf init`, `rlhf profiles`, `rlhf schema`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -11,7 +9,7 @@ from pathlib import Path
 from pipelines.cli.common import console, print_line
 from pipelines.flows.profile import find_profile, profile_names
 from pipelines.flows.profile_schema import profile_schema
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 
 STARTER = Path(__file__).with_name("starter")
 """Folder of the files that `rlhf init` writes; in them, NAME stands for the name of the project."""
@@ -26,14 +24,14 @@ def init(options: argparse.Namespace) -> None:
     name = folder.name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         rule = "the last part must begin with a letter or digit and have only these, '.', '_' and '-'"
-        raise ConfigError(explain("init", options.name, rule, "choose another name"))
+        raise ConfigError("init", options.name, rule, "choose another name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         used = any(folder.iterdir())
     except OSError as error:
-        raise ConfigError(explain("init", options.name, f"cannot be made: {error}", "choose another name")) from None
+        raise ConfigError("init", options.name, f"cannot be made: {error}", "choose another name") from None
     if used:
-        raise ConfigError(explain("init", options.name, "exists and is not empty", "choose another name"))
+        raise ConfigError("init", options.name, "exists and is not empty", "choose another name")
     for file in FILES:
         text = (STARTER / file).read_text(encoding="utf-8").replace("NAME", name)
         (folder / file).write_text(text, encoding="utf-8")

@@ -5,8 +5,6 @@ thousand rows. What checks a store's content is imported with `pipelines.cli.sto
 fast.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Look after a store (`rlhf store verify`, `pin`, `unpin`, `share` and `gc`)."""
 
-from __future__ import annotations
-
 import argparse
 
 from rich.console import Console

@@ -3,20 +3,11 @@
 Iterative DPO (arXiv 2312.11456, 2405.07863) samples, scores, pairs the best with the worst and trains, in rounds.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from pipelines.flows.graph import Stages
 from pipelines.flows.sections import ConditionalSFTConfig, IterativeDPORounds, RejectionSamplingConfig
-from rlhf_core.types import (
-    DemonstrationsRef,
-    PolicyRef,
-    PreferencesRef,
-    PromptsRef,
-    RewardModelRef,
-    RolloutsRef,
-)
+from rlhf_core.types import DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef, RolloutsRef
 from stages import table
 
 

@@ -1,7 +1,5 @@
 """Show a stage on Prefect's pages: its progress while it runs, then its card with metrics and samples."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -15,11 +13,7 @@ from typing import get_args
 from urllib.parse import quote
 from uuid import UUID
 
-from prefect.artifacts import (
-    create_markdown_artifact,
-    create_progress_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.context import SettingsContext, get_settings_context

@@ -4,8 +4,6 @@ The flows of single stages are made from their declarations in `stages.table`. A
 pipeline, so each finds the other's results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
 from typing import Any, TypeVar

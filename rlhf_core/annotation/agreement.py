@@ -1,7 +1,5 @@
 """Measure how far judgments can be trusted: agreement, self-consistency, position bias, attention."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Collect judgments of comparisons from a simulated annotator or from files that people fill in."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -14,7 +12,7 @@ from typing import Any
 from rlhf_core.annotation.proposing import CHOICES, Choice, Comparison, Judgment
 from rlhf_core.config.annotators import FileAnnotator, ProgramAnnotator
 from rlhf_core.data.shards import replace_file
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.rewards.batches import checked
 from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
 from rlhf_core.types import Completion, Generation, Prompt, derive_seed
@@ -106,7 +104,7 @@ def read_judgment_lines(path: Path, known: set[str]) -> list[Judgment]:
     twice = [name for name, count in Counter((one.comparison, one.annotator) for one in judgments).items() if count > 1]
     if twice:
         rule = f"{len(twice)} comparisons are judged twice by the same annotator, the first: {twice[0][0]}"
-        raise DataError(explain("judgments", str(path), rule, "keep one line for each"))
+        raise DataError("judgments", str(path), rule, "keep one line for each")
     return judgments
 
 
@@ -129,17 +127,17 @@ def _judgment(place: str, content: bytes, known: set[str]) -> Judgment:
     try:
         row = json.loads(content)
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-        raise DataError(explain(place, line[:80], "is not JSON in UTF-8", "write one object per line")) from None
+        raise DataError(place, line[:80], "is not JSON in UTF-8", "write one object per line") from None
     if not isinstance(row, dict) or not isinstance(row.get("id"), str) or not isinstance(row.get("choice"), str):
-        raise DataError(explain(place, line[:80], "needs the texts id and choice", "add what is missing"))
+        raise DataError(place, line[:80], "needs the texts id and choice", "add what is missing")
     if row["choice"] not in CHOICES:
-        raise DataError(explain(f"{place}.choice", row["choice"], f"must be one of {', '.join(CHOICES)}", "correct it"))
+        raise DataError(f"{place}.choice", row["choice"], f"must be one of {', '.join(CHOICES)}", "correct it")
     if row["id"] not in known:
         rule = "is none of the given comparisons"
-        raise DataError(explain(f"{place}.id", row["id"], rule, f"take the ids of {EXPORT}"))
+        raise DataError(f"{place}.id", row["id"], rule, f"take the ids of {EXPORT}")
     annotator, reason, seconds = row.get("annotator", "annotator-1"), row.get("reason", ""), row.get("seconds", 0.0)
     if not isinstance(annotator, str) or not isinstance(reason, str):
-        raise DataError(explain(place, line[:80], "annotator and reason must be texts", "correct them"))
+        raise DataError(place, line[:80], "annotator and reason must be texts", "correct them")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= LONGEST_S:
-        raise DataError(explain(f"{place}.seconds", str(seconds)[:80], "must be a number of seconds", "correct it"))
+        raise DataError(f"{place}.seconds", str(seconds)[:80], "must be a number of seconds", "correct it")
     return Judgment(row["id"], annotator, row["choice"], reason, float(seconds))

@@ -4,8 +4,6 @@ Models prefer an answer for its place (arXiv 2306.05685, section 3.3), so a choi
 Every verdict is written down as it comes: a killed stage asks only for the missing ones.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -20,7 +18,7 @@ from rlhf_core.annotation.agreement import share
 from rlhf_core.annotation.proposing import OTHER_SIDE, Choice, Comparison, Judgment
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.rewards import JsonVerdict, PatternVerdict
-from rlhf_core.errors import RewardError, explain
+from rlhf_core.errors import RewardError
 from rlhf_core.rewards.batches import shortened
 from rlhf_core.rewards.judge import ChatEndpoint, ChatFailed, find_verdict
 from rlhf_core.rewards.protocols import prompt_text
@@ -202,7 +200,7 @@ def _check_answered(config: JudgeAnnotator, verdict: Verdict, key: str) -> None:
     if not verdict.choice and config.on_failure == "fail":
         rule = f"the judge gave no verdict on comparison {verdict.comparison}"
         remedy = 'fix the server or the template, or set on_failure = "invalid"; other verdicts are kept'
-        raise RewardError(explain(key, verdict.reply[-80:], rule, remedy))
+        raise RewardError(key, verdict.reply[-80:], rule, remedy)
 
 
 def _settled(comparisons: Sequence[Comparison], known: Mapping[tuple[str, Order], Verdict], *, name: str) -> Judged:

@@ -1,7 +1,5 @@
 """Choose which pairs of answers are worth a judgment, and define the tables of comparisons and judgments."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from rlhf_core.data.chat import answer_message
 from rlhf_core.data.shards import MESSAGES, read_rows, write_rows
 from rlhf_core.data.tables import content_id
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.types import Message, Prompt, Rollout, derive_seed
 
 # ---------------------------------------------------------------- comparisons
@@ -206,7 +204,7 @@ def require_components(rollouts: Mapping[str, Sequence[Rollout]]) -> None:
     most = max((len(row.reward_components) for rows in rollouts.values() for row in rows), default=0)
     if most < 2:
         rule = f"compares the components of the reward, and the rollouts have {most}"
-        raise DataError(explain("strategy", "disagreement", rule, "score with two terms or more, or take margin"))
+        raise DataError("strategy", "disagreement", rule, "score with two terms or more, or take margin")
 
 
 def _comparison(pair: Candidate, *, swap: bool) -> Comparison:

@@ -4,8 +4,6 @@ MLflow keeps only where an alias is now. So each version gets one tag for each t
 with who moved the alias and why; the history of a model is all these tags in order of time.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.interfaces import RegistryState
 from rlhf_core.processes.identity import user_name
 from rlhf_core.tracking import redaction
@@ -124,7 +122,7 @@ def champion_digests(uri: str, name: str) -> tuple[str, str]:
     digest = found.digests.get(found.current, "")
     if not digest:
         rule = f"its champion, version {found.current}, has no tag {DIGEST_TAG}, so its weights are unknown"
-        raise ConfigError(explain("publish.challenge", name, rule, "give the alias to a version that `publish` made"))
+        raise ConfigError("publish.challenge", name, rule, "give the alias to a version that `publish` made")
     return digest, found.digests.get(found.previous, "")
 
 
@@ -154,10 +152,10 @@ def roll_back(uri: str, name: str, *, why: str) -> tuple[str, str]:
     """
     found = read_champions(uri, name)
     if found is None:
-        raise ConfigError(explain("champion", name, "the registry has no such model", nearest(name, model_names(uri))))
+        raise ConfigError("champion", name, "the registry has no such model", nearest(name, model_names(uri)))
     if not found.previous:
         rule = "has no champion before the current one" if found.current else "has never had a champion"
-        raise ConfigError(explain("champion", name, rule, "publish another policy, or move the alias in MLflow"))
+        raise ConfigError("champion", name, rule, "publish another policy, or move the alias in MLflow")
     with answering(uri, name="registry"):
         client = open_client(uri)
         for key, value in redaction.tags(move_tag(ROLLBACK, why)).items():  # first, so that no move lacks its reason

@@ -1,7 +1,5 @@
 """Record runs in lists in memory, for tests and for runs without a server."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

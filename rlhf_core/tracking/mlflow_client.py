@@ -1,7 +1,5 @@
 """Open MLflow: the client, a new database, the address of a run."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

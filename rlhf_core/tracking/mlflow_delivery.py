@@ -10,8 +10,6 @@ ends, killed or not, are delivered by the next process that opens the same folde
 (after a kill between its delivery and its removal from the spool), so delivery must be idempotent.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

@@ -1,7 +1,5 @@
 """Find a pipeline run in MLflow, with its configuration and the keys of its stages."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence

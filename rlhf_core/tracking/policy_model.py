@@ -6,8 +6,6 @@
 MLflow imports this module in the process that loads the model.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.errors import ArtifactError, explain
+from rlhf_core.errors import ArtifactError
 from rlhf_core.tracking.policy_reference import REFERENCE
 from rlhf_core.types import Message
 
@@ -68,5 +66,5 @@ def _load_pyfunc(path: str) -> PolicyModel:
     folder = Path(json.loads(file.read_text(encoding="utf-8"))["folder"])
     if not folder.is_dir():
         remedy = "load it where the store has this path, or make the policy again"
-        raise ArtifactError(explain("policy", str(folder), "the weights are not here; MLflow keeps no copy", remedy))
+        raise ArtifactError("policy", str(folder), "the weights are not here; MLflow keeps no copy", remedy)
     return PolicyModel(folder)

@@ -1,7 +1,5 @@
 """Refer to a policy in the store from MLflow, so that its registered model can be loaded without a copy of the weights."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flatten and shorten values for a tracking server. `rlhf_core.secrets.redaction` removes the secrets."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

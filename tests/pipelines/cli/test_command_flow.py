@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import argparse
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,9 +46,7 @@ def run_flow() -> None:
     command_flow.run_flow(run, config, OPTIONS, None)
 
 
-def test_a_run_that_is_complete_ends_well_though_prefect_is_gone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_is_complete_ends_well_though_prefect_is_gone(monkeypatch, caplog):
     done = losing_prefect(monkeypatch, before_the_body=False)
     # On the logger itself: Prefect sets up the loggers above it when it is first asked, and keeps their records to itself.
     monkeypatch.setattr(command_flow.logger, "handlers", [caplog.handler])
@@ -61,7 +56,7 @@ def test_a_run_that_is_complete_ends_well_though_prefect_is_gone(
     assert "http://127.0.0.1:9/api: Prefect does not answer (Connection refused); the run is complete" in caplog.text
 
 
-def test_a_run_that_prefect_could_not_begin_is_one_error_that_names_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_prefect_could_not_begin_is_one_error_that_names_the_server(monkeypatch):
     losing_prefect(monkeypatch, before_the_body=True)
     with pytest.raises(
         ServiceError, match=r"^http://127.0.0.1:9/api: Prefect does not answer .*: run the same command again$"
@@ -69,9 +64,7 @@ def test_a_run_that_prefect_could_not_begin_is_one_error_that_names_the_server(m
         run_flow()
 
 
-def test_a_profile_is_stored_with_its_whole_path_so_that_it_can_be_resumed_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_is_stored_with_its_whole_path_so_that_it_can_be_resumed_from_anywhere(tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text("")
     monkeypatch.chdir(tmp_path)
     found = {
@@ -81,7 +74,7 @@ def test_a_profile_is_stored_with_its_whole_path_so_that_it_can_be_resumed_from_
     assert [one.profile for one in found.values()] == [str(tmp_path / "mine.toml"), "tiny/full"]
 
 
-def test_a_run_that_waits_says_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_waits_says_for_what(monkeypatch):
     """Prefect's client raises CancelledRun for the state Waiting; the caller gets what the stage raised."""
     done = losing_prefect(monkeypatch, before_the_body=False)
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,14 +7,14 @@ from pipelines.cli.main import main
 
 
 @pytest.fixture
-def questions(tmp_path: Path) -> Path:
+def questions(tmp_path) -> Path:
     path = tmp_path / "qa.jsonl"
     rows = [{"question": f"{n}+1?", "answer": f"#### {n + 1}", "id": n} for n in range(20)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{not JSON\n")
     return path
 
 
-def test_a_file_is_described_without_a_profile(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_described_without_a_profile(questions, capsys):
     assert main(["data", str(questions)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
@@ -33,7 +31,7 @@ def test_a_file_is_described_without_a_profile(questions: Path, capsys: pytest.C
     assert source["dropped"][0]["first"] == [{"file": str(questions), "line": 21}]
 
 
-def test_unknown_columns_get_the_line_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_columns_get_the_line_to_paste(tmp_path, capsys):
     (tmp_path / "own.csv").write_text("ask,reply\n2+2?,4\n")
     (tmp_path / "other.csv").write_text("a,b,c\n1,2,3\n")
     assert main(["data", str(tmp_path / "own.csv")]) == 0
@@ -42,9 +40,7 @@ def test_unknown_columns_get_the_line_to_paste(tmp_path: Path, capsys: pytest.Ca
     assert "malformed: unknown columns" in capsys.readouterr().out
 
 
-def test_the_sources_of_a_profile_are_described_with_their_tables(
-    questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_sources_of_a_profile_are_described_with_their_tables(questions, tmp_path, capsys):
     profile = tmp_path / "own.toml"
     use = "{demonstrations = 0.5, prompts = 0.5}"
     profile.write_text(
@@ -67,8 +63,6 @@ def test_the_sources_of_a_profile_are_described_with_their_tables(
         (["data", "--profile", "tiny/full"], "prepare_data.data.type = 'support': is a synthetic world"),
     ],
 )
-def test_what_cannot_be_described_is_refused(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_described_is_refused(arguments, line, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(line)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -32,31 +30,31 @@ REPORT = {
 def printed(thing: object) -> str:
     console = Console(file=io.StringIO(), width=160)
     console.print(thing)
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+    return console.file.getvalue()
 
 
-def test_results_have_a_row_per_policy_with_intervals() -> None:
+def test_results_have_a_row_per_policy_with_intervals():
     lines = printed(results_table(REPORT)).splitlines()
     assert lines[2].split() == ["sft", "1.23", "[1.10,", "1.36]", "0.00", "31.3", "0.52"]
     assert lines[3].split()[-6:] == ["2.10]", "<=", "1.20", "0.70", "[0.65,", "0.75]"]
 
 
-def test_a_measure_that_no_policy_has_gets_no_column() -> None:
+def test_a_measure_that_no_policy_has_gets_no_column():
     assert "RM score" not in printed(results_table(REPORT))
 
 
-def test_the_number_that_says_most_is_shown() -> None:
+def test_the_number_that_says_most_is_shown():
     assert key_metric({"steps": 3, "eval/loss": 2.5}) == "eval/loss 2.5"
     assert key_metric({"sft/train/loss": 2.0, "sft/eval/loss": 1.5}) == "eval/loss 1.5"
     assert key_metric({"steps": 3}) == ""
 
 
-def test_the_loss_before_training_is_not_shown_as_the_result() -> None:
+def test_the_loss_before_training_is_not_shown_as_the_result():
     assert key_metric({"before/eval/loss": 6.28, "eval/loss": 0.37}) == "eval/loss 0.37"
     assert key_metric({"before/eval/loss": 6.28}) == ""
 
 
-def test_lines_where_there_is_no_terminal() -> None:
+def test_lines_where_there_is_no_terminal():
     console = Console(file=io.StringIO(), width=100)
     display = open_display(console)
     assert isinstance(display, PlainDisplay)
@@ -66,7 +64,7 @@ def test_lines_where_there_is_no_terminal() -> None:
         display.progress("sft", 1, 9, "loss 2.0")
         display.progress("sft", 2, 9, "loss 1.9")
         display.finished("sft", decision, {"eval/loss": 1.5}, 3.0)
-    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+    assert console.file.getvalue().splitlines() == [
         "sft: RUN: first run",
         "sft: 1/9 loss 2.0",
         "sft: done in 3.0 s  eval/loss 1.5",
@@ -79,10 +77,10 @@ LABELS = ["prepare_data", "iterative_dpo/round_1/generate", "online/round_1/iter
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, None])
-def test_a_plan_shows_decision_stage_key_and_the_whole_reason_in_any_terminal(width: int | None) -> None:
+def test_a_plan_shows_decision_stage_key_and_the_whole_reason_in_any_terminal(width):
     console = Console(file=io.StringIO(), width=width or 60, force_terminal=width is not None, color_system=None)
     print_decisions([(label, RUN) for label in LABELS], console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     lines = text.splitlines()
     assert text.count("RUN ") == text.count("k" * 12) == len(LABELS)
     assert text.count("change") == 40 * len(LABELS) and text.replace(" ", "").count("change39") == len(LABELS)
@@ -91,7 +89,7 @@ def test_a_plan_shows_decision_stage_key_and_the_whole_reason_in_any_terminal(wi
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
-def test_a_live_table_shows_decision_and_stage_in_any_terminal(width: int) -> None:
+def test_a_live_table_shows_decision_and_stage_in_any_terminal(width):
     display = live(width, LABELS, seconds=dict.fromkeys(LABELS, 30.0))
     display.started("ppo", RUN)
     display.progress("ppo", 3, 9, "loss 2.0")
@@ -112,7 +110,7 @@ def test_a_live_table_shows_decision_and_stage_in_any_terminal(width: int) -> No
         ([("other", 1, 2), ("other", 2, 2)], "preparing"),
     ],
 )
-def test_a_live_row_names_what_a_stage_does_that_no_bar_shows(steps: list[tuple[str, int, int]], phase: str) -> None:
+def test_a_live_row_names_what_a_stage_does_that_no_bar_shows(steps, phase):
     display = live(120, ["other", "sft"], seconds={})
     display.started("other", RUN)
     for label, done, total in steps:
@@ -121,7 +119,7 @@ def test_a_live_row_names_what_a_stage_does_that_no_bar_shows(steps: list[tuple[
     assert phase in next(line for line in shown(display, 120) if " sft " in line)
 
 
-def test_the_rows_around_the_running_stage_are_shown_where_the_terminal_is_too_low_for_all() -> None:
+def test_the_rows_around_the_running_stage_are_shown_where_the_terminal_is_too_low_for_all():
     labels = [f"stage_{number}" for number in range(30)]
     display = live(80, labels, seconds={})
     for label in labels[:20]:
@@ -151,21 +149,21 @@ def live(width: int, labels: list[str], seconds: dict[str, float | None]) -> Liv
 def shown(display: LiveDisplay, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     console.print(display._render())
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+    return console.file.getvalue().splitlines()
 
 
-def test_brackets_are_shown_as_they_are() -> None:
+def test_brackets_are_shown_as_they_are():
     said = r"sft.pattern: [a-z] -> [/b] [bold]x[/bold] \[y]"
     decision = Decision("RUN", said, "k" * 64, None)
     plain = Console(file=io.StringIO())
     print_decisions([("s[0]", decision)], plain)
-    assert f"s[0] {'k' * 12} {said}" in plain.file.getvalue()  # type: ignore[attr-defined]
-    report = {"settings": REPORT["settings"], "policies": {"p[/b]": REPORT["policies"]["sft"]}}  # type: ignore[index]
+    assert f"s[0] {'k' * 12} {said}" in plain.file.getvalue()
+    report = {"settings": REPORT["settings"], "policies": {"p[/b]": REPORT["policies"]["sft"]}}
     assert "p[/b]" in printed(results_table(report))
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
     with open_display(console) as display:
         display.planned("waits", Decision("RUN", "[/b]", "k" * 64, None))
         display.started("works[0]", Decision("RUN", "[/a]", "k" * 64, None))
         display.progress("works[0]", 1, 2, "[/c]")
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = console.file.getvalue()
     assert "works[0]" in shown and "[/c]" in shown and "[/b]" in shown

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect
@@ -31,7 +29,7 @@ HEAVY = ("torch", "transformers", "vllm", "ray", "deepspeed", "prefect", "mlflow
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     return tmp_path
 
@@ -59,15 +57,13 @@ def cli(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["chat", "ppo", "--once", "hello"], "input = 'ppo': no PolicyRef has this label"),
     ],
 )
-def test_what_is_refused_takes_one_line_and_status_2(
-    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
-) -> None:
+def test_what_is_refused_takes_one_line_and_status_2(here, capsys, arguments, line):
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(line) and error.count("\n") == 1
 
 
-def test_plan_prints_a_line_per_stage(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_a_line_per_stage(here, capsys):
     assert main(["plan", str(write_mini(here)), "--until", "sft"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["RUN", "prepare_data"], ["RUN", "sft"]]
@@ -75,16 +71,14 @@ def test_plan_prints_a_line_per_stage(here: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(("engine", "noted"), [("deepspeed", True), ("torch", False)])
-def test_the_plan_notes_adapters_that_are_merged_into_bfloat16(
-    engine: str, noted: bool, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_notes_adapters_that_are_merged_into_bfloat16(engine, noted, here, capsys):
     settings = ["sft.lora={rank = 8}", "runtime.trainer.dtype=bfloat16", f"runtime.trainer.engine={engine}"]
     overrides = [word for setting in settings for word in ("--set", setting)]
     assert main(["plan", str(write_mini(here)), "--until", "sft", *overrides]) == 0
     assert ("sft: adapters are merged into bfloat16 weights" in capsys.readouterr().out) is noted
 
 
-def test_explain_prints_the_whole_key_where_all_of_it_is_wanted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_the_whole_key_where_all_of_it_is_wanted(here, capsys):
     profile, said = str(write_mini(here)), {}
     for option in ((), ("--all",), ("--json",)):
         assert main(["explain", "prepare_data", "--profile", profile, *option]) == 0
@@ -113,9 +107,9 @@ def test_explain_prints_the_whole_key_where_all_of_it_is_wanted(here: Path, caps
     ],
 )
 def test_explain_ends_with_the_next_command(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *,
-    state: str, stage: str, said: str, command: str,
-) -> None:  # fmt: skip
+    here, capsys, monkeypatch, *,
+    state, stage, said, command,
+):  # fmt: skip
     monkeypatch.setattr("pipelines.cli.plan_verbs.lifecycle", two_toys)
     profile, store = str(write_mini(here)), ArtifactStore(here / "home" / "store")
     made = {"runtime": NoEngines(), "tracker": RecordingTracker(), "progress": lambda *_: None}
@@ -137,9 +131,7 @@ def test_explain_ends_with_the_next_command(
     assert last == f"next: rlhf {following}"
 
 
-def test_explain_names_what_the_key_cannot_see(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_names_what_the_key_cannot_see(here, capsys, monkeypatch):
     (here / "mine.py").write_text("def reward(x): return open('[b]answers[/b].json')\n")
     decision = Decision("RUN", "first run", "k" * 64, None)
     stage = PlannedStage("ppo", toy_spec(callables=("mine.py:reward",)), decision)
@@ -162,9 +154,7 @@ def test_explain_names_what_the_key_cannot_see(
     assert capsys.readouterr().out.splitlines()[1:-1] == [f"ppo: {line}" for line in lines]
 
 
-def test_looking_at_a_store_that_is_not_there_says_what_to_do_and_makes_nothing(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_looking_at_a_store_that_is_not_there_says_what_to_do_and_makes_nothing(here, capsys):
     looks = [["store", "ls"], ["store", "verify"], ["store", "gc"], ["runs"], ["reconcile"], ["resume"]]
     assert [main(look) for look in looks] == [0] * len(looks)
     out = capsys.readouterr().out
@@ -180,9 +170,7 @@ def test_looking_at_a_store_that_is_not_there_says_what_to_do_and_makes_nothing(
     [["store", "ls"], ["store", "verify"], ["store", "gc"], ["runs"], ["reconcile"], ["chat", "sft"], ["plan", "tiny/full"],
      ["explain", "sft"], ["run", "tiny/full"]],
 )  # fmt: skip
-def test_a_store_of_a_newer_version_is_refused_by_every_verb(
-    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_of_a_newer_version_is_refused_by_every_verb(here, capsys, arguments, monkeypatch):
     monkeypatch.setattr("pipelines.cli.run_command.prefect_server", lambda home: nullcontext())
     store = here / "home" / "store"
     store.mkdir(parents=True)
@@ -195,9 +183,7 @@ def test_a_store_of_a_newer_version_is_refused_by_every_verb(
     assert [path.name for path in store.iterdir()] == ["store.json"]
 
 
-def test_a_damaged_store_is_listed_with_its_damage_and_planned_with_the_reason(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_store_is_listed_with_its_damage_and_planned_with_the_reason(here, capsys):
     config = load_profile(write_mini(here))
     store = ArtifactStore(here / "home" / "store")
     specs = [toy_spec(ToyConfig(kl_coef=rate), label=label, seed=config.seed) for label, rate in RATES.items()]
@@ -232,7 +218,7 @@ def test_a_damaged_store_is_listed_with_its_damage_and_planned_with_the_reason(
 RATES = {"sound": 0.1, "short": 0.2, "gone": 0.3, "torn": 0.4}
 
 
-def test_the_store_of_a_profile_or_a_folder_can_be_looked_at(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_store_of_a_profile_or_a_folder_can_be_looked_at(here, capsys):
     profile = write_mini(here)
     profile.write_text(f'store = "{here}/own"\n' + profile.read_text())
     for which in (["--profile", str(profile)], ["--store", f"{here}/own"]):
@@ -248,26 +234,26 @@ def test_the_store_of_a_profile_or_a_folder_can_be_looked_at(here: Path, capsys:
         f"import {', '.join(sorted({place.partition(':')[0] for place in VERBS.values()}))}",
     ],
 )
-def test_no_engine_is_imported_before_it_is_needed(verb: str) -> None:
+def test_no_engine_is_imported_before_it_is_needed(verb):
     code = f"{verb}; import sys; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_the_table_of_verbs_names_functions_that_take_the_options() -> None:
+def test_the_table_of_verbs_names_functions_that_take_the_options():
     for place in VERBS.values():
         module, _, function = place.partition(":")
         found = getattr(importlib.import_module(module), function)
         assert list(inspect.signature(found).parameters) == ["options"], place
 
 
-def test_the_table_of_verbs_has_every_verb_of_the_parser() -> None:
+def test_the_table_of_verbs_has_every_verb_of_the_parser():
     verbs = next(one for one in _parser()._actions if isinstance(one, argparse._SubParsersAction))
     assert set(VERBS) == {*verbs.choices, "store ls"}
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(verbs.choices)
 
 
-def test_without_a_command_the_commands_are_listed_in_groups_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_the_commands_are_listed_in_groups_with_examples(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert "\n  plan             Show which stages a run would execute" in printed
@@ -288,9 +274,7 @@ def test_without_a_command_the_commands_are_listed_in_groups_with_examples(capsy
         (["--version"], 0, f"rlhf {version('rlhf-lifecycle')}\n"),
     ],
 )
-def test_misspelled_commands_get_a_suggestion_and_version_prints_one(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, printed: str
-) -> None:
+def test_misspelled_commands_get_a_suggestion_and_version_prints_one(capsys, arguments, status, printed):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == status and printed in "".join(capsys.readouterr())
@@ -298,7 +282,7 @@ def test_misspelled_commands_get_a_suggestion_and_version_prints_one(
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_whole_run_its_repetition_and_a_changed_rate(tmp_path: Path) -> None:
+def test_a_whole_run_its_repetition_and_a_changed_rate(tmp_path):
     profile, home = str(write_mini(tmp_path)), tmp_path / "home"
 
     first = cli(home, "run", profile)
@@ -335,7 +319,7 @@ def decisions(text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "given", [("PYTHONWARNINGS", "error"), ("PYTHONWARNINGS", "error::DeprecationWarning"), ("-W", "error")]
 )
-def test_no_setting_turns_a_warning_of_a_library_into_the_end_of_a_run(given: tuple[str, str]) -> None:
+def test_no_setting_turns_a_warning_of_a_library_into_the_end_of_a_run(given):
     warned = "import warnings; warnings.warn('old', DeprecationWarning); "
     further = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {warned!r}], check=True); "
     name, value = given
@@ -352,9 +336,7 @@ def test_no_setting_turns_a_warning_of_a_library_into_the_end_of_a_run(given: tu
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_end_interrupts_a_verb_and_its_handlers_are_put_back(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
-) -> None:
+def test_a_signal_to_end_interrupts_a_verb_and_its_handlers_are_put_back(monkeypatch, capsys, number):
     monkeypatch.setattr("pipelines.cli.main._verb", lambda options: lambda options: signal.raise_signal(number))
     own = signal.signal(number, signal.default_int_handler)  # under nohup a hang-up is ignored
     try:

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import argparse
 import io
 import os
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -13,7 +10,6 @@ from pipelines.cli import run_command
 from pipelines.execution.local import LazyRuntime
 from pipelines.execution.plan import Planner
 from pipelines.execution.run import PipelineRun
-from pipelines.services.home import Home
 from pipelines.services.running import ServiceError, healthy, wait_for
 from rlhf_core.annotation import people
 from rlhf_core.errors import DataError
@@ -29,9 +25,7 @@ OPTIONS = argparse.Namespace(
 
 
 @pytest.mark.slow
-def test_a_run_is_recorded_on_the_users_own_server_and_none_is_started(
-    home: Home, prefect_home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_recorded_on_the_users_own_server_and_none_is_started(home, prefect_home, monkeypatch):
     theirs = os.environ["PREFECT_API_URL"]
     # Whoever watches the server starts it again when it does not answer for a minute, as under heavy load it may not.
     assert wait_for(lambda: healthy(f"{theirs}/health"), 180), (prefect_home.logs / "prefect_run.log").read_text()[
@@ -49,7 +43,7 @@ def test_a_run_is_recorded_on_the_users_own_server_and_none_is_started(
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_a_run_is_planned_once(tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch, *, watched: bool) -> None:
+def test_a_run_is_planned_once(tmp_path, home, monkeypatch, *, watched):
     planned: list[str] = []
     shown: list[str] = []
     decide = Planner.__call__
@@ -74,7 +68,7 @@ def test_a_run_is_planned_once(tmp_path: Path, home: Home, monkeypatch: pytest.M
     assert planned == shown == ["prepare_data", "sft"]
 
 
-def test_a_run_may_stay_while_people_judge(monkeypatch: pytest.MonkeyPatch, home: Home) -> None:
+def test_a_run_may_stay_while_people_judge(monkeypatch, home):
     """It ends at once without --wait; with it, it looks until they are done, through an error, and runs again."""
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     monkeypatch.setattr(run_command, "WAIT_LOOK_S", 0.0)

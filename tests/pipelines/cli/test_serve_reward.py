@@ -1,7 +1,5 @@
 """`rlhf serve-reward`: the verb as it is run, and a reward model that scores as the score stage does."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -60,9 +58,7 @@ def asked(*texts: str, label: str) -> list[Generation]:
     return [Generation(prompt, (1,), Completion((), (), text, "stop", 0, 0)) for text in texts]
 
 
-def test_the_verb_serves_a_function_with_arguments_and_a_token_until_it_is_terminated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verb_serves_a_function_with_arguments_and_a_token_until_it_is_terminated(tmp_path, monkeypatch):
     port = free_port()
     function = ["--function", "rlhf_core.rewards.library.text:regex_match", "--arguments", '{"pattern": "^{label}$"}']
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
@@ -91,20 +87,14 @@ def test_the_verb_serves_a_function_with_arguments_and_a_token_until_it_is_termi
         (["--reward-model", "nothing"], "input = 'nothing': no RewardModelRef"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_a_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    line: str,
-) -> None:
+def test_what_cannot_be_served_is_refused_in_a_line(tmp_path, monkeypatch, capsys, arguments, line):
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     monkeypatch.delenv("NO_SUCH", raising=False)
     assert main(["serve-reward", *arguments]) == 2
     assert capsys.readouterr().err.startswith(line)
 
 
-def test_a_token_is_needed_where_others_can_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_needed_where_others_can_ask(monkeypatch):
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
     assert read_token("REWARD_TOKEN", host="0.0.0.0") == "s3cret"
     assert read_token("", host="127.0.0.1") == ""
@@ -114,7 +104,7 @@ def test_a_token_is_needed_where_others_can_ask(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("render", [False, True])
-def test_a_reward_model_scores_text_as_the_score_stage_scores_its_tokens(tmp_path: Path, render: bool) -> None:
+def test_a_reward_model_scores_text_as_the_score_stage_scores_its_tokens(tmp_path, render):
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.interfaces import ModelSpec
     from rlhf_core.rewards.model import score_with_reward_model
@@ -141,7 +131,7 @@ def test_a_reward_model_scores_text_as_the_score_stage_scores_its_tokens(tmp_pat
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 99999), ("127.0.0.1", -1), ("host.invalid", 0)])
-def test_an_address_where_no_server_can_listen_is_one_error(host: str, port: int) -> None:
+def test_an_address_where_no_server_can_listen_is_one_error(host, port):
     with pytest.raises(
         ConfigError, match=r"^--port = '.*': no server can listen there \(.*\); name a port that is free"
     ):

@@ -1,7 +1,5 @@
 """A sweep: what it computes, keeps, says and asks; once on the engines of this process, else with stages of toys."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from contextlib import nullcontext
@@ -94,14 +92,12 @@ class Runs:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+def runs(tmp_path, monkeypatch) -> Runs:
     return Runs(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_points_share_what_they_can_and_the_table_says_so(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_points_share_what_they_can_and_the_table_says_so(runs, tmp_path, capsys):
     # Two steps: in the first one the policy is the reference, and a penalty for the distance changes nothing.
     words = ["sweep", str(write_mini(tmp_path, REWARDED)), "--set", "ppo.steps=2", "--grid", FOUR]
     words += ["--set", 'ppo.rewards.terms={reward_model={type="reward_model"}}', "--set", "evaluate.evaluate.gold=none"]
@@ -132,9 +128,7 @@ def test_points_share_what_they_can_and_the_table_says_so(
     assert runs.computed() == again and len(runs.sweeps) == 1  # nothing to record: nothing was computed
 
 
-def test_the_table_is_printed_and_an_old_plot_removed_before_a_plot_that_fails(
-    small: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_is_printed_and_an_old_plot_removed_before_a_plot_that_fails(small, tmp_path, monkeypatch, capsys):
     words = swept(tmp_path, grid="ppo.kl_coef=0.1,0.2")
     assert main(words) == 0
     (folder,) = (tmp_path / "home" / "sweeps").iterdir()
@@ -150,9 +144,7 @@ def test_the_table_is_printed_and_an_old_plot_removed_before_a_plot_that_fails(
     assert "ppo.kl_coef=0.2" in capsys.readouterr().out and not (folder / "sweep.png").exists()
 
 
-def test_the_command_that_publishes_keeps_the_strict_options_and_few_points_are_said(
-    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_that_publishes_keeps_the_strict_options_and_few_points_are_said(small, tmp_path, capsys):
     profile = write_mini(tmp_path, "[publish]\n")
     words = ["sweep", str(profile), "--random", "9", "--range", "seed=1..2", "--metric", "second:total"]
     assert main([*words, "--strict-code"]) == 0
@@ -162,7 +154,7 @@ def test_the_command_that_publishes_keeps_the_strict_options_and_few_points_are_
 
 
 @pytest.fixture
-def small(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> Runs:
+def small(runs: Runs, monkeypatch) -> Runs:
     runs.use_toys(monkeypatch)
     return runs
 
@@ -184,18 +176,14 @@ def dies_after(count: int, run: Any) -> Any:
     return dying
 
 
-def test_a_search_without_the_number_that_decides_ends_after_its_first_point(
-    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_without_the_number_that_decides_ends_after_its_first_point(small, tmp_path, capsys):
     words = ["sweep", str(write_mini(tmp_path)), "--optuna", "5", "--range", "ppo.kl_coef=log:0.01..0.5"]
     assert main([*words, "--metric", "second:totl"]) == EXIT_REFUSED
     assert "--metric = 'totl': second has no such metric; it has total" in capsys.readouterr().err
     assert small.computed() == {"first": 1, "second": 1}
 
 
-def test_a_grid_without_the_number_that_decides_still_shows_its_table(
-    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_without_the_number_that_decides_still_shows_its_table(small, tmp_path, capsys):
     words = ["sweep", str(write_mini(tmp_path)), "--grid", "ppo.kl_coef=0.1,0.2", "--metric", "second:totl"]
     assert main(words) == EXIT_REFUSED
     shown = capsys.readouterr()
@@ -203,9 +191,7 @@ def test_a_grid_without_the_number_that_decides_still_shows_its_table(
     assert "--metric = 'totl': second has no such metric" in shown.err
 
 
-def test_optuna_chooses_the_points_and_a_killed_search_finds_its_own_again(
-    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optuna_chooses_the_points_and_a_killed_search_finds_its_own_again(small, tmp_path, capsys, monkeypatch):
     words = ["sweep", str(write_mini(tmp_path)), "--optuna", "5", "--range", "ppo.kl_coef=log:0.01..0.5"]
     words += ["--metric", "second:total"]
     with monkeypatch.context() as patch:
@@ -236,16 +222,12 @@ def test_optuna_chooses_the_points_and_a_killed_search_finds_its_own_again(
         (["--range", "ppo.kl_coef=0.1..1"], "needs --random N or --optuna N"),
     ],
 )
-def test_a_search_that_cannot_run_is_refused_before_the_first_point(
-    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], error: str
-) -> None:
+def test_a_search_that_cannot_run_is_refused_before_the_first_point(small, tmp_path, capsys, words, error):
     assert main(["sweep", str(write_mini(tmp_path)), *words]) == EXIT_REFUSED
     assert error in " ".join(capsys.readouterr().err.split()) and not small.trackers
 
 
-def test_a_sweep_that_was_killed_goes_on_where_it_was(
-    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_that_was_killed_goes_on_where_it_was(small, tmp_path, capsys):
     small.errors = {"ppo.kl_coef=0.3": KeyboardInterrupt()}
     assert main(swept(tmp_path)) == EXIT_INTERRUPTED
     assert small.computed() == {"first": 1, "second": 2} and small.sweeps[0].status == "KILLED"
@@ -255,7 +237,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_was(
     assert "computed 1 stages (second 1); 5 were hits" in capsys.readouterr().out
 
 
-def test_a_point_that_fails_loses_no_other_one(small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_point_that_fails_loses_no_other_one(small, tmp_path, capsys):
     small.errors = {"ppo.kl_coef=0.2": ValueError("the disk is full, says hf_abcdefghijklmnopqrstuvwxyz0123456789")}
     assert main(swept(tmp_path)) == 1
     out = capsys.readouterr().out
@@ -263,9 +245,7 @@ def test_a_point_that_fails_loses_no_other_one(small: Runs, tmp_path: Path, caps
     assert small.computed() == {"first": 1, "second": 2}
 
 
-def test_what_cannot_be_swept_is_refused_before_anything_runs(
-    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_swept_is_refused_before_anything_runs(small, tmp_path, capsys):
     refused = {
         ("--set", "ppo.kl_coef=0.5"): "--set = 'ppo.kl_coef=0.5': this key is swept; leave it out",
         ("--metric", "secnd:total"): "--metric = 'secnd:total': the runs have no stage 'secnd'; did you mean second?",
@@ -282,9 +262,7 @@ def test_what_cannot_be_swept_is_refused_before_anything_runs(
     assert small.trackers == []
 
 
-def test_what_the_best_point_could_not_be_run_with_is_refused_before_anything_runs(
-    small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_best_point_could_not_be_run_with_is_refused_before_anything_runs(small, tmp_path, capsys):
     profile = write_mini(tmp_path, "[publish]\n")
     words = ["sweep", str(profile), "--grid", "ppo.kl_coef=0.1,0.2", "--metric", "second:total"]
     assert main([*words, "--set", "publish.polcy=ppo"]) == EXIT_REFUSED
@@ -295,9 +273,7 @@ def test_what_the_best_point_could_not_be_run_with_is_refused_before_anything_ru
 
 
 @pytest.mark.parametrize("grid", ["ppo.kl_coef=0.1,0.10", "seed=1,1.0", "publish.policy=sft,ppo"])
-def test_points_that_are_the_same_run_are_refused(
-    grid: str, small: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_points_that_are_the_same_run_are_refused(grid, small, tmp_path, capsys):
     profile, (key, _, values) = write_mini(tmp_path, "[publish]\n"), grid.partition("=")
     first, second = (f"{key}={value}" for value in values.split(","))
     assert main(["sweep", str(profile), "--grid", grid, "--metric", "second:total"]) == EXIT_REFUSED
@@ -305,7 +281,7 @@ def test_points_that_are_the_same_run_are_refused(
     assert error.startswith(f"--grid = {second!r}: is the same run as {first}") and small.trackers == []
 
 
-def test_policies_that_only_some_points_make_can_decide() -> None:
+def test_policies_that_only_some_points_make_can_decide():
     configs = [load_profile("tiny/online", [f"online.rounds={rounds}"]) for rounds in (1, 2)]
     assert [config.policies()[-1] for config in configs] == ["online_1", "online_2"]
     assert sweep_verb.policies_of(configs) == configs[1].policies()
@@ -314,9 +290,7 @@ def test_policies_that_only_some_points_make_can_decide() -> None:
     assert str(goal) == "online_2/gold"
 
 
-def test_the_best_goes_on_once_a_person_has_approved_it(
-    small: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_goes_on_once_a_person_has_approved_it(small, tmp_path, monkeypatch, capsys):
     went: list[list[str]] = []
     kept: list[Any] = []
 

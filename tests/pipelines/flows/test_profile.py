@@ -293,7 +293,7 @@ def test_broken_toml_names_file_and_line(tmp_path):
         load_profile(path)
 
 
-def test_a_dump_of_a_configuration_parses_to_the_same_configuration() -> None:
+def test_a_dump_of_a_configuration_parses_to_the_same_configuration():
     config = load_profile("tiny/full")
     assert parse(config.model_dump(mode="json", exclude_none=True), origin="dump") == config
     added = with_overrides(config.model_dump(mode="json"), ["dpo.loss.type=ipo"])  # where the dump has dpo = None

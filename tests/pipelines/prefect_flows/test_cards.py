@@ -17,7 +17,7 @@ from pipelines.prefect_flows.cards import artifact_key
         (("stage", "PPO"), "stage-ppo"),
     ],
 )
-def test_keys_hold_only_what_prefect_accepts(parts: tuple[str, ...], key: str) -> None:
+def test_keys_hold_only_what_prefect_accepts(parts, key):
     assert artifact_key(*parts) == key
 
 

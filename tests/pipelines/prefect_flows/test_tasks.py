@@ -1,7 +1,5 @@
 """Stages as Prefect tasks, under a real Prefect server."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -104,7 +102,7 @@ def api(path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 @pytest.mark.smoke
-def test_prefect_shows_the_edges_the_hits_the_plan_and_a_card_per_stage(tmp_path: Path, prefect_home: Home) -> None:
+def test_prefect_shows_the_edges_the_hits_the_plan_and_a_card_per_stage(tmp_path, prefect_home):
     home = Home(tmp_path / "home").make()
     ran, cached = run_flow(tmp_path, home), run_flow(tmp_path, home)
 
@@ -122,7 +120,7 @@ def test_prefect_shows_the_edges_the_hits_the_plan_and_a_card_per_stage(tmp_path
         assert len(tasks) == 4
 
 
-def test_a_group_is_one_node_that_holds_its_stages(prefect_home: Home, tmp_path: Path) -> None:
+def test_a_group_is_one_node_that_holds_its_stages(prefect_home, tmp_path):
     home = Home(tmp_path / "home").make()
     ended = run_flow(tmp_path, home, grouped, until="a", tasks=3)
     assert node_names(ended) == {"data": "Completed", "round": "Completed", "a": "Completed"}
@@ -145,9 +143,7 @@ def test_a_group_is_one_node_that_holds_its_stages(prefect_home: Home, tmp_path:
     assert inside == {"data": [], "round": [], "a": ["round"], "b": ["round"], "after": []}
 
 
-def test_a_group_waits_with_the_stage_that_a_gate_holds_back(
-    prefect_home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_waits_with_the_stage_that_a_gate_holds_back(prefect_home, tmp_path, monkeypatch):
     from prefect import flow
 
     from pipelines.prefect_flows import pipeline_flows
@@ -170,7 +166,7 @@ def test_a_group_waits_with_the_stage_that_a_gate_holds_back(
     assert node_names(str(flow_run)) == names
 
 
-def test_a_group_fails_with_its_stage(prefect_home: Home, tmp_path: Path) -> None:
+def test_a_group_fails_with_its_stage(prefect_home, tmp_path):
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -207,9 +203,7 @@ def waiting_in_a_group(before_b: Callable[[], None], file: Path) -> Pipeline:
     return pipeline
 
 
-def test_a_budget_that_is_spent_in_a_group_ends_it_and_a_larger_one_goes_on(
-    prefect_home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_that_is_spent_in_a_group_ends_it_and_a_larger_one_goes_on(prefect_home, tmp_path, monkeypatch):
     from prefect import flow
 
     from pipelines.prefect_flows import pipeline_flows
@@ -245,9 +239,7 @@ def test_a_budget_that_is_spent_in_a_group_ends_it_and_a_larger_one_goes_on(
 
 
 @pytest.mark.parametrize("during", [False, True], ids=["between two stages", "during a stage"])
-def test_an_interrupt_in_a_group_ends_the_run_and_the_next_one_goes_on(
-    prefect_home: Home, tmp_path: Path, during: bool
-) -> None:
+def test_an_interrupt_in_a_group_ends_the_run_and_the_next_one_goes_on(prefect_home, tmp_path, during):
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -271,7 +263,7 @@ def test_an_interrupt_in_a_group_ends_the_run_and_the_next_one_goes_on(
     assert node_names(again) == {"a": "Cached", "b": "Completed", "round": "Completed", "after": "Completed"}
 
 
-def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect_home: Home, tmp_path: Path) -> None:
+def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect_home, tmp_path):
     from prefect import flow
     from prefect.client.orchestration import get_client
     from prefect.context import FlowRunContext
@@ -301,9 +293,7 @@ def test_a_run_that_is_retried_is_not_taken_for_that_of_the_dead_process(prefect
     assert "Crashed" not in [state.name for state in history]
 
 
-def test_a_run_that_waits_for_people_is_waiting_and_goes_on_when_they_are_done(
-    prefect_home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_waits_for_people_is_waiting_and_goes_on_when_they_are_done(prefect_home, tmp_path, monkeypatch):
     from prefect import flow
 
     from pipelines.prefect_flows import pipeline_flows
@@ -336,9 +326,7 @@ def test_a_run_that_waits_for_people_is_waiting_and_goes_on_when_they_are_done(
     assert state.is_completed() and list(state.result()) == ["collect"]
 
 
-def test_a_blocked_run_and_an_approval_from_a_form(
-    prefect_home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_blocked_run_and_an_approval_from_a_form(prefect_home, tmp_path, monkeypatch):
     from prefect import flow
     from prefect.exceptions import ParameterTypeError
 

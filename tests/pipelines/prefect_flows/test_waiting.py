@@ -1,10 +1,7 @@
 """Runs of deployments that wait for people: scheduled again once, and only while they wait."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +41,7 @@ def all_met(home: Home, names: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def test_a_waiting_run_goes_on_once_when_people_are_done(home: Home, client: Any, deployed: Any) -> None:
+def test_a_waiting_run_goes_on_once_when_people_are_done(home, client, deployed):
     run = deployed(halted(WAITS))
     note(home, run, WAITS)
     assert resume_met(home, lambda home, names: []) == []
@@ -59,7 +56,7 @@ def test_a_waiting_run_goes_on_once_when_people_are_done(home: Home, client: Any
     assert resume_met(home, all_met) == [] and waiting_runs(home) == []
 
 
-def test_a_run_that_a_person_cancelled_or_resumed_is_left_alone(home: Home, client: Any, deployed: Any) -> None:
+def test_a_run_that_a_person_cancelled_or_resumed_is_left_alone(home, client, deployed):
     cancelled, resumed = deployed(Cancelled(message="by hand")), deployed(halted(WAITS))
     for run in (cancelled, resumed):
         note(home, run, WAITS)
@@ -74,13 +71,13 @@ def test_a_run_that_a_person_cancelled_or_resumed_is_left_alone(home: Home, clie
     assert waiting_runs(home) == [str(resumed.id)]
 
 
-def test_reconcile_leaves_a_waiting_run_alone(home: Home, client: Any, deployed: Any) -> None:
+def test_reconcile_leaves_a_waiting_run_alone(home, client, deployed):
     run = deployed(halted(WAITS))
     assert str(run.id) not in [mended.id for mended in reconcile()]
     assert state_of(client, run) == "Waiting"
 
 
-def test_only_runs_of_deployments_are_noted(home: Home, client: Any, deployed: Any) -> None:
+def test_only_runs_of_deployments_are_noted(home, client, deployed):
     run = deployed(halted(WAITS))
     note(home, run.model_copy(update={"deployment_id": None}), WAITS)
     note(home, run, StageWaiting("waits for something that nobody can check"))
@@ -88,8 +85,8 @@ def test_only_runs_of_deployments_are_noted(home: Home, client: Any, deployed: A
 
 
 def test_a_run_that_went_on_and_waits_at_a_gate_is_not_started_again_for_the_people_it_waited_for(
-    home: Home, client: Any, deployed: Any
-) -> None:
+    home, client, deployed
+):
     run = deployed(halted(WAITS))
     note(home, run, WAITS)
     assert resume_met(home, all_met) == [str(run.id)]
@@ -100,7 +97,7 @@ def test_a_run_that_went_on_and_waits_at_a_gate_is_not_started_again_for_the_peo
     assert state_of(client, run) == "Waiting"
 
 
-def test_the_check_is_a_process_of_its_own(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_is_a_process_of_its_own(home, tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_HOME", str(home.root))
     note_wait(home, "run-1", {"not": "a condition"})
     assert checked_apart(home, ["run-1"], tmp_path / "log") == []
@@ -120,9 +117,7 @@ def test_the_check_is_a_process_of_its_own(home: Home, tmp_path: Path, monkeypat
         ("Task run failed with exception", ValueError("x"), "ERROR", "Task run failed with exception"),
     ],
 )
-def test_halts_are_logged_as_information_and_errors_of_the_input_as_their_message(
-    said: str, error: Exception | None, level: str, shown: str
-) -> None:
+def test_halts_are_logged_as_information_and_errors_of_the_input_as_their_message(said, error, level, shown):
     assert tasks  # its import adds the filter
     trace = None if error is None else (type(error), error, None)
     record = logging.LogRecord("prefect.task_runs", logging.ERROR, "", 0, said, (), trace)

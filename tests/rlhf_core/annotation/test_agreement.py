@@ -1,7 +1,5 @@
 """The report about annotators, against figures computed by hand and published ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf_core.annotation.agreement import judgment_report, krippendorff_alpha
@@ -13,7 +11,7 @@ def comparison(name: str, *, repeats: str = "", expected: str = "") -> Compariso
     return Comparison(name, (Message("user", name),), "", "test", "A", "B", "sft", "sft", repeats, expected)
 
 
-def test_alpha_is_that_of_krippendorffs_example() -> None:
+def test_alpha_is_that_of_krippendorffs_example():
     """Krippendorff 2011, section C: nominal data, four observers, missing values; alpha = 0.743."""
     table = [
         [1, 2, 3, 3, 2, 1, 4, 1, 2, None, None, None],
@@ -25,12 +23,12 @@ def test_alpha_is_that_of_krippendorffs_example() -> None:
     assert krippendorff_alpha(units) == pytest.approx(0.743, abs=5e-4)  # printed with three digits
 
 
-def test_alpha_without_overlap_is_unknown_and_of_one_value_is_1() -> None:
+def test_alpha_without_overlap_is_unknown_and_of_one_value_is_1():
     assert krippendorff_alpha([["a"], ["b"]]) is None
     assert krippendorff_alpha([["a", "a"], ["a", "a"]]) == 1.0
 
 
-def test_the_report_counts_what_people_did() -> None:
+def test_the_report_counts_what_people_did():
     asked = [
         *(comparison(f"c{n}") for n in range(4)),
         comparison("c0-again", repeats="c0"),
@@ -52,12 +50,12 @@ def test_the_report_counts_what_people_did() -> None:
     assert report["annotators"]["bob"]["consistency"] is None
 
 
-def test_what_was_not_measured_is_none() -> None:
+def test_what_was_not_measured_is_none():
     report = judgment_report([comparison("c")], [Judgment("c", "ada", "tie")])
     assert report["agreement"] is report["alpha"] is report["first_chosen"] is report["consistency"] is None
 
 
-def test_agreement_with_a_known_reward_counts_choices_of_a_side_where_the_rewards_differ() -> None:
+def test_agreement_with_a_known_reward_counts_choices_of_a_side_where_the_rewards_differ():
     """Of c0 to c5, c3 is a tie, c4 has equal rewards and c5 none: ada is right about c0 and c1 and wrong about c2."""
     choices: list[Choice] = ["first", "second", "first", "tie", "first", "second"]
     judgments = [Judgment(f"c{n}", "ada", choice) for n, choice in enumerate(choices)]

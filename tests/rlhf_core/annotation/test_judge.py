@@ -1,7 +1,5 @@
 """A language model as annotator: both orders, ties, malformed replies, and verdicts that outlive a kill."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,7 +69,7 @@ def longer(asked: str) -> str:
     return f"It is longer. Better: {'A' if len(first.strip()) > len(second.strip()) else 'B'}"
 
 
-def test_both_orders_are_asked_and_a_choice_that_survives_the_swap_counts(server: ChatServer, tmp_path: Path) -> None:
+def test_both_orders_are_asked_and_a_choice_that_survives_the_swap_counts(server, tmp_path):
     server.says = longer
     found = judged(server, [comparison("c1"), comparison("c2", "short", "a long answer")], tmp_path / "j")
     assert [one.choice for one in found.judgments] == ["first", "second"]
@@ -85,9 +83,7 @@ def test_both_orders_are_asked_and_a_choice_that_survives_the_swap_counts(server
     assert RULE in asked and "request c1" in asked and "sft" not in asked
 
 
-def test_a_judge_that_prefers_a_place_is_a_tie_and_the_report_says_which_place(
-    server: ChatServer, tmp_path: Path
-) -> None:
+def test_a_judge_that_prefers_a_place_is_a_tie_and_the_report_says_which_place(server, tmp_path):
     """c1 is answered honestly, c2 and c3 by place, c4 by A and then a tie: 3 of 4 verdicts change with the order."""
 
     def says(asked: str) -> str:
@@ -105,7 +101,7 @@ def test_a_judge_that_prefers_a_place_is_a_tie_and_the_report_says_which_place(
     assert report["toward_second"]["mean"] == 0.0 and report["questions"] == 8
 
 
-def test_a_reply_without_a_verdict_is_asked_again_and_counted(server: ChatServer, tmp_path: Path) -> None:
+def test_a_reply_without_a_verdict_is_asked_again_and_counted(server, tmp_path):
     server.says = lambda asked: "**Better: Answer A.**" if asked == CORRECTION else "Both have their merits."
     found = judged(server, [comparison("c1")], tmp_path / "j")
     assert found.judgments[0].choice == "tie"  # A both times
@@ -115,7 +111,7 @@ def test_a_reply_without_a_verdict_is_asked_again_and_counted(server: ChatServer
     assert roles == ["user", "assistant", "user"]
 
 
-def test_a_comparison_without_a_verdict_has_no_judgment(server: ChatServer, tmp_path: Path) -> None:
+def test_a_comparison_without_a_verdict_has_no_judgment(server, tmp_path):
     server.says = lambda asked: "I cannot decide." if "request c1" in asked or asked == CORRECTION else longer(asked)
     found = judged(server, [comparison("c1"), comparison("c2")], tmp_path / "j", on_failure="invalid", corrections=1)
     assert [one.comparison for one in found.judgments] == ["c2"]
@@ -124,7 +120,7 @@ def test_a_comparison_without_a_verdict_has_no_judgment(server: ChatServer, tmp_
     assert report["malformed"] == 4  # two replies in each order
 
 
-def test_a_failure_ends_the_stage_and_keeps_what_was_answered(server: ChatServer, tmp_path: Path) -> None:
+def test_a_failure_ends_the_stage_and_keeps_what_was_answered(server, tmp_path):
     server.says = lambda asked: 404 if "request c2" in asked else longer(asked)
     rows = [comparison("c1"), comparison("c2")]
     with pytest.raises(RewardError, match=r"answered 404.*no verdict on comparison c2"):
@@ -135,7 +131,7 @@ def test_a_failure_ends_the_stage_and_keeps_what_was_answered(server: ChatServer
     assert len(server.requests) == before + 2  # those of c2
 
 
-def test_a_stopped_judge_is_asked_only_for_what_is_missing(server: ChatServer, tmp_path: Path) -> None:
+def test_a_stopped_judge_is_asked_only_for_what_is_missing(server, tmp_path):
     server.says = longer
     rows = [comparison(f"c{n}") for n in range(6)]
     with pytest.raises(JudgingStopped):
@@ -164,20 +160,20 @@ def test_a_stopped_judge_is_asked_only_for_what_is_missing(server: ChatServer, t
         ('{"better": 2}', ""),
     ],
 )
-def test_verdicts_are_read_as_models_write_them(reply: str, choice: str) -> None:
+def test_verdicts_are_read_as_models_write_them(reply, choice):
     as_json = {"verdict": {"type": "json", "field": "better"}} if reply.startswith("{") else {}
     annotator = JudgeAnnotator.model_validate({"url": "http://host/v1", "model": "m"} | as_json)
     assert read_choice(reply, annotator.verdict) == choice
 
 
-def test_answers_are_not_filled_in_again() -> None:
+def test_answers_are_not_filled_in_again():
     one = comparison("c1", "{second}", "{rubric}")
     template = "{rubric}|{prompt}|{first}|{second}|{other}"
     assert question(template, one, "given", RULE) == f"{RULE}|request c1|{{second}}|{{rubric}}|{{other}}"
     assert question(template, one, "swapped", RULE) == f"{RULE}|request c1|{{rubric}}|{{second}}|{{other}}"
 
 
-def test_the_model_and_the_rubric_decide_the_key_and_the_address_does_not() -> None:
+def test_the_model_and_the_rubric_decide_the_key_and_the_address_does_not():
     def key(**given: Any) -> str:
         return json.dumps(keyed(JudgeAnnotator.model_validate({"url": "http://a/v1", "model": "m"} | given)))
 
@@ -197,6 +193,6 @@ def test_the_model_and_the_rubric_decide_the_key_and_the_address_does_not() -> N
         ({"token_env": "sk-hunter2"}, "must be the name of an environment variable"),
     ],
 )
-def test_a_judge_that_cannot_work_is_refused(given: dict[str, str], rule: str) -> None:
+def test_a_judge_that_cannot_work_is_refused(given, rule):
     with pytest.raises((ValidationError, ValueError), match=rule):
         JudgeAnnotator.model_validate({"url": "http://a/v1", "model": "m"} | given)

@@ -1,7 +1,5 @@
 """Which pairs are asked about, on which side, and which comparisons check the annotators."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -27,7 +25,7 @@ def texts(pairs: list[Candidate]) -> list[tuple[str, str]]:
     return [(pair.first.completion.text, pair.second.completion.text) for pair in pairs]
 
 
-def test_every_pair_of_different_valid_answers_to_a_prompt_is_a_candidate() -> None:
+def test_every_pair_of_different_valid_answers_to_a_prompt_is_a_candidate():
     broken = replace(rollout("p", "d", 0.0), invalid="timed out")
     rows = [rollout("p", "a", 1.0), rollout("p", "a", 1.0), rollout("p", "b", 2.0), broken, rollout("q", "alone", 1.0)]
     found = candidates({"sft": rows, "ppo": [rollout("p", "c", 3.0)]})
@@ -36,34 +34,34 @@ def test_every_pair_of_different_valid_answers_to_a_prompt_is_a_candidate() -> N
     assert found["q"] == []
 
 
-def test_margin_takes_the_closest_rewards_first() -> None:
+def test_margin_takes_the_closest_rewards_first():
     rows = [rollout("p", "a", 0.0), rollout("p", "b", 1.0), rollout("p", "c", 1.1)]
     found = chosen(candidates({"sft": rows}), strategy="margin", budget=2, per_prompt=2, seed=1)
     assert texts(found) == [("b", "c"), ("a", "b")]
 
 
-def test_disagreement_takes_the_pair_whose_components_disagree() -> None:
+def test_disagreement_takes_the_pair_whose_components_disagree():
     rows = [scored("p", "a", x=0.0, y=0.0), scored("p", "b", x=1.0, y=1.0), scored("p", "c", x=2.0, y=0.5)]
     found = chosen(candidates({"sft": rows}), strategy="disagreement", budget=1, per_prompt=1, seed=1)
     assert texts(found) == [("b", "c")]
     assert found[0].disagreement == 1.0
 
 
-def test_disagreement_needs_two_components() -> None:
+def test_disagreement_needs_two_components():
     with pytest.raises(DataError, match="the rollouts have 1; score with two terms or more"):
         require_components({"sft": [rollout("p", "a", 1.0)]})
     require_components({"sft": [scored("p", "a", x=1.0, y=1.0)]})
 
 
 @pytest.mark.parametrize("strategy", ["random", "margin", "disagreement"])
-def test_the_budget_covers_the_prompts_before_it_asks_twice_about_one(strategy: str) -> None:
+def test_the_budget_covers_the_prompts_before_it_asks_twice_about_one(strategy):
     rows = [rollout(f"p{n}", f"{text}{n}", float(value * n)) for n in range(5) for value, text in enumerate("abc")]
     found = chosen(candidates({"sft": rows}), strategy=strategy, budget=7, per_prompt=3, seed=1)
     assert sorted(Counter(pair.prompt.id for pair in found[:5]).values()) == [1] * 5
     assert len(found) == 7 and len(set(texts(found))) == 7
 
 
-def test_the_draw_depends_on_the_seed_and_not_on_the_order_of_the_prompts() -> None:
+def test_the_draw_depends_on_the_seed_and_not_on_the_order_of_the_prompts():
     rows = [rollout(f"p{n}", f"{text}{n}", 0.0) for n in range(20) for text in "abcd"]
     options: dict[str, Any] = {"strategy": "random", "budget": 20, "per_prompt": 1}
     ours = chosen(candidates({"sft": rows}), seed=1, **options)
@@ -76,7 +74,7 @@ def asked(count: int = 200, *, repeat: float = 0.0, attention: float = 0.0) -> l
     return comparisons(pairs_of(count), repeat_fraction=repeat, attention_fraction=attention, seed=3)
 
 
-def test_sides_are_random_and_recorded() -> None:
+def test_sides_are_random_and_recorded():
     rows = asked()
     first = sum(row.first.startswith("a") for row in rows)
     assert 70 < first < 130  # binomial, n = 200, p = 1/2: 4 standard deviations are 28
@@ -84,7 +82,7 @@ def test_sides_are_random_and_recorded() -> None:
     assert all({row.first[0], row.second[0]} == {"a", "b"} for row in rows)
 
 
-def test_a_repeated_comparison_has_its_sides_swapped_and_trains_nothing() -> None:
+def test_a_repeated_comparison_has_its_sides_swapped_and_trains_nothing():
     rows = {row.id: row for row in asked(repeat=0.25)}
     again = [row for row in rows.values() if row.repeats]
     assert len(again) == 50
@@ -94,7 +92,7 @@ def test_a_repeated_comparison_has_its_sides_swapped_and_trains_nothing() -> Non
         assert not row.trains and before.trains
 
 
-def test_an_attention_check_shows_the_answer_to_another_prompt() -> None:
+def test_an_attention_check_shows_the_answer_to_another_prompt():
     checks = [row for row in asked(attention=0.1) if row.expected]
     assert len(checks) == 20 and {row.expected for row in checks} == {"first", "second"}
     for row in checks:
@@ -104,13 +102,13 @@ def test_an_attention_check_shows_the_answer_to_another_prompt() -> None:
         assert not row.trains
 
 
-def test_a_reply_that_fits_every_prompt_is_no_attention_check() -> None:
+def test_a_reply_that_fits_every_prompt_is_no_attention_check():
     rows = [rollout(f"p{n}", text, 0.0) for n in range(20) for text in ("Yes.", "No.")]
     pairs = [pair for found in candidates({"sft": rows}).values() for pair in found]
     assert not any(row.expected for row in comparisons(pairs, repeat_fraction=0.0, attention_fraction=0.5, seed=3))
 
 
-def test_two_prompts_with_the_same_text_and_answers_are_asked_about_once() -> None:
+def test_two_prompts_with_the_same_text_and_answers_are_asked_about_once():
     [pair] = pairs_of(1)
     twin = Candidate(
         *(replace(row, prompt=replace(row.prompt, id="twin")) for row in (pair.first, pair.second)), ("sft",) * 2

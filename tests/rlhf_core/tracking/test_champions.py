@@ -1,7 +1,5 @@
 """The champions of a real registry, and the way back to the one before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,7 +28,7 @@ def uri(database: Path) -> str:
 
 
 @pytest.fixture
-def publish(uri: str, tmp_path: Path) -> Iterator[Publish]:
+def publish(uri: str, tmp_path) -> Iterator[Publish]:
     """Register the weights of a digest as the stage `publish` does; return the version."""
     tracker = MlflowTracker(uri, experiment="rlhf", artifact_root=tmp_path / "files")
     tracker.start("night", run_id=None, params={}, tags={})
@@ -45,7 +43,7 @@ def publish(uri: str, tmp_path: Path) -> Iterator[Publish]:
     tracker.finish("FINISHED", note="")
 
 
-def test_rollback_goes_to_the_champion_before_and_says_who_and_why(publish: Publish, uri: str) -> None:
+def test_rollback_goes_to_the_champion_before_and_says_who_and_why(publish, uri):
     assert [publish(digest, True) for digest in ("d1", "d2", "d3")] == ["1", "2", "3"]
     assert publish("d4", False) == "4"
     found = read_champions(uri, "support")
@@ -76,7 +74,7 @@ def test_rollback_goes_to_the_champion_before_and_says_who_and_why(publish: Publ
     assert registry_state(uri, "support") == RegistryState("d3", frozenset({"d2"}))
 
 
-def test_a_champion_without_a_digest_is_refused(publish: Publish, uri: str) -> None:
+def test_a_champion_without_a_digest_is_refused(publish, uri):
     publish("d1", True)
     publish("d2", True)
     assert champion_digests(uri, "support") == ("d2", "d1")
@@ -87,22 +85,20 @@ def test_a_champion_without_a_digest_is_refused(publish: Publish, uri: str) -> N
         champion_digests(uri, "support")
 
 
-def test_a_registry_of_its_own_is_read_though_nothing_was_tracked_yet(
-    publish: Publish, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_registry_of_its_own_is_read_though_nothing_was_tracked_yet(publish, uri, tmp_path, monkeypatch):
     publish("d1", True)
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", uri)
     assert champion_digests(f"sqlite:///{tmp_path}/new.db", "support") == ("d1", "")
 
 
-def test_a_version_that_wins_again_comes_after_the_others(publish: Publish, uri: str) -> None:
+def test_a_version_that_wins_again_comes_after_the_others(publish, uri):
     for digest in ("d1", "d2", "d1"):
         publish(digest, True)
     found = read_champions(uri, "support")
     assert found is not None and (found.current, found.previous) == ("1", "2")
 
 
-def test_without_a_champion_there_is_nothing_to_go_back_to(publish: Publish, uri: str) -> None:
+def test_without_a_champion_there_is_nothing_to_go_back_to(publish, uri):
     publish("d1", False)
     assert champion_digests(uri, "support")[0] == "" and model_names(uri) == []
     with pytest.raises(ConfigError, match="has never had a champion"):
@@ -111,7 +107,7 @@ def test_without_a_champion_there_is_nothing_to_go_back_to(publish: Publish, uri
         roll_back(uri, "suport", why="")
 
 
-def test_a_registry_that_is_not_there_is_empty_or_an_error(tmp_path: Path) -> None:
+def test_a_registry_that_is_not_there_is_empty_or_an_error(tmp_path):
     missing = f"sqlite:///{tmp_path}/none.db"
     assert read_champions(missing, "support") is None and not (tmp_path / "none.db").exists()
     with pytest.raises(TrackingError, match=r"registry at http://127.0.0.1:9: does not answer"):

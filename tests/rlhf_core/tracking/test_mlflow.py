@@ -1,7 +1,5 @@
 """Runs as MLflow stores them, read back with MLflow's own client."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import shutil
@@ -27,7 +25,7 @@ Made = Any
 
 
 @pytest.fixture
-def make(database: Path, tmp_path: Path) -> Iterator[Made]:
+def make(database: Path, tmp_path) -> Iterator[Made]:
     trackers: list[MlflowTracker] = []
 
     def tracker(name: str = "run", *, run_id: str | None = None, **settings: Any) -> MlflowTracker:
@@ -47,7 +45,7 @@ def client(database: Path) -> MlflowClient:
     return MlflowClient(tracking_uri=f"sqlite:///{database}")
 
 
-def test_tags_of_a_pipeline_run_are_set_while_it_runs(make: Made, client: MlflowClient) -> None:
+def test_tags_of_a_pipeline_run_are_set_while_it_runs(make, client):
     tracker = make("nightly")
     parent = tracker.run_id
     tracker.tag({"gate.quality": "blocked: accuracy_low 0.61 < 0.65", "state.message": "key sk-abcdefghijklmnop1234"})
@@ -56,7 +54,7 @@ def test_tags_of_a_pipeline_run_are_set_while_it_runs(make: Made, client: Mlflow
     assert tags["gate.quality"] == "blocked: accuracy_low 0.61 < 0.65" and "sk-abc" not in tags["state.message"]
 
 
-def test_a_pipeline_is_a_parent_run_and_a_stage_a_run_below_it(make: Made, client: MlflowClient) -> None:
+def test_a_pipeline_is_a_parent_run_and_a_stage_a_run_below_it(make, client):
     params = {"seed": 17, "hub": {"token": "hunter2"}}
     tracker = make("nightly", params=params, tags={"prefect.url": "http://127.0.0.1:4200/runs/1"})
     parent = tracker.run_id
@@ -78,7 +76,7 @@ def test_a_pipeline_is_a_parent_run_and_a_stage_a_run_below_it(make: Made, clien
     assert child.data.params == {"loop.epochs": "2"}
 
 
-def test_a_stage_that_goes_on_uses_the_run_of_its_key(make: Made, client: MlflowClient) -> None:
+def test_a_stage_that_goes_on_uses_the_run_of_its_key(make, client):
     first = make(params={"seed": 1})
     stage = first.stage("sft", key="k1", params={"a": 1}, tags={})
     stage.finish("FAILED")
@@ -95,7 +93,7 @@ def test_a_stage_that_goes_on_uses_the_run_of_its_key(make: Made, client: Mlflow
     assert run.data.tags["attempt.a"] == "2"
 
 
-def test_a_process_that_was_taken_over_does_not_end_the_run_of_its_successor(make: Made, client: MlflowClient) -> None:
+def test_a_process_that_was_taken_over_does_not_end_the_run_of_its_successor(make, client):
     first, second = make(), make()
     stages = []
     for tracker in (first, second):
@@ -109,7 +107,7 @@ def test_a_process_that_was_taken_over_does_not_end_the_run_of_its_successor(mak
     assert client.get_run(first.run_id).info.status == "FAILED"
 
 
-def test_steps_that_are_recorded_again_leave_no_second_point(make: Made, client: MlflowClient) -> None:
+def test_steps_that_are_recorded_again_leave_no_second_point(make, client):
     first = make()
     stage = first.stage("ppo", key="k1", params={}, tags={})
     for step in range(1, 8):
@@ -133,7 +131,7 @@ def test_steps_that_are_recorded_again_leave_no_second_point(make: Made, client:
     ]
 
 
-def test_values_that_are_not_finite_are_left_out(make: Made, client: MlflowClient) -> None:
+def test_values_that_are_not_finite_are_left_out(make, client):
     tracker = make()
     stage = tracker.stage("sft", key="k1", params={}, tags={})
     stage.metrics(1, {"a": float("nan"), "b": 2.0})
@@ -141,7 +139,7 @@ def test_values_that_are_not_finite_are_left_out(make: Made, client: MlflowClien
     assert client.get_run(stage.run_id).data.metrics == {"b": 2.0}
 
 
-def test_a_name_that_mlflow_refuses_costs_no_metric(make: Made, client: MlflowClient) -> None:
+def test_a_name_that_mlflow_refuses_costs_no_metric(make, client):
     tracker = make()
     stage = tracker.stage("harness", key="k1", params={}, tags={})
     stage.metrics(0, {"prompts": 8.0, "humaneval/pass@1": 0.5, "gsm8k/exact_match/maj@8": 0.25})
@@ -152,7 +150,7 @@ def test_a_name_that_mlflow_refuses_costs_no_metric(make: Made, client: MlflowCl
     assert len(client.get_metric_history(stage.run_id, "humaneval/pass_1")) == 1
 
 
-def test_a_cached_stage_opens_no_run_and_is_noted_on_the_parent(make: Made, client: MlflowClient) -> None:
+def test_a_cached_stage_opens_no_run_and_is_noted_on_the_parent(make, client):
     tracker = make("run")
     parent = tracker.run_id
     made = tracker.stage("sft", key="k1", params={}, tags={}).run_id
@@ -165,9 +163,7 @@ def test_a_cached_stage_opens_no_run_and_is_noted_on_the_parent(make: Made, clie
     assert len(client.search_runs([client.get_experiment_by_name("rlhf").experiment_id])) == 2
 
 
-def test_a_run_that_was_killed_after_its_commit_is_finished_once_its_stage_is_a_hit(
-    make: Made, client: MlflowClient
-) -> None:
+def test_a_run_that_was_killed_after_its_commit_is_finished_once_its_stage_is_a_hit(make, client):
     """The kill came between the commit and the end of the run; the campaign of kills found one left KILLED."""
     tracker = make()
     ended, failed = (tracker.stage(label, key=label, params={}, tags={}).run_id for label in ("sft", "dpo"))
@@ -183,9 +179,7 @@ def test_a_run_that_was_killed_after_its_commit_is_finished_once_its_stage_is_a_
     assert client.get_run(failed).info.status == "FAILED", "its error came after the commit, and is true"
 
 
-def test_tables_and_files_arrive_even_when_the_original_is_moved_away(
-    make: Made, client: MlflowClient, tmp_path: Path
-) -> None:
+def test_tables_and_files_arrive_even_when_the_original_is_moved_away(make, client, tmp_path):
     tracker = make()
     stage = tracker.stage("evaluate", key="k1", params={}, tags={})
     stage.table("samples/step_0010", ["prompt", "reward"], [["hi", 1.0]])
@@ -205,9 +199,7 @@ def test_tables_and_files_arrive_even_when_the_original_is_moved_away(
     assert not list(tmp_path.rglob("file-*"))  # the copy in the spool is gone
 
 
-def test_lineage_runs_from_the_stage_that_made_a_model_to_the_one_that_reads_it(
-    make: Made, client: MlflowClient
-) -> None:
+def test_lineage_runs_from_the_stage_that_made_a_model_to_the_one_that_reads_it(make, client):
     tracker = make()
     digest = "d" * 64
     sft = tracker.stage("sft", key="k1", params={}, tags={})
@@ -229,7 +221,7 @@ def test_lineage_runs_from_the_stage_that_made_a_model_to_the_one_that_reads_it(
     assert (model.tags["store.digest"], model.tags["store.uri"]) == (digest, "store://d")
 
 
-def test_tags_are_set_while_a_stage_runs_and_hold_no_secret(make: Made, client: MlflowClient) -> None:
+def test_tags_are_set_while_a_stage_runs_and_hold_no_secret(make, client):
     tracker = make()
     ppo = tracker.stage("ppo", key="k1", params={}, tags={})
     for text in ("first", "rolled back: https://me:hunter2@host/"):
@@ -240,7 +232,7 @@ def test_tags_are_set_while_a_stage_runs_and_hold_no_secret(make: Made, client: 
     assert "hunter2" not in tag
 
 
-def test_a_model_is_registered_by_reference_with_aliases_and_tags(make: Made, client: MlflowClient) -> None:
+def test_a_model_is_registered_by_reference_with_aliases_and_tags(make, client):
     tracker = make()
     stage = tracker.stage("publish", key="k1", params={}, tags={})
     stage.model("sft", "d1", "store://d1")
@@ -263,7 +255,7 @@ def test_a_model_is_registered_by_reference_with_aliases_and_tags(make: Made, cl
     assert client.get_model_version("rlhf-policy", "1").description in (None, "")
 
 
-def test_an_outage_costs_no_record(empty_database: Path, tmp_path: Path) -> None:
+def test_an_outage_costs_no_record(empty_database, tmp_path):
     """The database's folder is missing its place (a file stands there), then comes back."""
     blocked = tmp_path / "server"
     blocked.write_text("")
@@ -288,9 +280,7 @@ def test_an_outage_costs_no_record(empty_database: Path, tmp_path: Path) -> None
     assert client.get_model_version_by_alias("rlhf-policy", "candidate").tags["store.digest"] == "d1"
 
 
-def test_what_a_killed_process_could_not_send_is_sent_by_the_next(
-    database: Path, tmp_path: Path, client: MlflowClient
-) -> None:
+def test_what_a_killed_process_could_not_send_is_sent_by_the_next(database, tmp_path, client):
     program = f"""
 import os
 from rlhf_core.tracking import mlflow_delivery as outbox
@@ -314,7 +304,7 @@ os.kill(os.getpid(), 9)
     assert client.get_run(stage).info.status == "KILLED"
 
 
-def test_only_runs_whose_process_is_gone_are_ended(make: Made, client: MlflowClient) -> None:
+def test_only_runs_whose_process_is_gone_are_ended(make, client):
     tracker = make()
     living = tracker.run_id
     experiment = client.get_experiment_by_name("rlhf").experiment_id
@@ -324,7 +314,7 @@ def test_only_runs_whose_process_is_gone_are_ended(make: Made, client: MlflowCli
     assert [client.get_run(run).info.status for run in (living, dead, foreign)] == ["RUNNING", "KILLED", "RUNNING"]
 
 
-def test_every_experiment_is_reconciled_and_what_was_ended_is_named(client: MlflowClient, database: Path) -> None:
+def test_every_experiment_is_reconciled_and_what_was_ended_is_named(client, database):
     elsewhere = client.create_experiment("another")
     changes = {"owner.pid_started": "1", "mlflow.runName": "night"}
     dead = client.create_run(elsewhere, tags=mlflow_client.tags() | changes).info.run_id
@@ -334,12 +324,12 @@ def test_every_experiment_is_reconciled_and_what_was_ended_is_named(client: Mlfl
     assert reconcile_all(f"sqlite:///{database}") == []
 
 
-def test_a_server_that_is_away_is_one_line_for_who_asked() -> None:
+def test_a_server_that_is_away_is_one_line_for_who_asked():
     with pytest.raises(TrackingError, match=r"^MLflow at http://127.0.0.1:9: does not answer \(.*\); try again$"):
         reconcile_all("http://127.0.0.1:9")
 
 
-def test_a_stage_that_starts_over_gets_a_run_of_its_own(make: Made, client: MlflowClient) -> None:
+def test_a_stage_that_starts_over_gets_a_run_of_its_own(make, client):
     tracker = make()
     ids = []
     for loss, fresh in ((2.0, False), (1.0, True)):
@@ -351,7 +341,7 @@ def test_a_stage_that_starts_over_gets_a_run_of_its_own(make: Made, client: Mlfl
     assert [client.get_run(run).data.metrics for run in ids] == [{"loss": 2.0}, {"loss": 1.0}]
 
 
-def test_a_password_in_the_address_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_password_in_the_address_is_not_told(tmp_path, caplog):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -408,16 +398,14 @@ def refusing() -> Iterator[str]:
         ("mysql+pymysql://me:hunter2@127.0.0.1/mlflow", "needs the package pymysql"),
     ],
 )
-def test_a_server_that_will_never_record_ends_a_run_at_its_start(
-    refusing: str, uri: str, rule: str, tmp_path: Path
-) -> None:
+def test_a_server_that_will_never_record_ends_a_run_at_its_start(refusing, uri, rule, tmp_path):
     tracker = MlflowTracker(uri.format(server=refusing), experiment="rlhf", artifact_root=None, spool=tmp_path)
     with pytest.raises(TrackingError, match=f"^MLFLOW_TRACKING_URI = .*{rule}.*state folder$") as raised:
         tracker.start("run", run_id=None, params={}, tags={})
     assert "hunter2" not in str(raised.value)
 
 
-def test_a_server_that_hangs_costs_a_run_seconds_and_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_hangs_costs_a_run_seconds_and_no_record(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with socket.socket() as silent:  # takes connections and never answers
         silent.bind(("127.0.0.1", 0))
@@ -437,9 +425,7 @@ def test_a_server_that_hangs_costs_a_run_seconds_and_no_record(tmp_path: Path, m
     assert kept == ["open_run", "open_stage", "metrics", "metrics", "metrics", "finish", "finish"]
 
 
-def test_a_kill_between_the_tracker_and_the_file_of_metrics_leaves_each_point_once(
-    make: Made, client: MlflowClient, tmp_path: Path
-) -> None:
+def test_a_kill_between_the_tracker_and_the_file_of_metrics_leaves_each_point_once(make, client, tmp_path):
     """The stage recorded step 2 with the tracker and died before it noted so: the resumed one records it again."""
     tracker = make("first")
     killed = tracker.stage("toy", key="k1", params={}, tags={})
@@ -455,9 +441,7 @@ def test_a_kill_between_the_tracker_and_the_file_of_metrics_leaves_each_point_on
     assert [(point.step, point.value) for point in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
 
 
-def test_a_process_that_joins_a_run_records_below_it_and_leaves_it_to_its_owner(
-    make: Made, client: MlflowClient, database: Path, tmp_path: Path
-) -> None:
+def test_a_process_that_joins_a_run_records_below_it_and_leaves_it_to_its_owner(make, client, database, tmp_path):
     tracker = make("nightly")
     parent = tracker.run_id
     joined = MlflowTracker(

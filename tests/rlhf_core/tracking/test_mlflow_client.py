@@ -1,11 +1,8 @@
 """A new database, addresses, and the owner of a run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
@@ -15,7 +12,7 @@ from rlhf_core.tracking import mlflow_client
 from rlhf_core.tracking.mlflow_client import create_database, run_url
 
 
-def test_two_processes_that_create_the_database_get_one(tmp_path: Path) -> None:
+def test_two_processes_that_create_the_database_get_one(tmp_path):
     path = tmp_path / "new" / "mlflow.db"
     threads = [threading.Thread(target=create_database, args=(path,)) for _ in range(2)]
     for thread in threads:
@@ -26,7 +23,7 @@ def test_two_processes_that_create_the_database_get_one(tmp_path: Path) -> None:
     assert [item.name for item in path.parent.iterdir()] == ["mlflow.db"]
 
 
-def test_the_address_of_a_run_leads_to_the_web_interface() -> None:
+def test_the_address_of_a_run_leads_to_the_web_interface():
     assert run_url("http://127.0.0.1:5000", "3", "abc") == "http://127.0.0.1:5000/#/experiments/3/runs/abc"
     assert run_url("sqlite:////data/mlflow.db", "3", "abc") == "runs:/abc"
 
@@ -47,11 +44,11 @@ def ended() -> int:
         ({"owner.host": "elsewhere", "owner.pid": "999999999"}, False),  # of another machine nothing is known
     ],
 )
-def test_an_owner_is_gone_if_its_process_on_this_machine_has_ended(changes: dict[str, str], gone: bool) -> None:
+def test_an_owner_is_gone_if_its_process_on_this_machine_has_ended(changes, gone):
     changed = {name: str(ended()) if value == "ended" else value for name, value in changes.items()}
     process = mlflow_client.from_tags(mlflow_client.tags() | changed)
     assert process is not None and is_gone(process) is gone
 
 
-def test_a_run_of_something_else_has_no_owner() -> None:
+def test_a_run_of_something_else_has_no_owner():
     assert mlflow_client.from_tags({"mlflow.user": "me"}) is None

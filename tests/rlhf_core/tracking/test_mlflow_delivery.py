@@ -1,7 +1,5 @@
 """Records on their way to MLflow: queued in order and once, then refused or tried again one by one."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence
@@ -39,7 +37,7 @@ def numbers(server: Server) -> list[int]:
     return [record["number"] for record in server.got]
 
 
-def test_records_arrive_in_order_in_the_background_thread(tmp_path: Path) -> None:
+def test_records_arrive_in_order_in_the_background_thread(tmp_path):
     server = Server()
     outbox = Outbox(tmp_path, server)
     for number in range(7):
@@ -51,7 +49,7 @@ def test_records_arrive_in_order_in_the_background_thread(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_outage_keeps_records_in_the_spool_and_sends_them_when_the_server_is_back(tmp_path: Path) -> None:
+def test_an_outage_keeps_records_in_the_spool_and_sends_them_when_the_server_is_back(tmp_path):
     server = Server(up=False)
     outbox = Outbox(tmp_path, server)
     outbox.append(tag(1))
@@ -68,7 +66,7 @@ def test_an_outage_keeps_records_in_the_spool_and_sends_them_when_the_server_is_
     outbox.close(5.0)
 
 
-def test_a_known_outage_costs_a_caller_no_time(tmp_path: Path) -> None:
+def test_a_known_outage_costs_a_caller_no_time(tmp_path):
     outbox = Outbox(tmp_path, Server(up=False))
     outbox.append(tag(1))
     outbox.flush(5.0, retry=True)
@@ -78,7 +76,7 @@ def test_a_known_outage_costs_a_caller_no_time(tmp_path: Path) -> None:
     outbox.close(1.0)
 
 
-def test_the_next_process_sends_what_the_last_one_could_not(tmp_path: Path) -> None:
+def test_the_next_process_sends_what_the_last_one_could_not(tmp_path):
     first = Outbox(tmp_path, Server(up=False))
     first.append(tag(1))
     first.append(tag(2))
@@ -91,7 +89,7 @@ def test_the_next_process_sends_what_the_last_one_could_not(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_spool_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
+def test_the_spool_of_a_living_process_is_left_alone(tmp_path):
     living = Outbox(tmp_path, Server(up=False))
     living.append(tag(1))
     server = Server()
@@ -103,7 +101,7 @@ def test_the_spool_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
     living.close(1.0)
 
 
-def test_a_line_that_a_kill_or_a_full_disk_cut_short_is_left_out(tmp_path: Path) -> None:
+def test_a_line_that_a_kill_or_a_full_disk_cut_short_is_left_out(tmp_path):
     whole = ['{"op": "tag", "number": 1}\n', '{"op": "tag", "number": 2}\n']
     (tmp_path / "dead.jsonl").write_text(f'{whole[0]}{{"op": "ta\n{whole[1]}{{"op": "tag", "num')
     server = Server()
@@ -111,7 +109,7 @@ def test_a_line_that_a_kill_or_a_full_disk_cut_short_is_left_out(tmp_path: Path)
     assert numbers(server) == [1, 2]
 
 
-def test_five_hundred_points_do_not_wait_for_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_five_hundred_points_do_not_wait_for_the_clock(tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf_core.tracking.mlflow_delivery.FLUSH_SECONDS", 3600.0)
     server = Server()
     outbox = Outbox(tmp_path, server)
@@ -126,7 +124,7 @@ def test_five_hundred_points_do_not_wait_for_the_clock(tmp_path: Path, monkeypat
     outbox.close(5.0)
 
 
-def test_a_record_after_the_end_is_dropped_and_not_an_error(tmp_path: Path) -> None:
+def test_a_record_after_the_end_is_dropped_and_not_an_error(tmp_path):
     server = Server()
     outbox = Outbox(tmp_path, server)
     outbox.close(5.0)
@@ -140,7 +138,7 @@ def opened(run: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def delivery(database: Path, tmp_path: Path) -> Delivery:
+def delivery(database: Path, tmp_path) -> Delivery:
     return Delivery(f"sqlite:///{database}", experiment="rlhf", artifact_root=tmp_path / "files")
 
 
@@ -148,7 +146,7 @@ def points(run: str, step: int, **values: float) -> dict[str, Any]:
     return {"op": "metrics", "run": run, "step": step, "values": values, "time": 1000 + step}
 
 
-def test_points_of_one_run_travel_together_and_no_further(delivery: Delivery) -> None:
+def test_points_of_one_run_travel_together_and_no_further(delivery):
     delivery([opened("r1")])
     delivery([opened("r2")])
     records = [points("r1", 1, a=1.0), points("r1", 2, a=2.0), points("r2", 1, a=3.0)]
@@ -159,14 +157,14 @@ def test_points_of_one_run_travel_together_and_no_further(delivery: Delivery) ->
     assert client.get_run(delivery.runs["r2"].run_id).data.metrics == {"a": 3.0}
 
 
-def test_more_points_than_one_request_takes_are_split(delivery: Delivery) -> None:
+def test_more_points_than_one_request_takes_are_split(delivery):
     delivery([opened("r1")])
     records = [points("r1", step, a=1.0, b=2.0, c=3.0) for step in range(400)]  # 1200 points
     assert delivery(records) == 400
     assert len(delivery.client().get_metric_history(delivery.runs["r1"].run_id, "c")) == 400
 
 
-def test_a_record_that_comes_twice_changes_nothing(delivery: Delivery) -> None:
+def test_a_record_that_comes_twice_changes_nothing(delivery):
     for _ in range(2):
         delivery([opened("r1", params={"a": 1})])
         delivery([points("r1", 1, a=1.0)])
@@ -176,23 +174,23 @@ def test_a_record_that_comes_twice_changes_nothing(delivery: Delivery) -> None:
     assert len(client.get_metric_history(delivery.runs["r1"].run_id, "a")) == 1
 
 
-def test_a_run_that_is_gone_is_opened_anew(delivery: Delivery) -> None:
+def test_a_run_that_is_gone_is_opened_anew(delivery):
     delivery([opened("r1", run_id="0" * 32)])
     assert delivery.runs["r1"].run_id != "0" * 32
 
 
-def test_a_record_of_an_unknown_run_is_skipped(delivery: Delivery) -> None:
+def test_a_record_of_an_unknown_run_is_skipped(delivery):
     assert delivery([points("nobody", 1, a=1.0)]) == 1
 
 
-def test_a_server_that_does_not_answer_is_noticed_in_seconds_and_asked_again() -> None:
+def test_a_server_that_does_not_answer_is_noticed_in_seconds_and_asked_again():
     delivery = Delivery("http://127.0.0.1:9", experiment="rlhf", artifact_root=None)
     for _ in range(TRIES_OF_ONE_RECORD + 1):  # never given up
         with pytest.raises(Unreachable, match="does not answer"):
             delivery([opened("r1")])
 
 
-def test_a_record_that_alone_keeps_failing_does_not_hold_up_the_others(delivery: Delivery) -> None:
+def test_a_record_that_alone_keeps_failing_does_not_hold_up_the_others(delivery):
     delivery([opened("r1")])
     broken = {"op": "finish", "run": "r1", "status": "FINISHED", "note": 3}  # a note that is no text
     skipped = 0
@@ -204,7 +202,7 @@ def test_a_record_that_alone_keeps_failing_does_not_hold_up_the_others(delivery:
     assert skipped >= 1
 
 
-def test_a_note_that_comes_twice_is_written_once(delivery: Delivery, database: Path) -> None:
+def test_a_note_that_comes_twice_is_written_once(delivery, database):
     finished = {"op": "finish", "run": "r1", "status": "FINISHED", "note": "- sft: 12ab"}
     delivery([opened("r1")])
     delivery([finished])
@@ -214,9 +212,7 @@ def test_a_note_that_comes_twice_is_written_once(delivery: Delivery, database: P
     assert run.data.tags["mlflow.note.content"].count("sft: 12ab") == 1
 
 
-def test_records_wait_for_a_database_that_is_locked_or_full(
-    delivery: Delivery, database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_wait_for_a_database_that_is_locked_or_full(delivery, database, monkeypatch):
     delivery([opened("r1")])
     client = delivery.client()
 

@@ -1,9 +1,5 @@
 """Pipeline runs, found again in MLflow."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from rlhf_core.tracking.mlflow import MlflowTracker
@@ -11,7 +7,7 @@ from rlhf_core.tracking.mlflow_client import TrackingError, open_client
 from rlhf_core.tracking.pipeline_runs import find_run
 
 
-def test_a_run_is_found_by_id_and_by_name_with_the_keys_of_its_stages(database: Path, tmp_path: Path) -> None:
+def test_a_run_is_found_by_id_and_by_name_with_the_keys_of_its_stages(database, tmp_path):
     uri = f"sqlite:///{database}"
     tracker = MlflowTracker(uri, experiment="rlhf", artifact_root=tmp_path / "files")
     run_id = tracker.start("tiny ppo.kl_coef=0.1 (3f2a)", run_id=None, params={"ppo": {"kl_coef": 0.1}}, tags={})
@@ -33,9 +29,7 @@ def test_a_run_is_found_by_id_and_by_name_with_the_keys_of_its_stages(database: 
     assert link in run.data.tags["mlflow.note.content"]
 
 
-def test_the_newest_run_is_found_whether_its_name_has_a_token_or_not_and_names_are_taken_literally(
-    database: Path, tmp_path: Path
-) -> None:
+def test_the_newest_run_is_found_whether_its_name_has_a_token_or_not_and_names_are_taken_literally(database, tmp_path):
     uri, ids = f"sqlite:///{database}", {}
     for name in ("my_run", "my_run (3f2a)", "myXrun (3f2b)"):
         tracker = MlflowTracker(uri, experiment="rlhf", artifact_root=tmp_path / "files")
@@ -45,7 +39,7 @@ def test_the_newest_run_is_found_whether_its_name_has_a_token_or_not_and_names_a
     assert found is not None and found.run_id == ids["my_run (3f2a)"]
 
 
-def test_a_link_to_the_run_of_a_hit_leads_to_its_own_experiment(database: Path, tmp_path: Path) -> None:
+def test_a_link_to_the_run_of_a_hit_leads_to_its_own_experiment(database, tmp_path):
     uri, made = f"sqlite:///{database}", []
     for experiment in ("first", "second"):
         tracker = MlflowTracker(uri, experiment=experiment, artifact_root=tmp_path / experiment)
@@ -57,10 +51,10 @@ def test_a_link_to_the_run_of_a_hit_leads_to_its_own_experiment(database: Path, 
     assert f"[gone](runs:/{'0' * 32})" in note
 
 
-def test_no_database_is_made_to_look_for_a_run(tmp_path: Path) -> None:
+def test_no_database_is_made_to_look_for_a_run(tmp_path):
     assert find_run(f"sqlite:///{tmp_path / 'none.db'}", "tiny") is None and list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_is_away_is_an_error() -> None:
+def test_a_server_that_is_away_is_an_error():
     with pytest.raises(TrackingError, match=r"^MLflow at http://127.0.0.1:9: does not answer"):
         find_run("http://127.0.0.1:9", "tiny")

@@ -1,7 +1,5 @@
 """A registered policy, loaded by MLflow in a fresh process, although its weights are in the store alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.mlflow import MlflowTracker
 from rlhf_core.tracking.policy_reference import folder_of
 from rlhf_core.types import PolicyRef
@@ -27,9 +24,7 @@ print(json.dumps([model.predict(question, params={"max_new_tokens": 5}), model.p
 """
 
 
-def test_a_registered_policy_loads_in_a_fresh_process(
-    store: ArtifactStore, policy: Path, database: Path, tmp_path: Path
-) -> None:
+def test_a_registered_policy_loads_in_a_fresh_process(store, policy, database, tmp_path):
     from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig
     from rlhf_core.data.chat import ChatTemplate
     from rlhf_core.runtime.local_runtime import LocalRuntime
@@ -61,9 +56,7 @@ def test_a_registered_policy_loads_in_a_fresh_process(
 
 
 @pytest.mark.parametrize("known", ["in another experiment", "as an input"])
-def test_a_policy_that_this_run_has_not_made_is_registered_with_its_place(
-    store: ArtifactStore, database: Path, tmp_path: Path, known: str
-) -> None:
+def test_a_policy_that_this_run_has_not_made_is_registered_with_its_place(store, database, tmp_path, known):
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     ref, uri, files = store.external(PolicyRef, tmp_path / "policy"), f"sqlite:///{database}", tmp_path / "files"
@@ -86,9 +79,7 @@ def test_a_policy_that_this_run_has_not_made_is_registered_with_its_place(
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForSequenceClassification", "LlamaForCausalLM"])
-def test_only_a_causal_language_model_in_the_store_is_a_policy(
-    store: ArtifactStore, tmp_path: Path, architecture: str
-) -> None:
+def test_only_a_causal_language_model_in_the_store_is_a_policy(store, tmp_path, architecture):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     found = folder_of(f"file://{tmp_path / 'model'}", store.root)
