@@ -38,7 +38,7 @@ GROUPS = {
     "start": ("init", "profiles", "schema", "completion", "data", "try-reward", "doctor"),
     "run": ("plan", "explain", "run", "sweep", "resume", "runs"),
     "results": ("show", "diff", "reproduce", "chat", "serve", "serve-reward", "store"),
-    "decisions": ("approve", "reject", "champion", "rollback"),
+    "decisions": ("judge", "approve", "reject", "champion", "rollback"),
     "services": ("up", "deploy", "down", "status", "reconcile"),
     "other tools": ("import-openrlhf",),
 }
@@ -65,6 +65,7 @@ VERBS = {
     "show": "pipelines.cli.show_verb:show",
     "diff": "pipelines.cli.diff_verb:diff",
     "reproduce": "pipelines.cli.diff_verb:reproduce",
+    "judge": "pipelines.cli.judge_verb:judge",
     "approve": "pipelines.cli.serve_verb:approve",
     "reject": "pipelines.cli.serve_verb:reject",
     "champion": "pipelines.cli.serve_verb:champion",
@@ -186,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     diff = command("diff", "Compare two runs, artifacts or profiles.")
     _diff_verb(diff)
     _reproduce_verb(command("reproduce", "Rebuild an artifact in an empty store and compare it byte for byte."))
+    _judge_verb(command("judge", "Judge the comparisons that a run waits for, with keys, in a browser."))
     _gate_verb(command("approve", "Approve an artifact at a gate; the stages that depend on it may run."))
     _gate_verb(command("reject", "Reject an artifact at a gate; the stages that depend on it will not run."))
     champion = command("champion", "Show the champion of a registered model and the previous champions.")
@@ -245,7 +247,7 @@ def _explain_verb(explain: argparse.ArgumentParser) -> None:
 
 
 def _show_verb(show: argparse.ArgumentParser) -> None:
-    show.add_argument("artifact", help="stage label (of its newest result), digest, or folder")
+    show.add_argument("artifact", help="stage label (the newest result, or that of --profile), digest, or folder")
     show.add_argument("file", nargs="?", default="", metavar="FILE", help="file of it, or `metrics`; default: the best")
     show.add_argument("--rows", type=int, default=3, metavar="N", help="rows of a table to show (default %(default)s)")
     show.add_argument("--open", action="store_true", help="open the page in a browser")
@@ -282,6 +284,12 @@ def _grouped(texts: Mapping[str, str]) -> Iterator[str]:
 
 def _json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else (docs/command_line.md)")
+
+
+def _judge_verb(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("annotator", nargs="?", default="", help="name of the annotator; default: who has to judge")
+    parser.add_argument("--experiment", default="annotation", help="MLflow experiment of the queues (%(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="port of the page; default: a free one")
 
 
 def _gate_verb(parser: argparse.ArgumentParser) -> None:

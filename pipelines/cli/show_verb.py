@@ -17,6 +17,7 @@ from pipelines.cli.common import console, metric_rank, print_line, short, store_
 from pipelines.execution.plan import DIGITS
 from pipelines.execution.summary import stage_measures
 from pipelines.flows.inputs import find_artifact, parts
+from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
 from rlhf_core.errors import ArtifactError, ConfigError, nearest
@@ -44,7 +45,7 @@ def show(options: argparse.Namespace) -> None:
     if options.rows < 1:
         raise ConfigError("--rows", options.rows, "must be >= 1", "name a file to see less of an artifact")
     store = ArtifactStore(store_folder(options))
-    ref = find_artifact(store, ArtifactRef, options.artifact)
+    ref = find_artifact(store, ArtifactRef, _of_profile(options, store) or options.artifact)
     made = [one for one in reversed(store.records()) if ref in (one.handle, *parts(one.handle))]
     label = options.artifact.partition(".")[0]
     record = min(made, key=lambda one: one.label != label, default=None)  # of stages with equal results, the named one
@@ -62,6 +63,12 @@ def show(options: argparse.Namespace) -> None:
         shown = next((name for name in files if name.endswith(".html")), "")
     if options.open:
         _open(folder, shown)
+
+
+def _of_profile(options: argparse.Namespace, store: ArtifactStore) -> str:
+    """Return the digest of what a stage of `--profile` made last; "" without a profile, or if it has no such stage."""
+    made = store.latest(options.artifact, load_profile(options.profile).name) if options.profile else None
+    return "" if made is None else made.handle.digest
 
 
 def _print_best(

@@ -110,7 +110,7 @@ def _missing(config: ReviewAnnotator, states: Mapping[str, QueueState], done: in
     if not pages:
         place = f"experiment {config.experiment}, Review: the queues of {', '.join(waiting)}"
         pages = [f"start the page with `rlhf up`, then see MLflow, {place}"]
-    return f"{done} of {asked} comparisons are judged; {', '.join(pages)}"
+    return f"{done} of {asked} comparisons are judged (with keys: rlhf judge); {', '.join(pages)}"
 
 
 def _judgment(answer: Answer, annotator: str) -> Judgment:

@@ -5,13 +5,12 @@ twice. A question is never changed under people who answer it: one with another 
 queues of its own, and answers to the first are found again with its instruction. MLflow's queues are experimental since 3.14; tried with 3.17.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.errors import ConfigError, RlhfError, explain
+from rlhf_core.errors import ConfigError, DataError, RlhfError
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.tracking.mlflow_client import database_file, experiment_id, import_mlflow, in_one_line, open_client
@@ -75,6 +74,37 @@ class QueueState:
     answers: tuple[Answer, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ReviewedQueue:
+    """A queue of an experiment, with the number of its items and of those that are done."""
+
+    name: str
+    user: str
+    created_s: float
+    items: int
+    done: int
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedItem:
+    """An item with its answer, "" without one."""
+
+    id: str
+    request: str
+    response: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReviewPage:
+    """All that a page for a queue shows."""
+
+    instruction: str
+    options: tuple[str, ...]
+    items: tuple[JudgedItem, ...]
+
+
 def review_queue(
     uri: str, *, experiment: str, name: str, user: str, question: Question, items: Sequence[ReviewItem]
 ) -> QueueState:
@@ -82,22 +112,29 @@ def review_queue(
 
     Raises ReviewError if MLflow does not answer, or cannot hold the whole texts.
     """
+    with asking(uri):
+        return ReviewQueues(uri, experiment).state(name, user, question, items)
+
+
+@contextmanager
+def asking(uri: str) -> Iterator[None]:
+    """Raise ReviewError in place of any error of the server or the database: the user must fix it."""
     try:
-        return _Queues(uri, experiment).state(name, user, question, items)
+        yield
     except RlhfError:
         raise
-    except Exception as error:  # any error of the server or the database: the user must fix it
+    except Exception as error:
         rule = f"could not keep the review queue ({in_one_line(error)})"
-        raise ReviewError(explain("MLflow", without_secrets(uri), rule, "run again")) from error
+        raise ReviewError("MLflow", without_secrets(uri), rule, "run again") from error
 
 
-class _Queues:
+class ReviewQueues:
     """The review queues of an experiment, which is created if it does not exist."""
 
     def __init__(self, uri: str, experiment: str) -> None:
         if not uri:
             rule = "needs MLflow, and this run is not tracked there"
-            raise ConfigError(explain("annotator.type", "mlflow", rule, "run it with a tracking server or database"))
+            raise ConfigError("annotator.type", "mlflow", rule, "run it with a tracking server or database")
         self._client = open_client(uri)
         self._mlflow = import_mlflow()
         # Taken from the same import: they talk to the address that `open_client` has set.
@@ -127,6 +164,50 @@ class _Queues:
         url = self._url(queue.queue_id)
         return QueueState(url, queue.creation_time_ms / 1000, len(items), done, tuple(answers))
 
+    def queues(self) -> list[ReviewedQueue]:
+        """Return the queues of the experiment, oldest first."""
+        found = []
+        for one in _pages(
+            lambda token: self._queues.list_review_queues(experiment_id=self._experiment, page_token=token)
+        ):
+            states = [item.status.value for item in self._attached(one.queue_id)]
+            done = len(states) - states.count("pending")
+            user = one.users[0] if one.users else ""
+            found.append(ReviewedQueue(one.name, user, one.creation_time_ms / 1000, len(states), done))
+        return sorted(found, key=lambda one: one.created_s)
+
+    def read(self, name: str) -> ReviewPage:
+        """Return the question and the items of a queue, with the answers that count now."""
+        queue, schema = self._parts(name)
+        traces = {info.trace_id: info for info in self._traces(name).values()}
+        items = []
+        for attached in self._attached(queue.queue_id):
+            info = traces[attached.item_id]
+            answer = _answer(info.tags[ITEM_TAG], info, schema.name) if attached.status.value == "complete" else None
+            value, reason = ("", "") if answer is None else (answer.value, answer.reason)
+            items.append(JudgedItem(info.tags[ITEM_TAG], info.request_preview, info.response_preview, value, reason))
+        return ReviewPage(schema.instruction, tuple(schema.input.options), tuple(items))
+
+    def answer(self, name: str, item: str, value: str, reason: str) -> None:
+        """Add an answer of the queue's user about an item; it takes the place of an earlier one.
+
+        Raises DataError for an item that the queue does not have, or an answer that is no option.
+        """
+        queue, schema = self._parts(name)
+        traces = self._traces(name)
+        for key, given, known in (("item", item, list(traces)), ("value", value, list(schema.input.options))):
+            if given not in known:
+                raise DataError(key, given, "is none of this queue", "load the page again")
+        trace, user = traces[item].trace_id, queue.users[0]
+        source = self._mlflow.entities.AssessmentSource("HUMAN", user)
+        self._mlflow.log_feedback(trace_id=trace, name=schema.name, value=value, rationale=reason, source=source)
+        self._queues.set_review_queue_item_status(queue.queue_id, item_id=trace, status="complete", completed_by=user)
+
+    def _parts(self, name: str) -> tuple[Any, Any]:
+        """Return the queue of a name and the label schema of its question."""
+        queue = self._queues.get_review_queue(name=name, experiment_id=self._experiment)
+        return queue, self._schemas.get_label_schema(schema_id=queue.schema_ids[0])
+
     # ---------------------------------------------------------------- found, or made
 
     def _ensure_traces(self, queue: str, items: Sequence[ReviewItem]) -> dict[str, Any]:
@@ -146,7 +227,7 @@ class _Queues:
                     f"did not store the text of item {one.id} whole ({len(one.request) + len(one.response)} characters)"
                 )
                 remedy = "use MLflow on SQLite, whose texts have no limit, or shorter answers"
-                raise ReviewError(explain("MLflow", without_secrets(self._uri), rule, remedy))
+                raise ReviewError("MLflow", without_secrets(self._uri), rule, remedy)
         return found
 
     def _make_trace(self, queue: str, item: ReviewItem) -> None:

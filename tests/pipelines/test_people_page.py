@@ -81,7 +81,7 @@ def test_a_waiting_run_goes_on_when_a_person_has_judged_in_the_page(tmp_path, ho
     state = prefect.ended(flow_run)
     assert state["name"] == "Waiting", state
     said, _, url = state["message"].rpartition(" at ")
-    assert said == "collect_preferences is waiting: 0 of 3 comparisons are judged; ada (0 of 3)"
+    assert said == "collect_preferences is waiting: 0 of 3 comparisons are judged (with keys: rlhf judge); ada (0 of 3)"
     assert url.startswith(f"{services.mlflow_url}/#/experiments/")
     with browser(tmp_path / "browser") as page:
         review(page, url)

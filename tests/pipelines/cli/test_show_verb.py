@@ -13,9 +13,12 @@ from pipelines.cli import show_verb
 from pipelines.cli.main import main
 from pipelines.services.home import Home
 from pipelines.services.run_notes import COMPLETED, new_note
+from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
 from tests.support.records import provenance, write_files
+from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import NoEngines, RecordingTracker, toy_spec
 
 KEY = "5" * 64
 TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4\x1b[2J"}]
@@ -116,3 +119,14 @@ def test_sizes_and_json_rows_of_other_shapes_are_shown(tmp_path):
     (tmp_path / "rows.jsonl").write_text(f'[1, [2]]\n"{"x" * 700}"\n{json.dumps({"a": None, "b": ""})}\n')
     lines = list(show_verb._content(tmp_path / "rows.jsonl", 3))
     assert lines[0] == "row 1 of 3" and len(max(lines, key=len)) < 620
+
+
+def test_a_stage_of_a_profile_is_that_of_its_own_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    profile, store = write_mini(tmp_path), ArtifactStore(tmp_path / "home" / "store")
+    made = {"runtime": NoEngines(), "tracker": RecordingTracker(), "progress": lambda *_: None}
+    ours, _ = execute(store, toy_spec(label="sft", seed=1, pipeline="mini"), **made)
+    newest, _ = execute(store, toy_spec(label="sft", seed=2, pipeline="other"), **made)
+    for options, ref in (((), newest), (("--profile", str(profile)), ours)):
+        assert main(["show", "sft", *options]) == 0
+        assert capsys.readouterr().out.startswith(f"sft: Policy {ref.digest[:12]}, ")

@@ -171,7 +171,9 @@ def test_it_waits_and_says_how_many_are_judged_and_where(queues: Queues) -> None
     rows = [comparison(f"c{n}") for n in range(4)]
     config = ReviewAnnotator(annotators=("ada", "bob"))
     queues.answers = {"ada": {"c0": "A", "c2": "B"}}
-    with pytest.raises(NotJudgedYet, match=r"2 of 4 comparisons are judged; bob \(0 of 2\) at http://m/bob$"):
+    with pytest.raises(
+        NotJudgedYet, match=r"2 of 4 comparisons are judged \(with keys: rlhf judge\); bob \(0 of 2\) at http://m/bob$"
+    ):
         ask_people(config, rows, name="x", uri="http://m")
     with pytest.raises(NotJudgedYet, match=r"start the page with `rlhf up`, .*experiment annotation, Review.*bob"):
         ask_people(config, rows, name="x", uri="")

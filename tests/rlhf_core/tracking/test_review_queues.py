@@ -52,7 +52,7 @@ def test_a_queue_is_made_once_and_shows_the_whole_texts(database: str) -> None:
 
 
 def test_what_a_killed_process_made_is_not_made_again(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, made = review_queues._Queues._make_trace, []
+    make, made = review_queues.ReviewQueues._make_trace, []
 
     def killed(self: Any, queue: str, item: ReviewItem) -> None:
         if len(made) == 2:
@@ -62,7 +62,7 @@ def test_what_a_killed_process_made_is_not_made_again(database: str, monkeypatch
         make(self, queue, item)
 
     with monkeypatch.context() as patch:
-        patch.setattr(review_queues._Queues, "_make_trace", killed)
+        patch.setattr(review_queues.ReviewQueues, "_make_trace", killed)
         with pytest.raises(KeyboardInterrupt):
             state(database, "killed", items(4))
     assert state(database, "killed", items(4)).items == 4
@@ -113,12 +113,12 @@ def test_another_instruction_is_another_queue_and_no_answer_is_lost(database: st
 
 
 def test_a_server_that_cuts_texts_is_refused(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = review_queues._Queues._make_trace
+    make = review_queues.ReviewQueues._make_trace
 
     def cut(self: Any, queue: str, item: ReviewItem) -> None:
         make(self, queue, ReviewItem(item.id, item.request, item.response[:5]))
 
-    monkeypatch.setattr(review_queues._Queues, "_make_trace", cut)
+    monkeypatch.setattr(review_queues.ReviewQueues, "_make_trace", cut)
     with pytest.raises(ReviewError, match=r"did not store the text of item c0 whole"):
         state(database, "cut", items(1))
 

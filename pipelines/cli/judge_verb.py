@@ -1,0 +1,85 @@
+"""Judge comparisons with keys on a page of this machine (`rlhf judge`); the answers go to MLflow's review queue."""
+
+import argparse
+import json
+import webbrowser
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from pipelines.cli.common import console, print_line
+from pipelines.cli.serve_reward import listening
+from pipelines.services.home import Home
+from pipelines.services.user_servers import tracking_uri
+from rlhf_core.errors import ConfigError, RlhfError, nearest
+from rlhf_core.http.door import Door
+from rlhf_core.http.serving import BodyLimits, BodyRefused, limited, read_body
+from rlhf_core.tracking.mlflow_client import database_file
+from rlhf_core.tracking.review_queues import ReviewedQueue, ReviewQueues, asking
+
+PAGE = Path(__file__).with_name("judge.html")
+LIMITS = BodyLimits(max_bytes=2**20)
+NOTHING = "no run has asked for judgments; start one whose annotator has type = 'mlflow'"
+
+
+def judge(options: argparse.Namespace) -> None:
+    """Serve the page of a queue until Ctrl-C, and open it in the browser if there is one."""
+    uri = tracking_uri(Home.here())
+    database = database_file(uri)
+    if database is not None and not database.is_file():
+        raise ConfigError(NOTHING)
+    with asking(uri):
+        reviews = ReviewQueues(uri, options.experiment)
+        queue = chosen(options.annotator, reviews.queues())
+    with listening("127.0.0.1", options.port) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        print_line(console, f"queue {queue.name}, {queue.done} of {queue.items} judged: {url}  (Ctrl-C ends it)")
+        with suppress(webbrowser.Error):
+            webbrowser.get().open(url)
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(limited(page_of(reviews, queue.name, uri))).run(sockets=[listener])
+    print_line(console, "judgments count as they are when the run goes on: `rlhf runs` has its command")
+
+
+def chosen(annotator: str, queues: list[ReviewedQueue]) -> ReviewedQueue:
+    """Return the newest queue of an annotator, unfinished ones first. Without a name there must be one unfinished queue."""
+    found = [one for one in queues if annotator in ("", one.user, one.name)]
+    if not queues:
+        raise ConfigError(NOTHING)
+    if not found:
+        users = sorted({one.user for one in queues})
+        raise ConfigError("annotator", annotator, "has no queue", nearest(annotator, users))
+    users = sorted({one.user for one in found if one.done < one.items})
+    if len(users) > 1:
+        raise ConfigError("annotator", annotator, "several have a queue", f"choose from {', '.join(users)}")
+    return max(found, key=lambda one: (one.done < one.items, one.created_s))
+
+
+def page_of(reviews: ReviewQueues, name: str, uri: str) -> Door:
+    """Return the application: the page, the queue as JSON, and answers; only the user who started it may enter."""
+
+    def page(_: Request) -> Response:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+    def queue(_: Request) -> Response:
+        with asking(uri):
+            return JSONResponse(asdict(reviews.read(name)))
+
+    async def answer(request: Request) -> Response:
+        given = json.loads(await read_body(request, LIMITS))
+        with asking(uri):
+            reviews.answer(name, given["item"], given["value"], given["reason"])
+        return PlainTextResponse("saved")
+
+    def refused(_: Request, error: Exception) -> Response:
+        return PlainTextResponse(str(error), error.status if isinstance(error, BodyRefused) else 422)
+
+    routes = [Route("/", page), Route("/queue", queue), Route("/answer", answer, methods=["POST"])]
+    errors = dict.fromkeys((RlhfError, BodyRefused, ValueError, KeyError, TypeError), refused)
+    return Door(Starlette(routes=routes, exception_handlers=errors), pages=True)
