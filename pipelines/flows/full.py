@@ -199,7 +199,6 @@ def learn_online(step: Step, stages: Stages, state: LifecycleState) -> None:
     """Run rounds of the online loop."""
     assert isinstance(step.config, OnlineRounds)
     start = state.one(stages, step, "policy", PolicyRef)
-    is_mixed = step.config.ppo is not None and step.config.ppo.ptx is not None
     state.artifacts |= run_online(
         step.config,
         stages,
@@ -216,7 +215,9 @@ def learn_online(step: Step, stages: Stages, state: LifecycleState) -> None:
             else None
         ),
         prompts=state.one(stages, step, "prompts", PromptsRef),
-        demonstrations=state.one(stages, step, "demonstrations", DemonstrationsRef) if is_mixed else None,
+        demonstrations=state.one(stages, step, "demonstrations", DemonstrationsRef)
+        if step.config.uses_demonstrations
+        else None,
     )
 
 

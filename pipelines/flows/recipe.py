@@ -18,14 +18,15 @@ from pipelines.flows.sections import (
     ConditionalSFTConfig,
     DistillationConfig,
     IterativeDPOConfig,
+    MergeStep,
     OfflineDPOConfig,
     OnlineConfig,
     OnlineRounds,
     PolicyOptimizationConfig,
+    RecipeStep,
     RejectionSamplingConfig,
     RewardModelSection,
 )
-from pipelines.flows.steps import MergeStep, RecipeStep
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.rewards import EnsembleReward, ProcessRewardModelReward, RewardModelReward, RewardsConfig
 from rlhf_core.errors import explain, nearest
