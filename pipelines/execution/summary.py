@@ -270,11 +270,6 @@ def description(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> s
     parts += [results(report).markdown() for report in reports if compares_policies(report)]
     lines = []
     for label, outcome in outcomes.items():
-        page, folder = outcome.tracking_url, store.path(outcome.ref)
-        name = f"[{label}]({page})" if page else label
-        line = f"- {name}: {outcome.decision.action}, `{outcome.ref.digest[:12]}`"
-        if (folder / REPORT).is_file() and (folder / PAGE).is_file():
-            line += f", [report]({page}/artifacts/{PAGE})" if page else ""
-            line += f" in `{folder / PAGE}`"
-        lines.append(line)
+        name = f"[{label}]({outcome.tracking_url})" if outcome.tracking_url else label
+        lines.append(f"- {name}: {outcome.decision.action}, `{outcome.ref.digest[:12]}`")
     return "\n\n".join([*parts, "\n".join(lines)])

@@ -20,7 +20,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.http.door import NONCE, PROOF, proof
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.store.leases import is_gone
-from rlhf_core.tracking.mlflow_client import from_tags
+from rlhf_core.tracking.mlflow_client import TRAINING, from_tags
 
 # ---------------------------------------------------------------- Check whether servers answer, and whether they are ours, and wait until they do
 
@@ -132,7 +132,7 @@ class Services:
     @property
     def mlflow_page(self) -> str:
         """Return the address of MLflow's list of training experiments; the server's own page shows applications."""
-        page = f"{self.mlflow_url.rstrip('/')}/#/experiments?workflowType=machine_learning"
+        page = f"{self.mlflow_url.rstrip('/')}/#/experiments{TRAINING}"
         return page if page.startswith("http") else self.mlflow_url
 
     @property

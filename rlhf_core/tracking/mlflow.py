@@ -146,7 +146,7 @@ class MlflowTracker:
         self._append("cached", self._token, label=label, run_id=run_id or "", key=key)
 
     def finish(self, status: Status, *, note: str) -> None:
-        """End the run with its true status, append `note` (markdown) to its description, and deliver everything."""
+        """End the run with its true status, put `note` (markdown) before its description, and deliver everything."""
         self._append("finish", self._token, status=status, note=note)
         self.leave()
 

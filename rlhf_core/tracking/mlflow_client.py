@@ -147,10 +147,19 @@ def get_run(client: Any, run_id: str) -> Any:
         raise
 
 
+TRAINING = "?workflowType=machine_learning"
+"""End of an address that shows MLflow's pages for training, and not those for applications, which a new browser gets."""
+
+
+def run_path(experiment_id: str, run_id: str) -> str:
+    """Return the address of a run in MLflow's pages, whatever the address of the server is."""
+    return f"#/experiments/{experiment_id}/runs/{run_id}{TRAINING}"
+
+
 def run_url(uri: str, experiment_id: str, run_id: str) -> str:
     """Return the address of a run in the web interface, or `runs:/<id>` where there is no server."""
     if uri.startswith(("http://", "https://")):
-        return without_secrets(f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}")
+        return without_secrets(f"{uri.rstrip('/')}/{run_path(experiment_id, run_id)}")
     return f"runs:/{run_id}"
 
 

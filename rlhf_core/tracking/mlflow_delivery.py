@@ -26,7 +26,7 @@ from typing import IO, Any, TypeAlias
 
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
-from rlhf_core.tracking.mlflow_client import experiment_id, get_run, import_mlflow, open_client
+from rlhf_core.tracking.mlflow_client import experiment_id, get_run, import_mlflow, open_client, run_path
 from rlhf_core.tracking.policy_reference import folder_of, save_model_file
 
 # ---------------------------------------------------------------- outbox
@@ -357,7 +357,7 @@ class Delivery:
         # The record of a fresh run may be delivered twice; the second time, the run of this attempt exists.
         found = self._search(client, *(("attempt.id", record["attempt"]) if record["fresh"] else (KEY_TAG, key)))
         tags = redaction.tags(record["tags"]) | {KEY_TAG: key, PARENT_TAG: parent.run_id, "stage": label}
-        link = f"[pipeline run](#/experiments/{self.experiment_id}/runs/{parent.run_id})"
+        link = f"[pipeline run]({run_path(self.experiment_id, parent.run_id)})"
         tags[NOTE_TAG] = _note(f"**{label}** of {link}, store key `{key}`", tags)
         run = self._open(client, record, found, f"{label} · {parent.name}" if parent.name else label, tags)
         client.set_tag(parent.run_id, f"stage.{label}", run.run_id)
@@ -411,7 +411,7 @@ class Delivery:
             logger.warning("tracking: run %s continues in another process, so it is not ended here", run.run_id)
             return
         if record["note"] and record["note"] not in run.tags.get(NOTE_TAG, ""):
-            note = f"{run.tags.get(NOTE_TAG, '')}\n\n{without_secrets(self._linked(client, record['note']))}"
+            note = f"{without_secrets(self._linked(client, record['note']))}\n\n{run.tags.get(NOTE_TAG, '')}"
             client.set_tag(run.run_id, NOTE_TAG, note[: redaction.TAG_CHARACTERS])
         client.set_terminated(run.run_id, status=record["status"])
 
@@ -420,7 +420,7 @@ class Delivery:
 
         def link(found: re.Match[str]) -> str:
             run = get_run(client, found[1])  # a hit may be of another experiment
-            return found[0] if run is None else f"(#/experiments/{run.info.experiment_id}/runs/{found[1]}"
+            return found[0] if run is None else f"({run_path(run.info.experiment_id, found[1])}"
 
         return _RUN_LINK.sub(link, note).replace(f"({without_secrets(self._uri).rstrip('/')}/#/", "(#/")
 

@@ -112,7 +112,9 @@ def test_prefect_shows_the_edges_the_hits_the_plan_and_a_card_per_stage(tmp_path
     assert edges == {"data": [], "left": ["data"], "right": ["left"], "alone": []}
     cards = {node["label"]: [one["key"] for one in node["artifacts"]] for _, node in graph["nodes"]}
     assert cards == {name: [f"stage-{name}"] for name in edges}
-    assert [artifact["key"] for artifact in graph["artifacts"]] == ["plan"]
+    assert [artifact["key"] for artifact in graph["artifacts"]] == ["plan", "results"]
+    named = [api(f"/flow_runs/{flow_run}")["name"] for flow_run in (ran, cached)]
+    assert [name[-7:] for name in named] == [f" ({flow_run[:4]})" for flow_run in (ran, cached)]
 
     for flow_run, name in ((ran, "Completed"), (cached, "Cached")):
         tasks = api("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})

@@ -68,7 +68,7 @@ def test_a_pipeline_is_a_parent_run_and_a_stage_a_run_below_it(make, client):
     assert run.data.tags["stage.sft"] == stage.run_id
     note = run.data.tags["mlflow.note.content"]
     assert "- [prefect.url](http://127.0.0.1:4200/runs/1)" in note
-    assert note.endswith("ppo failed")
+    assert note.startswith("ppo failed\n\n**nightly**")
     child = client.get_run(stage.run_id)
     assert (child.info.run_name, child.info.status) == ("sft · nightly", "FINISHED")
     assert child.data.tags["mlflow.parentRunId"] == parent

@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 
 from rlhf_core.store.leases import is_gone
 from rlhf_core.tracking import mlflow_client
-from rlhf_core.tracking.mlflow_client import create_database, run_url
+from rlhf_core.tracking.mlflow_client import TRAINING, create_database, run_url
 
 
 def test_two_processes_that_create_the_database_get_one(tmp_path):
@@ -24,7 +24,7 @@ def test_two_processes_that_create_the_database_get_one(tmp_path):
 
 
 def test_the_address_of_a_run_leads_to_the_web_interface():
-    assert run_url("http://127.0.0.1:5000", "3", "abc") == "http://127.0.0.1:5000/#/experiments/3/runs/abc"
+    assert run_url("http://127.0.0.1:5000", "3", "abc") == f"http://127.0.0.1:5000/#/experiments/3/runs/abc{TRAINING}"
     assert run_url("sqlite:////data/mlflow.db", "3", "abc") == "runs:/abc"
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_core.tracking.mlflow import MlflowTracker
-from rlhf_core.tracking.mlflow_client import TrackingError, open_client
+from rlhf_core.tracking.mlflow_client import TRAINING, TrackingError, open_client
 from rlhf_core.tracking.pipeline_runs import find_run
 
 
@@ -25,7 +25,7 @@ def test_a_run_is_found_by_id_and_by_name_with_the_keys_of_its_stages(database, 
 
     run = open_client(uri).get_run(run_id)
     assert run.data.metrics == {"evaluate/ppo/gold": 1.5}
-    link = f"[sft](#/experiments/{run.info.experiment_id}/runs/{made.run_id})"
+    link = f"[sft](#/experiments/{run.info.experiment_id}/runs/{made.run_id}{TRAINING})"
     assert link in run.data.tags["mlflow.note.content"]
 
 
@@ -47,7 +47,7 @@ def test_a_link_to_the_run_of_a_hit_leads_to_its_own_experiment(database, tmp_pa
         tracker.finish("FINISHED", note=f"- [sft](runs:/{made[0]}): HIT, [gone](runs:/{'0' * 32})")
     client = open_client(uri)
     note = client.get_run(made[1]).data.tags["mlflow.note.content"]
-    assert f"[sft](#/experiments/{client.get_run(made[0]).info.experiment_id}/runs/{made[0]})" in note
+    assert f"[sft](#/experiments/{client.get_run(made[0]).info.experiment_id}/runs/{made[0]}{TRAINING})" in note
     assert f"[gone](runs:/{'0' * 32})" in note
 
 
