@@ -145,6 +145,15 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+def _start_verbs(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    init = command("init", "Make a folder with a profile, a reward function, twenty rows and a README.")
+    init.add_argument("name", metavar="NAME", help="folder to make; its name is that of the runs, too")
+    command("profiles", "List the shipped profiles.")
+    command("schema", "Print the JSON Schema of a profile, from which editors complete its keys.")
+    complete = command("completion", "Print a script by which a shell completes commands, options and profiles.")
+    complete.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell that reads it")
+
+
 def _parser() -> argparse.ArgumentParser:
     # argparse, not cyclopts: `_verb` already imports a verb's module only when it runs, and `rlhf resume` rebuilds the
     # options of a run as a Namespace from its flow parameters.
@@ -160,12 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         texts[name] = text
         return verbs.add_parser(name, description=text)
 
-    init = command("init", "Make a folder with a profile, a reward function, twenty rows and a README.")
-    init.add_argument("name", metavar="NAME", help="folder to make; its name is that of the runs, too")
-    command("profiles", "List the shipped profiles.")
-    command("schema", "Print the JSON Schema of a profile, from which editors complete its keys.")
-    complete = command("completion", "Print a script by which a shell completes commands, options and profiles.")
-    complete.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell that reads it")
+    _start_verbs(command)
     up = command("up", "Start Prefect, MLflow and the deployments on 127.0.0.1.")
     up.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
     _deploy_verb(command("deploy", "Make a deployment of a profile: a form of four fields on Prefect's page."))
