@@ -90,7 +90,7 @@ def test_the_verb_serves_a_function_with_arguments_and_a_token_until_it_is_termi
 def test_what_cannot_be_served_is_refused_in_a_line(tmp_path, monkeypatch, capsys, arguments, line):
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     monkeypatch.delenv("NO_SUCH", raising=False)
-    assert main(["serve-reward", *arguments]) == 2
+    assert main(["serve-reward", "--port", "0", *arguments]) == 2
     assert capsys.readouterr().err.startswith(line)
 
 
