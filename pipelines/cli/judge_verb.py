@@ -40,8 +40,7 @@ def judge(options: argparse.Namespace) -> None:
     with listening("127.0.0.1", options.port) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
         print_line(console, f"queue {queue.name}, {queue.done} of {queue.items} judged: {url}  (Ctrl-C ends it)")
-        with suppress(webbrowser.Error):
-            webbrowser.get().open(url)
+        webbrowser.open(url)
         with suppress(KeyboardInterrupt):
             uvicorn.Server(limited(page_of(reviews, queue.name, uri))).run(sockets=[listener])
     print_line(console, "judgments count as they are when the run goes on: `rlhf runs` has its command")

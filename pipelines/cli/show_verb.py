@@ -20,7 +20,7 @@ from pipelines.flows.inputs import find_artifact, parts
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
-from rlhf_core.errors import ArtifactError, ConfigError, nearest
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import list_files
@@ -124,7 +124,7 @@ def _made_by(record: KeyRecord) -> str:
 def _list(folder: Path, files: Sequence[str], numbers: Sequence[str]) -> Iterator[str]:
     """Yield a line for each of the first files, with its size and for weights their number, and one for the metrics."""
     for name in files[:MOST_FILES]:
-        tensors = f": {next(_tensors(folder / name))}" if name.endswith(".safetensors") else ""
+        tensors = f": {next(_content(folder / name, 1))}" if name.endswith(".safetensors") else ""
         page = "  (--open shows it in a browser)" if name.endswith(".html") else ""
         yield f"  {_size((folder / name).stat().st_size):>9}  {name}{tensors}{page}"
     if len(files) > MOST_FILES:
@@ -151,41 +151,30 @@ def _open(folder: Path, page: str) -> None:
     if Path(page).suffix not in PAGES:
         rule, remedy = "is no page for a browser", "name an .html or .png file of the artifact"
         raise ConfigError("--open", page, rule, remedy)
-    try:
-        browser = webbrowser.get()
-    except webbrowser.Error:
+    if not webbrowser.open((folder / page).as_uri()):
         print_line(console, f"this machine has no browser: copy {folder / page} to one that has")
-        return
-    browser.open((folder / page).as_uri())
 
 
 # ---------------------------------------------------------------- content of files
 
 
 def _content(path: Path, rows: int) -> Iterator[str]:
-    """Yield the lines that show a file."""
-    match path.suffix:
-        case ".safetensors":
-            yield from _tensors(path)
-        case ".parquet" | ".jsonl":
-            yield from _rows(path, rows)
-        case ".json":
-            yield from _json(path).splitlines()
-        case suffix if suffix in PAGES:
-            yield f"{path}  (--open shows it in a browser)"
-        case _:
-            try:
-                yield from path.read_text(encoding="utf-8").splitlines()
-            except UnicodeDecodeError:
-                yield f"{path}: {_size(path.stat().st_size)} that are not text"
-
-
-def _json(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
+    """Yield the lines that show a file; of one that cannot be read as what its name says, the reason."""
     try:
-        return json.dumps(json.loads(text), indent=1, ensure_ascii=False)
-    except ValueError:
-        return text
+        match path.suffix:
+            case ".safetensors":
+                yield from _tensors(path)
+            case ".parquet" | ".jsonl":
+                yield from _rows(path, rows)
+            case ".json":
+                content = json.loads(path.read_text(encoding="utf-8"))
+                yield from json.dumps(content, indent=1, ensure_ascii=False).splitlines()
+            case suffix if suffix in PAGES:
+                yield f"{path}  (--open shows it in a browser)"
+            case _:
+                yield from path.read_text(encoding="utf-8").splitlines()
+    except ValueError as error:
+        yield f"{path} ({_size(path.stat().st_size)}) cannot be shown: {error}"
 
 
 def _tensors(path: Path) -> Iterator[str]:
@@ -194,8 +183,8 @@ def _tensors(path: Path) -> Iterator[str]:
         with path.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
-    except (struct.error, ValueError, OverflowError, MemoryError) as error:
-        raise ArtifactError("FILE", str(path), "has no header of safetensors", "make it again") from error
+    except (struct.error, OverflowError, MemoryError) as error:
+        raise ValueError("no header of safetensors") from error
     tensors = {name: (one["dtype"], one["shape"]) for name, one in header.items() if name != "__metadata__"}
     kinds = Counter(dtype for dtype, _ in tensors.values())
     values = sum(prod(shape) for _, shape in tensors.values())

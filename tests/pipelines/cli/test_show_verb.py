@@ -91,28 +91,30 @@ def test_misspelled_names_get_a_suggestion(made, arguments, line, capsys):
 
 
 def test_a_page_opens_in_the_browser_if_there_is_one(made, capsys, monkeypatch):
-    opened: list[str] = []
-
-    class Browser:
-        open = staticmethod(opened.append)
-
-    monkeypatch.setattr(webbrowser, "get", Browser)
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: not opened.append(url))
     assert main(["show", made.digest, "--open"]) == 0
     assert opened[0].startswith("file:///") and opened[0].endswith("/report.html")
-
-    def none():
-        raise webbrowser.Error("could not locate runnable browser")
-
-    monkeypatch.setattr(webbrowser, "get", none)
+    monkeypatch.setattr(webbrowser, "open", lambda url: False)
     assert main(["show", made.digest, "report.html", "--open"]) == 0
     assert "this machine has no browser: copy /" in capsys.readouterr().out
 
 
-def test_a_header_that_is_none_is_an_error(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("model.safetensors", b"short", "cannot be shown: no header of safetensors"),
+        ("model.safetensors", b"\x02\0\0\0\0\0\0\0{x", "cannot be shown: Expecting property name"),
+        ("rows.jsonl", b'{"a": 1}\n{"a":', "cannot be shown: Expecting value"),
+        ("rows.parquet", b"none of it", "cannot be shown: Parquet"),
+        ("state.bin", b"\xff\xfe", "(2 B) cannot be shown: 'utf-8' codec"),
+    ],
+)
+def test_a_file_that_cannot_be_read_shows_the_reason(tmp_path, capsys, name, content, said):
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "model.safetensors").write_bytes(b"short")
-    assert main(["show", str(tmp_path / "folder"), "model.safetensors", "--store", str(tmp_path / "store")]) == 2
-    assert "has no header of safetensors" in capsys.readouterr().err
+    (tmp_path / "folder" / name).write_bytes(content)
+    assert main(["show", str(tmp_path / "folder"), name, "--store", str(tmp_path / "store")]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_sizes_and_json_rows_of_other_shapes_are_shown(tmp_path):
