@@ -41,7 +41,9 @@ def losing_prefect(monkeypatch: pytest.MonkeyPatch, *, before_the_body: bool) ->
 
 
 def run_flow() -> None:
-    run: Any = SimpleNamespace(started=0, context=SimpleNamespace(options=SimpleNamespace(profile="tiny/full")))
+    run: Any = SimpleNamespace(
+        started=0, headline="", context=SimpleNamespace(options=SimpleNamespace(profile="tiny/full"))
+    )
     config: Any = SimpleNamespace(name="night")
     command_flow.run_flow(run, config, OPTIONS, None)
 
