@@ -35,7 +35,8 @@ def record_results(
     """Hand the results to the tracking run, keep its report for readers at `page`, and return the run's description."""
     store, tracker, parent = context.store, context.tracker, context.tracker.parent
     parent.metrics(0, headline_metrics(outcomes, store))
-    tracker.tag({"result": headline(outcomes, store)})
+    result = headline(outcomes, store)
+    tracker.tag({"result": result} if result else {})
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / PROFILE
         profile.write_text(as_toml(context.config), encoding="utf-8")

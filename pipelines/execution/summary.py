@@ -134,9 +134,10 @@ def results(report: Mapping[str, Any]) -> Table:
 
 def _shown(measure: str, value: Any) -> str:
     decimals = _DECIMALS[measure] if measure in _DECIMALS else 2
+    mean = value["mean"] if isinstance(value, Mapping) else value
+    text = f"{round(mean, decimals) + 0.0:.{decimals}f}"  # adding 0.0 makes 0 of -0
     if not isinstance(value, Mapping):
-        return f"{value:.{decimals}f}"
-    text = f"{value['mean']:.{decimals}f}"
+        return text
     if measure == "kl" and value["kind"] != "estimate":
         return f"<= {text}"
     if measure in _WITHOUT_INTERVAL or "low" not in value:

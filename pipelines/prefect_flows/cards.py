@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -62,7 +62,7 @@ def artifact_key(*parts: str) -> str:
 class Curves:
     """The curves of a stage, read from the file of its metrics, which grows while the stage runs in whatever process."""
 
-    def __init__(self, attempt: Path) -> None:
+    def __init__(self, attempt: Callable[[], Path]) -> None:
         self._attempt = attempt
         self._file, self._read = Path(), 0
         self._values: dict[str, list[float]] = {}
@@ -79,7 +79,7 @@ class Curves:
         return markdown_table(["", "first", "now", "over the steps"], shown) if shown else ""
 
     def _update(self) -> None:
-        file = attempts.metrics(self._attempt)
+        file = attempts.metrics(self._attempt())
         if not file.is_file():
             return
         if file != self._file:  # of an attempt that starts over
@@ -122,7 +122,7 @@ def show_stage(spec: StageSpec, outcome: StageOutcome, curves: Curves) -> None:
     if outcome.tracking_url:
         lines += ["", f"[MLflow run]({outcome.tracking_url})"]
     if decision.action != "HIT":
-        lines += ["", curves.markdown()]
+        lines += ["", _quietly(curves.markdown, 1) or ""]
     if outcome.metrics:
         rows = [[name, f"{value:.6g}"] for name, value in sorted(outcome.metrics.items())]
         lines += ["", markdown_table(["metric", "value"], rows)]
@@ -213,7 +213,7 @@ class ProgressCard:
             self._show_curves(f"# {self._label}: {done} of {total}")
 
     def _show_curves(self, title: str) -> None:
-        curves = self._curves.markdown()
+        curves = _quietly(self._curves.markdown)
         if not curves:
             return
         text = f"{title}\n\n{curves}"

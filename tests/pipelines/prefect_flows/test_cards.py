@@ -31,7 +31,7 @@ def test_a_server_that_is_away_is_asked_once_and_not_at_every_step(monkeypatch, 
     monkeypatch.setattr(cards, "create_progress_artifact", away)
     monkeypatch.setattr(cards, "PROGRESS_EVERY_S", 0.0)
     monkeypatch.setattr(cards._Away, "until", 0.0)
-    card = cards.ProgressCard("sft", cards.Curves(tmp_path))
+    card = cards.ProgressCard("sft", cards.Curves(lambda: tmp_path))
     for step in range(5):
         card.show(step, 10, "loss 1.0")
     assert asked == ["again"]
@@ -45,7 +45,7 @@ def test_curves_grow_with_the_file_of_metrics_and_begin_again_with_a_new_attempt
         with file.open("a") as stream:
             stream.write(json.dumps({"step": step, "values": values}) + "\n")
 
-    curves = cards.Curves(tmp_path)
+    curves = cards.Curves(lambda: tmp_path)
     assert curves.markdown() == ""
     log(1, 1, 0.0)
     assert curves.markdown() == ""  # one point is no curve
@@ -56,6 +56,25 @@ def test_curves_grow_with_the_file_of_metrics_and_begin_again_with_a_new_attempt
     log(2, 1, 5.0)
     log(2, 2, 4.0)
     assert curves.markdown().splitlines()[2:] == ["| reward | 5 | **4** | █▁ |"]
+
+
+def test_the_card_of_a_running_stage_is_made_once_and_then_rewritten(monkeypatch, tmp_path):
+    (tmp_path / "work-1").mkdir()
+    file, shown = tmp_path / "work-1" / "metrics.jsonl", []
+    monkeypatch.setattr(cards, "CURVES_EVERY_S", 0.0)
+    monkeypatch.setattr(cards, "PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(cards._Away, "until", 0.0)
+    for name in ("create_progress_artifact", "update_progress_artifact", "_delete_artifact"):
+        monkeypatch.setattr(cards, name, lambda **_: None)
+    monkeypatch.setattr(cards, "create_markdown_artifact", lambda key, markdown: shown.append((key, markdown)) or 7)
+    monkeypatch.setattr(cards, "_rewrite_artifact", lambda artifact, text: shown.append((artifact, text)))
+    card = cards.ProgressCard("ppo", cards.Curves(lambda: tmp_path))
+    for step in (1, 2, 3):
+        with file.open("a") as stream:
+            stream.write(json.dumps({"step": step, "values": {"ppo/reward/mean": float(step)}}) + "\n")
+        card.show(step, 9, "")
+    assert [place for place, _ in shown] == ["live-ppo", 7]
+    assert shown[1][1].startswith("# ppo: 3 of 9\n") and "| reward | 1 | **3** | ▁" in shown[1][1]
 
 
 def test_a_card_asks_as_often_as_said_with_the_other_settings_as_they_are() -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from rlhf_core.tracking.mlflow import MlflowTracker
-from rlhf_core.tracking.mlflow_client import TRAINING, TrackingError, open_client
-from rlhf_core.tracking.pipeline_runs import find_run
+from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG, TRAINING, TrackingError, open_client
+from rlhf_core.tracking.pipeline_runs import close_runs, find_run
 
 
 def test_a_run_is_found_by_id_and_by_name_with_the_keys_of_its_stages(database, tmp_path):
@@ -49,6 +49,20 @@ def test_a_link_to_the_run_of_a_hit_leads_to_its_own_experiment(database, tmp_pa
     note = client.get_run(made[1]).data.tags["mlflow.note.content"]
     assert f"[sft](#/experiments/{client.get_run(made[0]).info.experiment_id}/runs/{made[0]}{TRAINING})" in note
     assert f"[gone](runs:/{'0' * 32})" in note
+
+
+def test_a_run_that_waited_is_finished_when_a_later_one_has_done_its_work(database, tmp_path):
+    uri, ids = f"sqlite:///{database}", {}
+    for status in ("SCHEDULED", "KILLED"):
+        tracker = MlflowTracker(uri, experiment="rlhf", artifact_root=tmp_path / "files")
+        ids[status] = tracker.start(status, run_id=None, params={}, tags={FLOW_RUN_TAG: status})
+        tracker.finish(status, note="")
+    client = open_client(uri)
+    assert [client.get_run(run).info.status for run in ids.values()] == ["SCHEDULED", "KILLED"]
+    close_runs(uri, list(ids))
+    closed = [client.get_run(run) for run in ids.values()]
+    assert [run.info.status for run in closed] == ["FINISHED", "KILLED"]
+    assert {run.data.tags["state"] for run in closed} == {"Closed"}
 
 
 def test_no_database_is_made_to_look_for_a_run(tmp_path):
