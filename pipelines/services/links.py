@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pipelines.services.home import Home
 from pipelines.services.run_notes import folder
 from pipelines.services.running import Services
-from pipelines.services.user_servers import tracking_uri
+from pipelines.services.user_servers import tracking_place, tracking_uri
 from rlhf_core.tracking.pipeline_runs import rewrite_tags
 
 _BEFORE = r'(^|\]\(|href=")'
@@ -31,7 +31,10 @@ def mended(text: str, services: Services) -> str:
 
 
 def mend_links(home: Home, services: Services) -> Iterator[str]:
-    """Mend the links on Prefect's cards, in MLflow's runs, and in the reports of runs; yield a line if there were any."""
+    """Mend the links on Prefect's cards, in MLflow's runs, and in the reports of runs; yield a line if there were any.
+
+    Cards and runs in a database that is shared with others are left alone.
+    """
     changed = 0
     for page in folder(home).glob("*.html"):
         before = page.read_text(encoding="utf-8")
@@ -39,9 +42,9 @@ def mend_links(home: Home, services: Services) -> Iterator[str]:
         if after != before:
             page.write_text(after, encoding="utf-8")
             changed += 1
-    if not services.mlflow_uri:
+    if tracking_place(home) == home.mlflow_uri:
         changed += rewrite_tags(tracking_uri(home), "prefect.url", lambda text: mended(text, services))
-    if not services.prefect_api:
+    if not services.prefect_api and not services.shared_database:
         changed += _mend_cards(services)
     if changed:
         yield f"links of {changed} pages -> Prefect {services.prefect_url}, MLflow {services.mlflow_url}"
