@@ -100,6 +100,13 @@ class OfflineDPOConfig(DPOConfig):
     """The policy that training starts from. Not part of the key, because the digest of the policy is."""
 
 
+class RoundsFrom(Config):
+    """Rounds and their first policy, in this order also where the other options are in a class of their own."""
+
+    rounds: int
+    start_from: str
+
+
 class IterativeDPORounds(Config):
     """Rounds of generate -> score -> select (pairs) -> dpo, each starting from the policy of the previous round."""
 
@@ -117,7 +124,7 @@ class IterativeDPORounds(Config):
         return self
 
 
-class IterativeDPOConfig(IterativeDPORounds):
+class IterativeDPOConfig(IterativeDPORounds, RoundsFrom):
     """Rounds of DPO, and their first policy."""
 
     start_from: Literal["base", "sft", "rejection_sampling"] = "sft"
@@ -160,7 +167,7 @@ class OnlineRounds(Config):
         return self
 
 
-class OnlineConfig(OnlineRounds):
+class OnlineConfig(OnlineRounds, RoundsFrom):
     """Rounds of the online loop, and their first policy."""
 
     start_from: Annotated[Literal["base", "sft", "rejection_sampling"], OPERATIONAL] = "sft"
