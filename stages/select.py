@@ -1,7 +1,5 @@
 """Selection from scored rollouts: answers to imitate (rejection sampling, RAFT) or pairs to prefer (iterative DPO)."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter, defaultdict

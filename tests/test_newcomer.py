@@ -1,7 +1,5 @@
 """What a newcomer does, by real processes: a project of `rlhf init`, and the commands of README and tutorial as shown."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Talk to a policy in the terminal (`rlhf chat`): to a server if one serves it, else in this process."""
 
-from __future__ import annotations
-
 import argparse
 import secrets
 import sys
@@ -19,7 +17,7 @@ from pipelines.services.home import Home
 from pipelines.services.policy_server import serving, token_of
 from pipelines.services.running import ServiceError
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, SamplingConfig
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, SamplingRequest
@@ -82,7 +80,7 @@ def _sampling(options: argparse.Namespace) -> SamplingConfig:
         first = error.errors()[0]
         option = f"--{str(first['loc'][0]).replace('_', '-')}"
         rule = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
-        raise ConfigError(explain(option, first["input"], rule, "give another number")) from None
+        raise ConfigError(option, first["input"], rule, "give another number") from None
 
 
 @contextmanager

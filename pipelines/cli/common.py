@@ -1,7 +1,5 @@
 """Helpers shared by the commands: the console, the store option and the metric of a table's column."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Print a script by which a shell completes commands, options and the names of profiles (`rlhf completion`)."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping

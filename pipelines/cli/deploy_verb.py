@@ -16,7 +16,7 @@ from pipelines.flows.profile import parse, profile_digest, profile_table
 from pipelines.services.home import Home
 from pipelines.services.reconcile import some_prefect
 from pipelines.services.running import ServiceError, Services, running
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 
 
 def deploy(options: argparse.Namespace) -> None:
@@ -30,7 +30,7 @@ def deploy(options: argparse.Namespace) -> None:
     config = parse(table, origin=options.profile)
     name = options.name or config.name
     if re.search(r"[/%&<>]|\.py$", name):
-        raise ConfigError(explain("--name", name, "must have none of / % & < > and not end in .py", "choose another"))
+        raise ConfigError("--name", name, "must have none of / % & < > and not end in .py", "choose another")
     digest, stages = profile_digest(config), list(all_specs(config, lifecycle))
     keep_profile(table, digest, home)
     changes = [word for text in shown_overrides(options.overrides) for word in ("--set", text)]
@@ -59,4 +59,4 @@ def _check_folder(profile: str, services: Services) -> None:
     folder = psutil.Process(services.pid).cwd()
     if Path(folder) != Path.cwd():
         rule = f"the services run in {folder}, where its relative paths would mean other files"
-        raise ConfigError(explain("deploy", profile, rule, "run `rlhf deploy` there"))
+        raise ConfigError("deploy", profile, rule, "run `rlhf deploy` there")

@@ -1,7 +1,5 @@
 """Run a pipeline from Python: `from pipelines import run`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Run a pipeline in this process (`rlhf run`), with a Prefect server for its duration if none is up."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """Serve a reward function or a reward model over HTTP (`rlhf serve-reward`)."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import socket
@@ -18,7 +16,7 @@ from pipelines.flows.inputs import find_artifact
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.chat import encode as encode_text
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.http.serving import limited
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
@@ -67,7 +65,7 @@ def listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         rule = f"no server can listen there ({error})"
-        raise ConfigError(explain("--port", f"{host}:{port}", rule, "name a port that is free, or --host")) from None
+        raise ConfigError("--port", f"{host}:{port}", rule, "name a port that is free, or --host") from None
 
 
 def read_token(token_env: str, *, host: str) -> str:
@@ -76,9 +74,7 @@ def read_token(token_env: str, *, host: str) -> str:
         if host not in LOCAL_HOSTS:
             rule = "other machines can reach this address, and no token is set"
             raise ConfigError(
-                explain(
-                    "--host", host, rule, "name the environment variable that holds a token: --token-env REWARD_TOKEN"
-                )
+                "--host", host, rule, "name the environment variable that holds a token: --token-env REWARD_TOKEN"
             )
         return ""
     return bearer("--token-env", token_env)["Authorization"].removeprefix("Bearer ")

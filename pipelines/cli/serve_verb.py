@@ -1,7 +1,5 @@
 """Serve a policy to OpenAI clients (`rlhf serve`)."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import re
@@ -30,7 +28,7 @@ from pipelines.services.policy_server import (
 from pipelines.services.run_notes import RunRecord, runs_with, whereabouts
 from pipelines.services.running import LAST_PORT, Services, running
 from pipelines.services.user_servers import tracking_uri, user_prefect
-from rlhf_core.errors import ConfigError, explain, nearest
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.secrets.redaction import shown
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import Answer, GateRequest
@@ -105,9 +103,7 @@ def champion(options: argparse.Namespace) -> None:
     uri = tracking_uri(Home.here())
     found = read_champions(uri, model_name(uri, options.name))
     if found is None:
-        raise ConfigError(
-            explain("champion", options.name, "the registry has no such model", _known(uri, options.name))
-        )
+        raise ConfigError("champion", options.name, "the registry has no such model", _known(uri, options.name))
     now = f"version {found.current} ({found.digests[found.current][:12]})" if found.current else "none"
     _print(f"{found.name}: champion {now}")
     for move in reversed(found.moves):
@@ -121,7 +117,7 @@ def rollback(options: argparse.Namespace) -> None:
     from rlhf_core.tracking.champions import roll_back
 
     if not options.reason.strip():
-        raise ConfigError(explain("reason", options.reason, "is empty", "give a reason; it is kept in the registry"))
+        raise ConfigError("reason", options.reason, "is empty", "give a reason; it is kept in the registry")
     uri = tracking_uri(Home.here())
     name = model_name(uri, options.name)
     before, now = roll_back(uri, name, why=options.reason.strip())
@@ -138,7 +134,7 @@ def model_name(uri: str, given: str) -> str:
     if len(names) != 1:
         rule = f"several models have champions: {', '.join(names)}" if names else "no model has a champion yet"
         remedy = "name one of them" if names else "publish a policy whose gate holds"
-        raise ConfigError(explain("champion", given, rule, remedy))
+        raise ConfigError("champion", given, rule, remedy)
     return names[0]
 
 
@@ -180,12 +176,12 @@ def serve(options: argparse.Namespace) -> None:
 def check_numbers(options: argparse.Namespace) -> None:
     """Raise ConfigError for a port, a length or a size of the cache that cannot be."""
     if not 1 <= options.port <= LAST_PORT:
-        raise ConfigError(explain("--port", options.port, f"must be 1 to {LAST_PORT}", "name another port"))
+        raise ConfigError("--port", options.port, f"must be 1 to {LAST_PORT}", "name another port")
     if options.max_model_len < 0:
         rule = "must be >= 0"
-        raise ConfigError(explain("--max-model-len", options.max_model_len, rule, "use 0 for as many as the model has"))
+        raise ConfigError("--max-model-len", options.max_model_len, rule, "use 0 for as many as the model has")
     if not 0 < options.kv_cache_gib < math.inf:
-        raise ConfigError(explain("--kv-cache-gib", options.kv_cache_gib, "must be > 0", "give the size in GiB"))
+        raise ConfigError("--kv-cache-gib", options.kv_cache_gib, "must be > 0", "give the size in GiB")
 
 
 def served_model(options: argparse.Namespace, store: ArtifactStore, home: Home) -> ServedModel:
@@ -217,9 +213,7 @@ def find_policy(name: str, profile: str, store: ArtifactStore, home: Home) -> tu
         made = store.latest(name, config.name)
         if not runs and made is None:
             rule = f"no run of {profile} has it"
-            raise ConfigError(
-                explain("policy", name, rule, f"`rlhf run {profile}` makes it; `rlhf runs` lists the runs")
-            )
+            raise ConfigError("policy", name, rule, f"`rlhf run {profile}` makes it; `rlhf runs` lists the runs")
     if runs:
         digest, origin = runs[0].policies[name], _origin(name, runs)
     elif made is not None:  # by a run that another folder, or an earlier version, has recorded
@@ -249,7 +243,7 @@ def champion_digest(policy: str, store: ArtifactStore, home: Home) -> str:
     digest, _ = champion_digests(uri, name)
     if not digest:
         rule = f"{name} has no champion"
-        raise ConfigError(explain("policy", policy, rule, "publish a policy whose gate holds, or name a policy"))
+        raise ConfigError("policy", policy, rule, "publish a policy whose gate holds, or name a policy")
     return digest
 
 
@@ -262,13 +256,13 @@ def _adapter(options: argparse.Namespace, policy: PolicyRef, store: ArtifactStor
     found = store.path(trained) / "adapter"
     if not found.is_dir():
         rule = "this policy was trained without LoRA"
-        raise ConfigError(explain("--adapter", named, rule, "name one that has a folder `adapter`"))
+        raise ConfigError("--adapter", named, rule, "name one that has a folder `adapter`")
     # Over other weights it would be another policy, which was neither trained nor evaluated.
     made = [one.payload["inputs"] for one in store.records() if one.handle.digest == trained.digest]
     began = [inputs["policy"] for inputs in made if "policy" in inputs]
     if began and policy.digest not in began:
         rule = f"was trained over other weights, {began[-1][:12]}"
-        raise ConfigError(explain("--adapter", named, rule, f"serve {began[-1][:12]} with it, or {named} without"))
+        raise ConfigError("--adapter", named, rule, f"serve {began[-1][:12]} with it, or {named} without")
     return found
 
 

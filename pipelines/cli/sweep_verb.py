@@ -1,7 +1,5 @@
 """Run a profile with several values of its options (`rlhf sweep`): one table, one plot, and which point is the best."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -44,7 +42,7 @@ from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import PipelineConfig, load_profile, profile_digest
 from pipelines.services.home import Home
 from pipelines.services.servers import PrivateServer
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.types import ArtifactRef
@@ -227,12 +225,10 @@ def listed_points(options: argparse.Namespace) -> list[Point]:
     """Return the points of a grid, or those that `--random` draws."""
     if options.random is None and options.sweep_seed is not None:
         rule = "a grid draws nothing"
-        raise ConfigError(
-            explain("--sweep-seed", options.sweep_seed, rule, "leave it out, or add --random or --optuna")
-        )
+        raise ConfigError("--sweep-seed", options.sweep_seed, rule, "leave it out, or add --random or --optuna")
     if options.random is None and options.range:
         rule = "needs --random N or --optuna N"
-        raise ConfigError(explain("--range", options.range[0], rule, "give the number of points to draw"))
+        raise ConfigError("--range", options.range[0], rule, "give the number of points to draw")
     if options.random is not None:
         points = random_points(options.random, options.range, options.grid, seed=options.sweep_seed or 0)
         if len(points) < options.random:
@@ -246,7 +242,7 @@ def search_of(options: argparse.Namespace) -> Search:
     """Return the search of `--optuna`."""
     if options.random is not None:
         rule = "chooses its points itself"
-        raise ConfigError(explain("--optuna", options.optuna, rule, "leave --random out"))
+        raise ConfigError("--optuna", options.optuna, rule, "leave --random out")
     return Search(options.optuna, options.range, options.grid, options.direction, options.sweep_seed or 0)
 
 
@@ -254,18 +250,16 @@ def check_swept(options: argparse.Namespace, keys: Sequence[str]) -> None:
     """Raise ConfigError for a sweep over nothing, and for options that contradict it."""
     if options.approve and options.force:
         rule = "would be computed again before and after the question"
-        raise ConfigError(
-            explain("--force", ", ".join(options.force), rule, "sweep with --force first, then with --approve")
-        )
+        raise ConfigError("--force", ", ".join(options.force), rule, "sweep with --force first, then with --approve")
     if not keys:
         rule, remedy = (
             "there is nothing to sweep",
             "add --grid KEY=VALUE,VALUE, or --random N or --optuna N with --range KEY=LOW..HIGH",
         )
-        raise ConfigError(explain("--grid", " ".join(options.grid), rule, remedy))
+        raise ConfigError("--grid", " ".join(options.grid), rule, remedy)
     for override in options.overrides:
         if override.partition("=")[0].strip() in keys:
-            raise ConfigError(explain("--set", override, "this key is swept", "leave it out"))
+            raise ConfigError("--set", override, "this key is swept", "leave it out")
 
 
 def policies_of(configs: Sequence[PipelineConfig]) -> list[str]:
@@ -282,7 +276,7 @@ def check_different(points: Sequence[Point], configs: Sequence[PipelineConfig]) 
         if same is not point:
             rule = f"is the same run as {named(same)}"
             remedy = "remove one of them; [publish] changes nothing in a sweep"
-            raise ConfigError(explain("--grid", named(point), rule, remedy))
+            raise ConfigError("--grid", named(point), rule, remedy)
 
 
 # ---------------------------------------------------------------- what is shown and kept

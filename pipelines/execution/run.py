@@ -6,8 +6,6 @@ The note belongs to the last run of a configuration. It is written when that run
 removed when it has finished, or is blocked.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import logging

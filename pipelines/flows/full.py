@@ -7,8 +7,6 @@ prepare_data -> sft -> reward_model -+-> rejection sampling -+
                             a policy -+-> distillation ------+
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -4,8 +4,6 @@ A step is a stage, or several stages that one section configures, with inputs by
 of the prepared data. The order of tables in the file does not matter.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -16,7 +16,7 @@ from pipelines.execution.plan import DIGITS
 from pipelines.prefect_flows.pipeline_flows import full
 from pipelines.services.flow_runs import FLOW_NAME, OWN_TAG, PIPELINE_TAG, home_tag
 from pipelines.services.home import Home
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.processes.identity import user_name
 
 FIELDS = ("overrides", "until", "seed", "force")
@@ -73,7 +73,7 @@ def _before(client: SyncPrefectClient, name: str) -> str:
     except ObjectNotFound:
         return ""
     if OWN_TAG not in found.tags:
-        raise ConfigError(explain("--name", name, "is a deployment of rlhf itself", "choose another name"))
+        raise ConfigError("--name", name, "is a deployment of rlhf itself", "choose another name")
     return found.version or ""
 
 
@@ -82,7 +82,7 @@ def _schedule(cron: str) -> CronSchedule:
         return CronSchedule(cron=cron, timezone="UTC")
     except ValueError:
         rule = "is not a cron expression of five fields"
-        raise ConfigError(explain("--cron", cron, rule, "for example '0 2 * * *', every night at 2:00 UTC")) from None
+        raise ConfigError("--cron", cron, rule, "for example '0 2 * * *', every night at 2:00 UTC") from None
 
 
 async def own_deployments(client: PrefectClient) -> dict[UUID, str]:

@@ -1,7 +1,5 @@
 """Define the pipelines as Prefect flows with typed parameters, which the served deployments run."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -22,7 +20,7 @@ from pipelines.prefect_flows.tasks import completed, run_in_flow
 from pipelines.prefect_flows.waiting import close_finished, halted, note
 from pipelines.services.flow_runs import FLOW_NAME, own, rename
 from pipelines.services.home import Home
-from rlhf_core.errors import ConfigError, explain
+from rlhf_core.errors import ConfigError
 from rlhf_core.stage.key import Strictness
 from rlhf_core.stage.stopping import RunHalted
 from rlhf_core.types import PolicyRef
@@ -59,7 +57,7 @@ def pipeline_flow(name: str, pipeline: Pipeline, example: str, about: str) -> Fl
     ) -> State[Any]:
         changes = [*overrides, *([] if seed is None else [f"seed={seed}"])]
         if config and profile:
-            raise ConfigError(explain("profile", profile, "config is given, too", "clear one of the two fields"))
+            raise ConfigError("profile", profile, "config is given, too", "clear one of the two fields")
         if config:
             wanted = parse(with_overrides(config, changes), origin="config")
         else:

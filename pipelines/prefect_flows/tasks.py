@@ -4,8 +4,6 @@ Prefect's own caching is off: it remembers return values, notices neither change
 outlive their owner.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

@@ -1,7 +1,5 @@
 """Runs of deployments that wait for people: written down when they end, run again when people are done."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

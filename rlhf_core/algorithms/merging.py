@@ -3,8 +3,6 @@
 Legend: M models with weights w_m, theta_m their values, theta_0 those of the base, delta_m = theta_m - theta_0.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Collect people's judgments through files or MLflow's Review page, and check whether there are enough."""
 
-from __future__ import annotations
-
 import math
 import re
 import time
@@ -14,7 +12,7 @@ from pydantic import TypeAdapter
 from rlhf_core.annotation.annotators import NotJudgedYet, ask_file
 from rlhf_core.annotation.proposing import Choice, Comparison, Judgment, read_comparisons
 from rlhf_core.config.annotators import FileAnnotator, People, ReviewAnnotator
-from rlhf_core.errors import DataError, explain
+from rlhf_core.errors import DataError
 from rlhf_core.tracking.review_queues import Answer, Question, QueueState, ReviewItem, review_queue
 
 QUESTION = "preferred"
@@ -116,7 +114,7 @@ def _missing(config: ReviewAnnotator, states: Mapping[str, QueueState], done: in
 def _judgment(answer: Answer, annotator: str) -> Judgment:
     if answer.value not in MEANINGS:
         rule = f"must be one of {', '.join(MEANINGS)}"
-        raise DataError(explain(f"MLflow.{QUESTION}[{answer.item}]", answer.value, rule, "answer it again on the page"))
+        raise DataError(f"MLflow.{QUESTION}[{answer.item}]", answer.value, rule, "answer it again on the page")
     return Judgment(answer.item, annotator, MEANINGS[answer.value], answer.reason)
 
 

@@ -1,7 +1,5 @@
 """A profile is deployed, run from Prefect with its four fields, and kept when its file is edited; in real processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +8,6 @@ from typing import Any
 import pytest
 
 from pipelines.services.home import Home, sign_in_link
-from pipelines.services.running import Services
 from tests.support.browser import CHROMIUM, DRIVER, browser, keep_picture
 from tests.support.served import PrefectAPI
 from tests.support.small_pipeline import write_mini
@@ -19,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch) -> Path:
     """The folder in which the services start: a project with one profile."""
     folder = tmp_path / "project"
     folder.mkdir()
@@ -36,9 +33,7 @@ def deploy(home: Home, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_profile_is_deployed_and_run_with_four_fields(
-    project: Path, home: Home, services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_is_deployed_and_run_with_four_fields(project, home, services, tmp_path, monkeypatch):
     prefect = PrefectAPI(home, services)
 
     def ended(deployment: str, **fields: Any) -> tuple[str, str]:

@@ -1,7 +1,5 @@
 """Merged policies: whole folders in one or several files, and policies that do not belong together."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Selection from rollouts: what is kept, what is dropped, and that it is counted."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

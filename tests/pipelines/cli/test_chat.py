@@ -1,7 +1,5 @@
 """`rlhf chat` answers with the policy that it is given."""
 
-from __future__ import annotations
-
 import io
 import secrets
 from argparse import Namespace
@@ -39,7 +37,7 @@ def server() -> Iterator[ChatServer]:
 
 
 @pytest.fixture(autouse=True)
-def here(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(home: Home, monkeypatch) -> None:
     monkeypatch.setenv("RLHF_HOME", str(home.root))
 
 
@@ -50,9 +48,7 @@ def said(store: ArtifactStore, policy: Path | str, text: str, token_env: str = "
     return printed.getvalue()
 
 
-def test_the_answer_is_what_the_policy_samples(
-    store: ArtifactStore, policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_answer_is_what_the_policy_samples(store, policy, monkeypatch):
     monkeypatch.setattr(secrets, "randbelow", lambda below: 3)
     prompt = ChatTemplate.load(policy).prompt_ids((Message("user", "What is 12 + 30?"),))
     with LocalRuntime(RUNTIME).sampler(policy) as sampler:
@@ -62,7 +58,7 @@ def test_the_answer_is_what_the_policy_samples(
     assert said(store, policy, "What is 12 + 30?") == f"{expected}\n"
 
 
-def test_a_label_means_the_policy_of_the_newest_run_that_has_one(store: ArtifactStore, home: Home) -> None:
+def test_a_label_means_the_policy_of_the_newest_run_that_has_one(store, home):
     """Also of the profile that is named; not what another run has made under this label last."""
 
     def made(key: str) -> str:
@@ -97,12 +93,12 @@ def test_a_label_means_the_policy_of_the_newest_run_that_has_one(store: Artifact
     assert find_policy("ppo", "", store, home)[0].digest == first
 
 
-def test_a_policy_that_the_store_has_not_is_an_error(store: ArtifactStore) -> None:
+def test_a_policy_that_the_store_has_not_is_an_error(store):
     with pytest.raises(RlhfError, match="ppo"):
         said(store, "ppo", "What is 12 + 30?")
 
 
-def test_a_server_without_models_is_an_error(store: ArtifactStore, server: ChatServer) -> None:
+def test_a_server_without_models_is_an_error(store, server):
     server.models = []
     with pytest.raises(ServiceError, match="lists no models; name an OpenAI-compatible server"):
         said(store, server.url, "Hi")
@@ -120,19 +116,14 @@ def test_a_server_without_models_is_an_error(store: ArtifactStore, server: ChatS
         (["serve", "sft", "--kv-cache-gib", "nan"], "--kv-cache-gib = nan: must be > 0"),
     ],
 )
-def test_a_number_that_cannot_be_is_refused(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_that_cannot_be_is_refused(words, error, capsys):
     assert main(words) == EXIT_REFUSED
     assert capsys.readouterr().err.startswith(error)
 
 
 def test_a_policy_that_is_served_is_asked_there_with_the_token_of_its_file(
-    store: ArtifactStore,
-    server: ChatServer,
-    tmp_path: Path,
-    home: Home,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    store, server, tmp_path, home, monkeypatch, capsys
+):
     (tmp_path / "policy").mkdir()
     digest = store.external(PolicyRef, tmp_path / "policy").digest
     note = ServingNote(url=server.url, name="ppo", digest=digest)
@@ -150,9 +141,7 @@ def test_a_policy_that_is_served_is_asked_there_with_the_token_of_its_file(
     assert home.serve_token.stat().st_mode & 0o777 == 0o600
 
 
-def test_any_openai_server_can_be_talked_to_by_its_address(
-    store: ArtifactStore, server: ChatServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_openai_server_can_be_talked_to_by_its_address(store, server, monkeypatch):
     monkeypatch.setenv("THEIR_TOKEN", "theirs")
     server.says = lambda asked: "Yes."
     assert said(store, server.url.removesuffix("/v1"), "Is it 42?", "THEIR_TOKEN") == "Yes.\n"
@@ -162,9 +151,7 @@ def test_any_openai_server_can_be_talked_to_by_its_address(
         said(store, server.url, "Is it 42?", "THEIR_TOKEN")
 
 
-def test_the_token_of_our_own_server_is_not_sent_to_others(
-    store: ArtifactStore, server: ChatServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_of_our_own_server_is_not_sent_to_others(store, server, monkeypatch):
     said(store, server.url, "Is it 42?")  # on this machine, but none that `rlhf serve` has started
     elsewhere = ServingNote(url="http://127.0.0.1:9/v1", name="ppo", digest="d")
     monkeypatch.setattr(chat, "serving", lambda home: elsewhere)

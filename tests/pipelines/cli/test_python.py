@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,7 +20,7 @@ NOTEBOOK = Path(__file__).parents[3] / "docs" / "tutorial" / "python.ipynb"
 
 
 @pytest.fixture
-def toys(monkeypatch: pytest.MonkeyPatch) -> None:
+def toys(monkeypatch) -> None:
     """Let each run be two toy stages, without Prefect and MLflow, but with the setting of a Prefect server."""
 
     def run_flow(run: PipelineRun, *_: object) -> None:
@@ -38,7 +36,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("toys")
-def test_a_run_from_python_returns_what_each_stage_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_from_python_returns_what_each_stage_made(tmp_path, capsys):
     before, home = dict(os.environ), tmp_path / "home"
     first = pipelines.run(write_mini(tmp_path), until="first", home=home)
     assert [(stage, one.decision) for stage, one in first.items()] == [("first", "RUN")]
@@ -53,7 +51,7 @@ def test_a_run_from_python_returns_what_each_stage_made(tmp_path: Path, capsys: 
 
 
 @pytest.mark.usefixtures("toys")
-def test_overrides_from_python_are_those_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_from_python_are_those_of_the_command_line(tmp_path, monkeypatch):
     given: list[list[str]] = []
     monkeypatch.setattr(
         run_command, "load_profile", lambda profile, changes: given.append(changes) or load_profile(profile, changes)
@@ -71,9 +69,7 @@ def test_overrides_from_python_are_those_of_the_command_line(tmp_path: Path, mon
     [{"profile": "tiny/ful"}, {"overrides": {"ppo.kl_coeff": 0.1}}, {"until": "sfft"}, {"home": "a?b"}],
     ids=lambda one: next(iter(one)),
 )
-def test_an_error_has_the_text_of_the_command_line(
-    arguments: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_has_the_text_of_the_command_line(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = {"profile": "tiny/full", "home": "home"} | arguments
     with pytest.raises(RlhfError) as raised:
@@ -87,7 +83,7 @@ def test_an_error_has_the_text_of_the_command_line(
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_the_cells_of_the_notebook_run_as_in_jupyter(tmp_path: Path) -> None:
+def test_the_cells_of_the_notebook_run_as_in_jupyter(tmp_path):
     """They run one after the other while a loop of asyncio is running."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     script = f"""

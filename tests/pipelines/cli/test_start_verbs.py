@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -14,7 +12,7 @@ from pipelines.flows.profile_schema import profile_schema
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch) -> Path:
     """A folder as `rlhf init` makes it, which is also the current folder."""
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -23,9 +21,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "my_desk"
 
 
-def test_a_new_project_can_be_planned_and_its_readme_has_three_commands(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_project_can_be_planned_and_its_readme_has_three_commands(project, capsys):
     files = ["README.md", "profile.schema.json", "profile.toml", "reward.py", "rows.jsonl"]
     assert sorted(path.name for path in project.iterdir()) == files
     assert load_profile("profile.toml").name == "my_desk"
@@ -49,16 +45,14 @@ def test_a_new_project_can_be_planned_and_its_readme_has_three_commands(
         ("reward.py/desk", "cannot be made"),
     ],
 )
-def test_a_folder_in_use_or_of_an_impossible_name_is_refused(
-    name: str, rule: str, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_in_use_or_of_an_impossible_name_is_refused(name, rule, project, capsys):
     before = sorted(project.parent.rglob("*"))
     assert main(["init", name]) == 2
     assert capsys.readouterr().err.startswith(f"init = {name!r}: {rule}")
     assert sorted(project.parent.rglob("*")) == before
 
 
-def test_the_shipped_profiles_are_listed_with_their_first_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shipped_profiles_are_listed_with_their_first_sentence(capsys):
     assert main(["profiles"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == profile_names()
@@ -67,7 +61,7 @@ def test_the_shipped_profiles_are_listed_with_their_first_sentence(capsys: pytes
     assert all(line.partition("  ")[2].strip() for line in lines)
 
 
-def test_the_schema_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_is_printed_alone(capsys):
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == profile_schema()
 
@@ -84,9 +78,7 @@ def test_the_schema_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None
         ("rlhf plan my.to", []),
     ],
 )
-def test_bash_completes_commands_options_and_profiles(
-    typed: str, offered: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bash_completes_commands_options_and_profiles(typed, offered, tmp_path, capsys):
     assert main(["completion", "bash"]) == 0
     (tmp_path / "rlhf.bash").write_text(capsys.readouterr().out)
     words = typed.split()
@@ -96,7 +88,7 @@ def test_bash_completes_commands_options_and_profiles(
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_a_shell_has_every_command_and_profile(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_of_a_shell_has_every_command_and_profile(shell, capsys):
     assert main(["completion", shell]) == 0
     out = capsys.readouterr().out
     assert [word for word in (*VERBS, *profile_names()) if f"{word}" not in out and " " not in word] == []

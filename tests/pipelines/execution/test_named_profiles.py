@@ -1,20 +1,17 @@
 """A form names a profile: a shipped one, a file of the project, or a kept one; never another file of the machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from pipelines.execution.named_profiles import keep_profile, named_profile
 from pipelines.flows.profile import load_profile, profile_digest, profile_names, profile_table
-from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
 from tests.support.small_pipeline import write_mini
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch) -> Path:
     """A folder of profiles with links out of it; what is outside is a valid profile, too."""
     project = tmp_path / "project"
     (project / "team").mkdir(parents=True)
@@ -29,7 +26,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "named", ["tiny/full", "mini.toml", "mini", "team/mini.toml", "team/../mini.toml", "{project}/mini.toml"]
 )
-def test_a_shipped_profile_and_a_file_of_the_project_are_found(named: str, project: Path, home: Home) -> None:
+def test_a_shipped_profile_and_a_file_of_the_project_are_found(named, project, home):
     profile = named.format(project=project)
     assert named_profile(profile, ["seed=5"], home) == load_profile(profile, ["seed=5"])
 
@@ -37,7 +34,7 @@ def test_a_shipped_profile_and_a_file_of_the_project_are_found(named: str, proje
 @pytest.mark.parametrize(
     "named", ["../mini.toml", "{project}/../mini.toml", "out.toml", "out", "up/mini.toml", "up/mini", "a\0b"]
 )
-def test_a_file_outside_the_project_is_refused_even_through_a_link(named: str, project: Path, home: Home) -> None:
+def test_a_file_outside_the_project_is_refused_even_through_a_link(named, project, home):
     profile = named.format(project=project)
     with pytest.raises(ConfigError, match=r"profile = .*: must be a shipped profile, a file below .*project, or"):
         named_profile(profile, [], home)
@@ -49,16 +46,14 @@ CHANGES = (["seed=5"], ["ppo.loss.type=gspo"], ["ppo=none", "publish=none"])
 @pytest.mark.parametrize(
     ("profile", "overrides"), [*((name, []) for name in profile_names()), *(("tiny/full", one) for one in CHANGES)]
 )
-def test_a_kept_profile_is_the_same_with_and_without_overrides(profile: str, overrides: list[str], home: Home) -> None:
+def test_a_kept_profile_is_the_same_with_and_without_overrides(profile, overrides, home):
     digest = profile_digest(load_profile(profile))
     keep_profile(profile_table(profile), digest, home)
     assert named_profile(digest[:12], overrides, home) == (wanted := load_profile(profile, overrides))
     assert profile_digest(named_profile(digest, overrides, home)) == profile_digest(wanted)
 
 
-def test_an_edit_of_the_file_leaves_the_kept_profile_and_an_unknown_digest_is_refused(
-    project: Path, home: Home
-) -> None:
+def test_an_edit_of_the_file_leaves_the_kept_profile_and_an_unknown_digest_is_refused(project, home):
     digest = profile_digest(load_profile("mini.toml"))
     keep_profile(profile_table("mini.toml"), digest, home)
     path = project / "mini.toml"

@@ -73,7 +73,7 @@ def test_only_the_wanted_events_are_told_and_secrets_are_not(receiver, monkeypat
     assert told["event"] == "failed" and "sk-abc" not in told["message"] and told["message"].startswith("wrong key")
 
 
-def test_slack_gets_one_text_with_links_in_which_nothing_of_a_run_is_markup(receiver: Receiver) -> None:
+def test_slack_gets_one_text_with_links_in_which_nothing_of_a_run_is_markup(receiver):
     config = NotifyConfig(webhook=receiver.url, format="slack")
     links = {"prefect.url": "http://127.0.0.1:4200/runs/flow-run/f1", "prefect.flow_run_id": "f1"}
     notify(config, RunBlocked("BLOCKED: total 1.5 < 2 & <!channel>"), run="mini", links=links)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 
@@ -77,7 +75,7 @@ def test_the_card_of_a_running_stage_is_made_once_and_then_rewritten(monkeypatch
     assert shown[1][1].startswith("# ppo: 3 of 9\n") and "| reward | 1 | **3** | ▁" in shown[1][1]
 
 
-def test_a_card_asks_as_often_as_said_with_the_other_settings_as_they_are() -> None:
+def test_a_card_asks_as_often_as_said_with_the_other_settings_as_they_are():
     before = get_current_settings()
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:4999/api", PREFECT_CLIENT_MAX_RETRIES: 5}):
 

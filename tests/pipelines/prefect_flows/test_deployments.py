@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import io
 import os
@@ -34,7 +32,7 @@ def forms() -> dict[str, tuple[dict, dict]]:
     return found
 
 
-def test_there_is_a_deployment_for_every_stage(forms: dict) -> None:
+def test_there_is_a_deployment_for_every_stage(forms):
     assert set(forms) == {
         "prepare-data", "sft", "reward-model", "generate", "score", "select", "rejection-sampling", "iterative-dpo",
         "dpo", "ppo", "evaluate", "publish",
@@ -49,7 +47,7 @@ def test_there_is_a_deployment_for_every_stage(forms: dict) -> None:
         ("tiny/prm", {"process-reward-model"}),
     ],
 )
-def test_the_stages_of_other_profiles_have_forms_too(profile: str, names: set[str]) -> None:
+def test_the_stages_of_other_profiles_have_forms_too(profile, names):
     found = stage_parameters(load_profile(profile))
     assert names <= set(found)
     for name in names:
@@ -57,7 +55,7 @@ def test_the_stages_of_other_profiles_have_forms_too(profile: str, names: set[st
         assert validate(parameters, flow.parameters.model_dump_for_openapi()) is None
 
 
-def test_every_deployment_is_served_once() -> None:
+def test_every_deployment_is_served_once():
     served = [deployment.name for deployment in deployments.deployments()]
     assert len(served) == len(set(served))
     several = {"full", "rlvr", "online", "approve", "rejection-sampling", "conditional-sft", "iterative-dpo"}
@@ -85,9 +83,7 @@ def without_texts(schema: Any) -> Any:
     return [without_texts(one) for one in schema] if isinstance(schema, list) else schema
 
 
-def test_prefect_yaml_declares_the_deployments_that_are_served_with_the_same_flows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prefect_yaml_declares_the_deployments_that_are_served_with_the_same_flows(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))  # Prefect puts a file's folder first, and ours has a `profile.py`
     from prefect.flows import load_flow_from_entrypoint
     from prefect.utilities.templating import apply_values
@@ -111,7 +107,7 @@ def test_prefect_yaml_declares_the_deployments_that_are_served_with_the_same_flo
         assert validate(wanted[name].parameters, form) is None
 
 
-def test_prefect_yaml_has_no_key_that_prefect_would_pass_over() -> None:
+def test_prefect_yaml_has_no_key_that_prefect_would_pass_over():
     """Prefect ignores keys that it does not know, so a misspelt limit would be none."""
     from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, PrefectYamlModel, WorkPoolConfig
 
@@ -124,7 +120,7 @@ def test_prefect_yaml_has_no_key_that_prefect_would_pass_over() -> None:
         assert set(one.get("concurrency_limit", {})) <= set(ConcurrencyLimitSpec.model_fields)
 
 
-def test_the_forms_of_pipelines_are_short_and_every_field_is_described() -> None:
+def test_the_forms_of_pipelines_are_short_and_every_field_is_described():
     served = {one.name: one for one in deployments.deployments()}
     for name in ("full", "rlvr", "online", "approve"):
         form = served[name]._parameter_openapi_schema.model_dump_for_openapi()
@@ -135,24 +131,22 @@ def test_the_forms_of_pipelines_are_short_and_every_field_is_described() -> None
                 assert validate(served[name].parameters | filled, form) is None
 
 
-def test_every_form_accepts_what_it_is_filled_with(forms: dict) -> None:
+def test_every_form_accepts_what_it_is_filled_with(forms):
     for schema, parameters in forms.values():
         assert validate(parameters, schema) is None
 
 
-def test_a_misspelt_key_is_refused_by_the_form(forms: dict) -> None:
+def test_a_misspelt_key_is_refused_by_the_form(forms):
     schema, parameters = forms["sft"]
     with pytest.raises(ValidationError, match="max_lenght"):
         validate(parameters | {"config": parameters["config"] | {"max_lenght": 3}}, schema)
 
 
-def test_a_stage_run_alone_asks_for_the_same_seed_as_in_the_pipeline(forms: dict) -> None:
+def test_a_stage_run_alone_asks_for_the_same_seed_as_in_the_pipeline(forms):
     assert forms["sft"][1]["settings"]["seed"] == load_profile("tiny/full").seed
 
 
-def test_a_runner_that_is_asked_to_end_marks_its_runs_before_it_tells_its_flows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_runner_that_is_asked_to_end_marks_its_runs_before_it_tells_its_flows(monkeypatch):
     events: list[str] = []
 
     class Flow:
@@ -167,13 +161,13 @@ def test_a_runner_that_is_asked_to_end_marks_its_runs_before_it_tells_its_flows(
     assert events == ["marked", "signal 15", "waited 25", "exit 0"]
 
 
-def test_the_runner_keeps_its_files_where_no_other_user_can_take_their_names(tmp_path: Path) -> None:
+def test_the_runner_keeps_its_files_where_no_other_user_can_take_their_names(tmp_path):
     runner = deployments.InterruptingRunner(Home(tmp_path))
     assert runner._tmp_dir.is_relative_to(tmp_path) and runner.limit == deployments.RUNS_AT_ONCE
 
 
 @pytest.mark.slow
-def test_a_profile_gets_a_deployment_of_four_fields_which_is_updated_and_served(client: Any) -> None:
+def test_a_profile_gets_a_deployment_of_four_fields_which_is_updated_and_served(client):
     from prefect.client.schemas.sorting import DeploymentSort
     from prefect.exceptions import PrefectHTTPStatusError
 
@@ -223,7 +217,7 @@ def test_a_profile_gets_a_deployment_of_four_fields_which_is_updated_and_served(
     assert asyncio.run(asyncio.wait_for(adopted(), 60)) == {found}
 
 
-def test_the_mark_stays_young_only_while_the_loop_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mark_stays_young_only_while_the_loop_turns(tmp_path, monkeypatch):
     mark = tmp_path / "ready"
     monkeypatch.setattr(deployments, "BEAT_EVERY_S", 0.01)
     runner = SimpleNamespace(start=lambda: asyncio.sleep(0.1))
@@ -233,7 +227,7 @@ def test_the_mark_stays_young_only_while_the_loop_turns(tmp_path: Path, monkeypa
     assert mark.stat().st_mtime_ns > first
 
 
-def test_a_server_that_is_away_for_a_while_does_not_end_the_runner(tmp_path: Path) -> None:
+def test_a_server_that_is_away_for_a_while_does_not_end_the_runner(tmp_path):
     """The loop through which Prefect's runner asks for work goes on after more than its own three failures."""
     from prefect.runner import _scheduled_run_poller as poller
 
@@ -255,7 +249,7 @@ def test_a_server_that_is_away_for_a_while_does_not_end_the_runner(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "sft"])
-def test_a_declared_flow_loads_in_a_process_that_has_loaded_nothing_else(name: str, tmp_path: Path) -> None:
+def test_a_declared_flow_loads_in_a_process_that_has_loaded_nothing_else(name, tmp_path):
     """Prefect puts the folder of the file first on the path: a file called as a package of ours would hide it."""
     program = (
         "import sys; from prefect.flows import load_flow_from_entrypoint\n"

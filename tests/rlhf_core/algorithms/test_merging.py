@@ -1,7 +1,5 @@
 """Merges against their formulas, written here once more in NumPy, and their properties."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Simulated people, people who fill in a file, and people who judge in MLflow's Review page."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -36,14 +34,14 @@ def comparison(name: str, first: str = "longer", second: str = "short", *, repea
 # ---------------------------------------------------------------- programs
 
 
-def test_a_program_without_noise_chooses_by_its_reward_on_both_sides() -> None:
+def test_a_program_without_noise_chooses_by_its_reward_on_both_sides():
     config = ProgramAnnotator(function=HERE, temperature=1e-3)
     rows = [comparison("c1"), comparison("c2", "short", "longer"), comparison("c3", "equal", "equal")]
     said = ask_program(config.model_copy(update={"tie_below": 0.5}), rows, code={}, seed=1)
     assert [one.choice for one in said] == ["first", "second", "tie"]
 
 
-def test_the_noise_is_bradley_terrys() -> None:
+def test_the_noise_is_bradley_terrys():
     """sigmoid(1 / 2) of the judgments prefer the answer that is better by 1, at temperature 2."""
     rows = [comparison(f"c{n}") for n in range(2000)]
     said = ask_program(ProgramAnnotator(function=HERE, temperature=2.0), rows, code={}, seed=1)
@@ -52,7 +50,7 @@ def test_the_noise_is_bradley_terrys() -> None:
     assert share == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / 2000))  # 4 standard errors
 
 
-def test_every_simulated_person_has_noise_of_its_own_that_the_seed_decides() -> None:
+def test_every_simulated_person_has_noise_of_its_own_that_the_seed_decides():
     rows = [comparison(f"c{n}") for n in range(50)]
     config = ProgramAnnotator(function=HERE, annotators=2, temperature=5.0)
     said = ask_program(config, rows, code={}, seed=1)
@@ -70,7 +68,7 @@ def write(folder: Path, *rows: object) -> None:
     (folder / IMPORT).write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
 
 
-def test_comparisons_are_exported_and_waited_for(tmp_path: Path) -> None:
+def test_comparisons_are_exported_and_waited_for(tmp_path):
     config = FileAnnotator(folder=str(tmp_path / "exchange"))
     exchange = tmp_path / "exchange" / "round-1"
     with pytest.raises(NotJudgedYet, match=r"0 of 2 comparisons are judged; add lines to .*judgments\.jsonl"):
@@ -80,7 +78,7 @@ def test_comparisons_are_exported_and_waited_for(tmp_path: Path) -> None:
     assert "policy" not in json.dumps([one, two]) and "expected" not in one
 
 
-def test_what_people_wrote_is_returned_once_it_is_enough(tmp_path: Path) -> None:
+def test_what_people_wrote_is_returned_once_it_is_enough(tmp_path):
     rows = [comparison("c1"), comparison("c2")]
     config = FileAnnotator(folder=str(tmp_path), needed=0.5)
     row = {"id": "c2", "choice": "second", "annotator": "ada", "reason": "clearer\u2028and shorter", "seconds": 3}
@@ -98,7 +96,7 @@ def test_what_people_wrote_is_returned_once_it_is_enough(tmp_path: Path) -> None
     assert len(ask_file(whole, rows, name="")) == 2
 
 
-def test_rounds_with_the_same_folder_have_files_of_their_own(tmp_path: Path) -> None:
+def test_rounds_with_the_same_folder_have_files_of_their_own(tmp_path):
     config = FileAnnotator(folder=str(tmp_path))
     for name, row in (("round-1", comparison("c1")), ("round-2", comparison("c2"))):
         with pytest.raises(NotJudgedYet):
@@ -125,14 +123,14 @@ def test_rounds_with_the_same_folder_have_files_of_their_own(tmp_path: Path) -> 
         ('{"id": "c1", "choice": "first"}\n{"id": "c1", "choice": "second"}', "judged twice by the same annotator"),
     ],
 )
-def test_a_line_that_is_no_judgment_is_refused_with_its_place(tmp_path: Path, line: str, said: str) -> None:
+def test_a_line_that_is_no_judgment_is_refused_with_its_place(tmp_path, line, said):
     (tmp_path / IMPORT).write_bytes(f"\n{line}\n".encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=said) as refused:
         ask_file(FileAnnotator(folder=str(tmp_path)), [comparison("c1")], name="")
     assert IMPORT in str(refused.value)
 
 
-def test_at_the_deadline_the_lines_that_are_there_are_enough(tmp_path: Path) -> None:
+def test_at_the_deadline_the_lines_that_are_there_are_enough(tmp_path):
     rows = [comparison("c1"), comparison("c2")]
     config = FileAnnotator(folder=str(tmp_path), deadline_hours=1)
     write(tmp_path, {"id": "c1", "choice": "first"})
@@ -161,13 +159,13 @@ class Queues:
 
 
 @pytest.fixture
-def queues(monkeypatch: pytest.MonkeyPatch) -> Queues:
+def queues(monkeypatch) -> Queues:
     made = Queues()
     monkeypatch.setattr(people, "review_queue", made)
     return made
 
 
-def test_it_waits_and_says_how_many_are_judged_and_where(queues: Queues) -> None:
+def test_it_waits_and_says_how_many_are_judged_and_where(queues):
     rows = [comparison(f"c{n}") for n in range(4)]
     config = ReviewAnnotator(annotators=("ada", "bob"))
     queues.answers = {"ada": {"c0": "A", "c2": "B"}}
@@ -180,7 +178,7 @@ def test_it_waits_and_says_how_many_are_judged_and_where(queues: Queues) -> None
     assert set(queues.items) == {"ada x", "bob x"}
 
 
-def test_answers_become_judgments_of_the_annotator_whose_queue_it_is(queues: Queues) -> None:
+def test_answers_become_judgments_of_the_annotator_whose_queue_it_is(queues):
     config = ReviewAnnotator(annotators=("ada", "bob"), overlap=2)
     queues.answers = {"ada": {"c0": "A", "c1": "both bad"}, "bob": {"c0": "B", "c1": None}}
     said, extra = ask_people(config, [comparison("c0"), comparison("c1")], name="x", uri="http://m")
@@ -192,7 +190,7 @@ def test_answers_become_judgments_of_the_annotator_whose_queue_it_is(queues: Que
     assert extra == {"review": {"asked": 4, "done": 4, "answered": 3, "sources": ["default"]}}
 
 
-def test_a_share_may_be_enough_and_a_deadline_ends_the_wait(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_may_be_enough_and_a_deadline_ends_the_wait(queues, monkeypatch):
     rows = [comparison(f"c{n}") for n in range(4)]
     queues.answers = {"annotator-1": {"c0": "A", "c1": "A"}}
     assert len(ask_people(ReviewAnnotator(needed=0.5), rows, name="x", uri="")[0]) == 2
@@ -204,13 +202,13 @@ def test_a_share_may_be_enough_and_a_deadline_ends_the_wait(queues: Queues, monk
     assert len(ask_people(config, rows, name="x", uri="")[0]) == 2
 
 
-def test_an_option_that_someone_added_on_the_page_is_refused(queues: Queues) -> None:
+def test_an_option_that_someone_added_on_the_page_is_refused(queues):
     queues.answers = {"annotator-1": {"c0": "C"}}
     with pytest.raises(DataError, match="must be one of A, B, tie, both bad"):
         ask_people(ReviewAnnotator(), [comparison("c0")], name="x", uri="")
 
 
-def test_each_comparison_goes_to_as_many_as_asked_for_and_a_repetition_to_the_same() -> None:
+def test_each_comparison_goes_to_as_many_as_asked_for_and_a_repetition_to_the_same():
     rows = [*(comparison(f"c{n}") for n in range(6)), comparison("c1-again", repeats="c1")]
     shares = {name: {one.id for one in given} for name, given in shared_out(rows, ("a", "b", "c"), 2).items()}
     for one in rows:
@@ -219,7 +217,7 @@ def test_each_comparison_goes_to_as_many_as_asked_for_and_a_repetition_to_the_sa
     assert {len(share) for share in shares.values()} == {4, 5}
 
 
-def test_a_person_sees_the_conversation_and_both_answers_and_no_policy() -> None:
+def test_a_person_sees_the_conversation_and_both_answers_and_no_policy():
     prompt = (Message("system", "Be kind."), Message("user", "Hi"))
     item = shown(Comparison("c", prompt, "gold", "test", "**one**", "two", "sft", "ppo", expected="first"))
     assert item.request == "**system**\n\nBe kind.\n\nHi"
@@ -240,12 +238,12 @@ def test_a_person_sees_the_conversation_and_both_answers_and_no_policy() -> None
         ("a - b\n#1 is best", "a - b\n#1 is best"),
     ],
 )
-def test_an_answer_cannot_pass_for_both(answer: str, shown_as: str) -> None:
+def test_an_answer_cannot_pass_for_both(answer, shown_as):
     item = shown(Comparison("c", (Message("user", "Hi"),), "", "test", answer, "two", "sft", "ppo"))
     assert item.response == f"### A\n\n{shown_as}\n\n---\n\n### B\n\ntwo"
 
 
-def test_the_condition_of_a_wait_tells_another_process_when_it_is_met(tmp_path: Path) -> None:
+def test_the_condition_of_a_wait_tells_another_process_when_it_is_met(tmp_path):
     write_comparisons(tmp_path / "asked", [comparison("c0"), comparison("c1")])
     config = FileAnnotator(folder=str(tmp_path / "exchange"))
     waits = json.loads(json.dumps(condition(config, tmp_path / "asked", name="x")))
@@ -265,6 +263,6 @@ def test_the_condition_of_a_wait_tells_another_process_when_it_is_met(tmp_path: 
         ({"deadline_hours": -1}, "greater than or equal to 0"),
     ],
 )
-def test_annotators_who_cannot_be_asked_are_refused(given: dict[str, Any], rule: str) -> None:
+def test_annotators_who_cannot_be_asked_are_refused(given, rule):
     with pytest.raises(ValidationError, match=rule):
         ReviewAnnotator.model_validate(given)

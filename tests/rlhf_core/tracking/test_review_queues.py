@@ -1,7 +1,5 @@
 """MLflow's review queues on a database: made once, whatever is killed, and read with their answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ QUESTION = Question("preferred", "Which is better?", ("A", "B", "tie"))
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def database(tmp_path_factory) -> Iterator[str]:
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     create_database(path)
     yield f"sqlite:///{path}"
@@ -38,7 +36,7 @@ def traces(database: str, experiment: str) -> list[Any]:
     return list(client.search_traces(locations=[found.experiment_id], include_spans=False))
 
 
-def test_a_queue_is_made_once_and_shows_the_whole_texts(database: str) -> None:
+def test_a_queue_is_made_once_and_shows_the_whole_texts(database):
     long = [ReviewItem("long", "why? " * 500, "because " * 800), *items(2)]
     first, again = (state(database, "once", long) for _ in range(2))
     assert first == again and (first.items, first.done, first.answers, first.url) == (3, 0, (), "")
@@ -51,7 +49,7 @@ def test_a_queue_is_made_once_and_shows_the_whole_texts(database: str) -> None:
     assert open_client(database).get_experiment_by_name("once").artifact_location == (folder / "mlartifacts").as_uri()
 
 
-def test_what_a_killed_process_made_is_not_made_again(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_process_made_is_not_made_again(database, monkeypatch):
     make, made = review_queues.ReviewQueues._make_trace, []
 
     def killed(self: Any, queue: str, item: ReviewItem) -> None:
@@ -69,7 +67,7 @@ def test_what_a_killed_process_made_is_not_made_again(database: str, monkeypatch
     assert len(traces(database, "killed")) == 4
 
 
-def test_answers_come_back_with_their_reason_and_source(database: str) -> None:
+def test_answers_come_back_with_their_reason_and_source(database):
     state(database, "answered", items(4))
     choices = {"c0": "A", "c1": "tie", "c2": ""}
     assert answer(database, "answered", "ada x1", lambda item, text: choices.get(item, "B"), who="default") == 4
@@ -80,7 +78,7 @@ def test_answers_come_back_with_their_reason_and_source(database: str) -> None:
     )
 
 
-def test_an_answer_that_was_changed_counts_as_it_is_now(database: str) -> None:
+def test_an_answer_that_was_changed_counts_as_it_is_now(database):
     state(database, "changed", items(1))
     answer(database, "changed", "ada x1", lambda item, text: "A")
     [trace] = traces(database, "changed")
@@ -92,7 +90,7 @@ def test_an_answer_that_was_changed_counts_as_it_is_now(database: str) -> None:
     assert [one.value for one in state(database, "changed", items(1)).answers] == ["B"]
 
 
-def test_another_instruction_is_another_queue_and_no_answer_is_lost(database: str) -> None:
+def test_another_instruction_is_another_queue_and_no_answer_is_lost(database):
     kinder = Question("preferred", "Which is kinder?", QUESTION.options)
     state(database, "instructed", items(2))
     assert answer(database, "instructed", "ada x1", lambda item, text: "A", at_most=1) == 1
@@ -112,7 +110,7 @@ def test_another_instruction_is_another_queue_and_no_answer_is_lost(database: st
         assert [one.value for one in state(database, "instructed", items(2)).answers] == ["A"]
 
 
-def test_a_server_that_cuts_texts_is_refused(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cuts_texts_is_refused(database, monkeypatch):
     make = review_queues.ReviewQueues._make_trace
 
     def cut(self: Any, queue: str, item: ReviewItem) -> None:
@@ -123,7 +121,7 @@ def test_a_server_that_cuts_texts_is_refused(database: str, monkeypatch: pytest.
         state(database, "cut", items(1))
 
 
-def test_a_run_without_mlflow_and_a_server_that_is_away_are_errors_that_say_so() -> None:
+def test_a_run_without_mlflow_and_a_server_that_is_away_are_errors_that_say_so():
     with pytest.raises(ConfigError, match="this run is not tracked there"):
         state("", "x", items(1))
     with pytest.raises(ReviewError, match=r"http://127\.0\.0\.1:9.*could not keep the review queue"):
