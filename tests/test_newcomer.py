@@ -88,7 +88,9 @@ def test_own_rows_and_an_own_reward_have_a_result_after_six_commands(tmp_path, r
 
 # ---------------------------------------------------------------- README and tutorial
 
-PLACES = ["docs/tutorial/own_data.md", "docs/tutorial/own_reward.md", "docs/tutorial/first_run.md", "README.md"]
+PLACES = ["docs/tutorial/own_data.md", "docs/tutorial/own_reward.md"]
+LONG = ["docs/tutorial/first_run.md", "README.md"]
+"""Pages whose commands train tiny profiles to their end, for a quarter of an hour each: RLHF_TEST_LONG_PAGES=1 runs them, too."""
 MEANS = {"make demo": "rlhf run tiny/full"}
 """What a target of the Makefile runs, after its installation."""
 ELSEWHERE = ("make", "source", "export", "prefect", "rlhf up", "rlhf down", "rlhf status")
@@ -106,7 +108,7 @@ def shared(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", PLACES + LONG * bool(os.environ.get("RLHF_TEST_LONG_PAGES")))
 def test_the_commands_of_a_page_run_with_the_files_that_it_shows(place, shared, tmp_path, rlhf):
     page = ROOT / place
     write_files(page, tmp_path)
