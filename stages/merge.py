@@ -25,34 +25,39 @@ def run(
     config: MergeConfig, *, policies: dict[str, PolicyRef], base: PolicyRef | None = None, context: StageContext
 ) -> PolicyRef:
     """Return the merge of `policies`; the first gives dtype, tokenizer and chat template. ConfigError if they differ in shape."""
-    folders = {name: context.path(policies[name]) for name in config.weights}
+    folders = {name: context.path(policies[name]) for name in sorted(config.weights)}  # keys are in no order
+    start = None
     if config.uses_base:
         if base is None:
             raise ConfigError("merge.base", None, f"{config.method.type} merges changes from it", "name a policy")
-        folders["base"] = context.path(base)
+        start = context.path(base)
+        shared_vocabulary(next(iter(folders.values())), start, key=f"{context.label}.base")
     first = next(iter(folders.values()))
     for name, folder in folders.items():
-        shared_vocabulary(first, folder, key=f"merge.weights.{name}")
+        shared_vocabulary(first, folder, key=f"{context.label}.weights.{name}")
     for ref in policies.values():
         context.tracker.input_model(ref.digest)
-    counts = write_merged(config, folders, context)
+    counts = write_merged(config, folders, start, context)
     for path in first.iterdir():
         if path.is_file() and not path.match(WEIGHTS):
             shutil.copyfile(path, context.out / path.name)
     return context.commit(PolicyRef, metrics=counts)
 
 
-def write_merged(config: MergeConfig, folders: Mapping[str, Path], context: StageContext) -> dict[str, float]:
+def write_merged(
+    config: MergeConfig, folders: Mapping[str, Path], start: Path | None, context: StageContext
+) -> dict[str, float]:
     """Write a file of merged weights for each of the first policy; return the number of tensors and of parameters."""
     shards = sorted(next(iter(folders.values())).glob(WEIGHTS))
     tensors, parameters = 0, 0
     with ExitStack() as files:
         opened = {name: Opened(name, folder, files) for name, folder in folders.items()}
         first = next(iter(opened.values()))
-        for other in opened.values():
+        base = None if start is None else Opened("base", start, files)
+        for other in (*opened.values(), *([base] if base else [])):
             other.check_like(first)
         for number, shard in enumerate(shards):
-            merged = {name: one_tensor(config, name, opened, context.seed) for name in first.names(shard)}
+            merged = {name: one_tensor(config, name, opened, base, context.seed) for name in first.names(shard)}
             save_file(merged, context.out / shard.name, metadata={"format": "pt"})
             tensors += len(merged)
             parameters += sum(tensor.numel() for tensor in merged.values())
@@ -60,7 +65,9 @@ def write_merged(config: MergeConfig, folders: Mapping[str, Path], context: Stag
     return {"tensors": float(tensors), "parameters": float(parameters)}
 
 
-def one_tensor(config: MergeConfig, name: str, opened: Mapping[str, Opened], seed: int) -> torch.Tensor:
+def one_tensor(
+    config: MergeConfig, name: str, opened: Mapping[str, Opened], base: Opened | None, seed: int
+) -> torch.Tensor:
     """Return the merge of one tensor, in the dtype of the first policy; one of integers must be the same in all."""
     values = {policy: files.tensor(name) for policy, files in opened.items()}
     first = next(iter(values.values()))
@@ -69,11 +76,10 @@ def one_tensor(config: MergeConfig, name: str, opened: Mapping[str, Opened], see
             if not torch.equal(first, value):
                 raise ConfigError(f"merge.weights.{policy}", name, "differs and is not a number", "leave it out")
         return first
-    base = values["base"].float() if config.uses_base else None
-    models = [values[policy].float() for policy in config.weights]
-    merged: torch.Tensor = config.method.merged(
-        models, list(config.weights.values()), base, derive_seed(seed, "merge", name)
-    )
+    models = [value.float() for value in values.values()]
+    weights = [config.weights[policy] for policy in values]
+    start = None if base is None else base.tensor(name).float()
+    merged: torch.Tensor = config.method.merged(models, weights, start, derive_seed(seed, "merge", name))
     return merged.to(first.dtype).contiguous()
 
 

@@ -162,7 +162,11 @@ def open_parts(
     folder = context.path(policy)
     chat = ChatTemplate.load(folder)
     ends = stop_token_ids(folder, tokenizer_eos=chat.eos_id)
-    rows, held_out = hold_out(sources_used(config, read_prompts(context.path(prompts))), config.evaluate)
+    used = sources_used(config, read_prompts(context.path(prompts)), key=context.label)
+    rows, held_out = hold_out(used, config.evaluate)
+    for source in {one.source for one in used} - {one.source for one in rows} if config.mixture else ():
+        rule = f"holds out all prompts of the source {source}"
+        raise ConfigError(f"{context.label}.evaluate.prompts", len(held_out), rule, "lower it, or take its share away")
     context.tracker.dataset("prompts", prompts.digest, "training")
     context.tracker.input_model(policy.digest)
     demonstrated = token_samples(config.ptx, chat, demonstrations, context)
@@ -208,15 +212,15 @@ def open_parts(
     )
 
 
-def sources_used(config: PPOConfig, prompts: Sequence[Prompt]) -> list[Prompt]:
+def sources_used(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> list[Prompt]:
     """Return the prompts of the sources in the mixture, or all; ConfigError for a source that there is not, or without a term."""
     sources = {prompt.source for prompt in prompts}
     for source in config.mixture:
         if source not in sources:
             rule = f"no prompt has this source; {nearest(source, sorted(sources))}"
-            raise ConfigError(f"ppo.mixture.{source} = {config.mixture[source]}: {rule}")
+            raise ConfigError(f"{key}.mixture.{source} = {config.mixture[source]}: {rule}")
     used = {source for source, share in config.mixture.items() if share} or sources
-    check_sources(config.rewards, used)
+    check_sources(config.rewards, used, known=sources, key=f"{key}.rewards")
     return [prompt for prompt in prompts if prompt.source in used]
 
 

@@ -33,7 +33,7 @@ def run(
     rows = read_generations(source)
     if not rows:
         raise DataError("score.generations", generations.uri, "contains no generations", "generate again")
-    check_sources(config.rewards, {row.prompt.source for row in rows})
+    check_sources(config.rewards, {row.prompt.source for row in rows}, key=f"{context.label}.rewards")
     context.tracker.dataset("generations", generations.digest, "evaluation")
     for ref in reward_models.values():
         context.tracker.input_model(ref.digest)

@@ -104,7 +104,8 @@ def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
         published = config.published()
         champion = None if stages.champion is None else stages.champion.of(evaluated[published])
         settings = with_parents(config.evaluate, config.steps())
-        evaluation = partial(evaluate_lifecycle, settings, stages, state, evaluated, champion)
+        judge = state.reward_models.get(config.judge())
+        evaluation = partial(evaluate_lifecycle, settings, stages, state, evaluated, champion, judge)
         read = [*evaluated.values(), *state.reward_models.values(), *state.conditioned_prompts.values()]
         report = stages.group("evaluation", evaluation, after=read)
         if config.publish:
@@ -115,12 +116,10 @@ def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
 
 def with_parents(config: EvaluationConfig, steps: Sequence[Step]) -> EvaluationConfig:
     """Return the evaluation, in which a policy of the recipe is compared with the one that it started from."""
-    started = {
-        name: str(step.inputs["policy"])
-        for step in steps
-        if step.key and step.output is PolicyRef and "policy" in step.inputs
-        for name in step.made
-    }
+    started: dict[str, str] = {}
+    for step in steps:
+        if step.key and step.output is PolicyRef and "policy" in step.inputs:
+            started |= dict(zip(step.made, [str(step.inputs["policy"]), *step.made], strict=False))  # round by round
     return config.model_copy(
         update={"evaluate": config.evaluate.model_copy(update={"parents": started | config.evaluate.parents})}
     )
@@ -132,6 +131,7 @@ def evaluate_lifecycle(
     state: LifecycleState,
     policies: dict[str, PolicyRef],
     champion: PolicyRef | None,
+    judge: RewardModelRef | None,
 ) -> ReportRef:
     """Sample and compare all policies on the held-out prompts, and run the suites; return the comparison's report."""
     policies = policies if champion is None else policies | {CHAMPION: champion}
@@ -139,7 +139,7 @@ def evaluate_lifecycle(
     answers = sample_policies(
         config, stages, policies=policies, prompts=prompts, conditioned_prompts=state.conditioned_prompts
     )
-    report = compare_policies(config, stages, policies, answers, state.reward_models)
+    report = compare_policies(config, stages, policies, answers, judge)
     if config.suites:
         candidates = Candidates(dict(policies), prompts, dict(answers), state.conditions)
         evaluate_suites(config, stages, candidates, state.reward_models)
@@ -207,7 +207,7 @@ def learn_online(step: Step, stages: Stages, state: LifecycleState) -> None:
         reward_model=state.one(stages, step, "first_reward_model", RewardModelRef),
         preferences=(
             state.data.preferences
-            if not step.key
+            if step.inputs["preferences"] == "preferences"
             else state.one(stages, step, "preferences", PreferencesRef)
             if step.inputs["preferences"]
             else None
@@ -281,7 +281,7 @@ def compare_policies(
     stages: Stages,
     policies: dict[str, PolicyRef],
     answers: dict[str, GenerationsRef],
-    reward_models: dict[str, RewardModelRef],
+    reward_model: RewardModelRef | None,
 ) -> ReportRef:
     """Compare the policies by their answers to the held-out prompts."""
     return stages.run(
@@ -290,7 +290,7 @@ def compare_policies(
         config.evaluate.of(answers),
         generations=answers,
         reference=policies[config.evaluate.reference],
-        reward_model=reward_models["reward_model"] if "reward_model" in reward_models else None,
+        reward_model=reward_model,
     )
 
 
@@ -307,7 +307,7 @@ def evaluate_policies(
     answers = sample_policies(
         config, stages, policies=policies, prompts=prompts, conditioned_prompts=conditioned_prompts
     )
-    return compare_policies(config, stages, policies, answers, reward_models)
+    return compare_policies(config, stages, policies, answers, reward_models.get("reward_model"))
 
 
 def part(data: PreparedDataRef, name: str, kind: type[R]) -> R:

@@ -37,7 +37,7 @@ from rlhf_core.schema.base import FIELD_OF, OPERATIONAL, added_option, by_type, 
 from rlhf_core.secrets.redaction import hidden
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import read_regular
-from rlhf_core.types import CHAMPION, encodable
+from rlhf_core.types import CHAMPION, PolicyRef, encodable
 from stages.config.evaluate_suite import JudgeSuite
 from stages.config.measured import policy_numbers
 from stages.config.publish import PublishConfig
@@ -74,7 +74,8 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
         remedy = f"did you mean {near}?" if near not in ("", dotted) else "remove it"
         return f"{dotted} = {shown_value(keys[-1], first['input'])}: unknown key; {remedy}"
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        return _unknown_type(keys, given, model)
+        tag = re.findall(r"'(\w+)'", str(first["ctx"]["discriminator"]))[-1]  # the alias, if the field has one
+        return _unknown_type(keys, given, tag, model)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         if not dotted:
@@ -118,14 +119,22 @@ def shown_value(key: str, value: Any) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
 
 
-def _unknown_type(keys: Sequence[str], given: Any, model: type[BaseModel]) -> str:
-    """Return the error for a table with another `type` than those that can stand at its place, or without one."""
-    found = [tag_of(one) for one in _models_at(keys, model)]
-    tag, names = next(tag for tag, _ in found if tag), [name for _, values in found for name in values]
+def _unknown_type(keys: Sequence[str], given: Any, tag: str, model: type[BaseModel]) -> str:
+    """Return the error for a table with another `tag`, such as `type`, than those that can stand there, or without one."""
+    found = dict.fromkeys(name for one in _models_at(keys, model) for name in _values_of(one, tag, given))
     dotted = ".".join([*keys, tag])
     if tag not in given:
-        return f"{dotted}: missing, and it has no default; choose one of {', '.join(names)}"
-    return f"{dotted} = {shown_value(tag, given[tag])}: there is no such type; {nearest(str(given[tag]), names)}"
+        return f"{dotted}: missing, and it has no default; choose one of {', '.join(found)}"
+    return f"{dotted} = {shown_value(tag, given[tag])}: there is no such {tag}; {nearest(str(given[tag]), list(found))}"
+
+
+def _values_of(model: type[BaseModel], tag: str, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the values of `tag` in a model, () if `given` has chosen another model by another tag."""
+    fields = _fields(model)
+    for other in FIELD_OF:
+        if other != tag and other in fields and given.get(other) not in (None, *get_args(fields[other].annotation)):
+            return ()
+    return get_args(fields[tag].annotation) if tag in fields else ()
 
 
 def _key_of_another_type(keys: Sequence[str], chosen: int | str, value: Any, others: Sequence[str], tag: str) -> str:
@@ -346,7 +355,7 @@ class PipelineConfig(GraphConfig):
         known = [*made, *(f"best-of-{n} ({name})" for name, n in evaluate.evaluate.best_of.items() if name in made)]
         numbers = policy_numbers(
             gold=bool(evaluate.evaluate.gold),
-            reward_model=self.reward_model is not None or self.import_reward_model is not None,
+            reward_model=bool(self.judge()),
             champion=publish.challenge is not None,
         )
         for index, threshold in enumerate(publish.gate):
@@ -366,11 +375,12 @@ class PipelineConfig(GraphConfig):
         return [*self.policies(), *([CHAMPION] if challenged else [])]
 
     def published(self) -> str:
-        """Return the policy that is published: the one that the profile names, or the last that no other starts from."""
+        """Return the policy that is published: the one that the profile names, or the last that no other is made from."""
         if self.publish is not None and self.publish.policy:
             return self.publish.policy
-        read = {name for step in self.steps() for names in step.reads().values() for name in names}
-        return [name for name in self.policies() if not self.recipe or name not in read][-1]
+        makers = [step for step in self.steps() if step.output is PolicyRef] if self.recipe else []
+        read = {name for step in makers for names in step.reads().values() for name in names}
+        return ([name for name in self.policies() if name not in read] or self.policies())[-1]
 
 
 # ---------------------------------------------------------------- loading
@@ -570,8 +580,8 @@ def _as_table(value: Any, keys: Sequence[str]) -> Any:
 
 
 def _of_another_type(table: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
-    """Return whether `changes` select another `type`: the options of the previous type do not apply to it."""
-    return "type" in changes and "type" in table and changes["type"] != table["type"]
+    """Return whether `changes` select another `type` or `stage`: the options of the previous one do not apply to it."""
+    return any(tag in changes and tag in table and changes[tag] != table[tag] for tag in ("type", "stage"))
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -6,8 +6,9 @@ of the prepared data. The order of tables in the file does not matter.
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Annotated, TypeAlias
 
 from pydantic import Field
@@ -63,6 +64,8 @@ PARTS: Mapping[str, type[ArtifactRef]] = {
 """The parts of the prepared data."""
 STORED, REGISTERED = "store:", "models:/"
 """Begin the names of inputs from earlier runs: by digest, and by name and version in the registry."""
+UNNAMED = ("reward_model", "process_reward_model")
+"""Reward models of terms that name none."""
 RESERVED = (*PARTS, CHAMPION, "parent", "suites", "evaluate", "evaluation", "publish", "prepare_data")
 
 GROUPS: Mapping[str, Mapping[str, type[ArtifactRef]]] = {
@@ -125,6 +128,15 @@ class Step:
             return [*self.config.stage_configs(self.name), self.name]
         return [self.alias or self.name]
 
+    @property
+    def may_be_empty(self) -> tuple[str, ...]:
+        """The inputs that the step can do without."""
+        unused = (
+            () if isinstance(self.config, OnlineRounds) and self.config.uses_demonstrations else ("demonstrations",)
+        )
+        of_groups = ("preferences", *unused) if self.stage == "online" else ()
+        return ("teacher", "teachers", "reward_models", *of_groups)
+
     def reads(self) -> dict[str, list[str]]:
         """Return the names that each input reads; those of inputs that the configuration does not use are left out."""
         names = {name: listed(value) for name, value in self.inputs.items()}
@@ -174,9 +186,16 @@ class GraphConfig(Config):
         Sections come in the order of the lifecycle, tables of the recipe in that of the file. Raises ValueError for a
         recipe that has no such order, and for an input that there is not, or that is of another kind.
         """
-        steps = [*section_steps(self), *(recipe_step(name, config) for name, config in self.recipe.items())]
+        sections = list(section_steps(self))
+        others = {*self.recipe, *(name for step in sections for name in step.made)}
+        steps = [*sections, *(recipe_step(name, config, others) for name, config in self.recipe.items())]
         check(steps)
         return in_order(steps)
+
+    def judge(self) -> str:
+        """Return the reward model by which policies are compared: the one called `reward_model`, or the only one."""
+        models = [name for step in self.steps() if step.output is RewardModelRef for name in step.made]
+        return "reward_model" if "reward_model" in models else models[0] if len(models) == 1 else ""
 
     def policies(self) -> list[str]:
         """Return the names of the policies that this pipeline makes and evaluates, in order."""
@@ -241,54 +260,51 @@ def section_steps(profile: GraphConfig) -> Iterator[Step]:
         yield step("distill", policy=profile.distill.start_from, teacher=teacher, teachers=teachers)
 
 
-def recipe_step(name: str, config: RecipeStep) -> Step:
-    """Return the step of the table `[recipe.<name>]`."""
+def recipe_step(name: str, config: RecipeStep, others: Collection[str]) -> Step:
+    """Return the step of the table `[recipe.<name>]`; `others` are the names of all steps."""
     step = Step(name, config.stage, config, key=f"recipe.{name}")
     inputs = {kind: getattr(config, kind) for kind in step.kinds if hasattr(config, kind)}
     for followed in ("reference", "reward_start"):
         if inputs.get(followed) == "":
             inputs[followed] = inputs["policy"]
     if "reward_models" in inputs:
-        inputs["reward_models"] = reward_models(step, inputs["reward_models"])
+        inputs["reward_models"] = reward_models(step, inputs["reward_models"], others)
     if "teachers" in inputs:  # with their weights
         inputs["teachers"] = {teacher: teacher for teacher in inputs["teachers"]}
     if isinstance(config, MergeStep):
         inputs["policies"] = {policy: policy for policy in config.weights}
-    return replace(step, inputs=inputs)
+    return replace(step, inputs={kind: without_prefix(names) for kind, names in inputs.items()})
 
 
-def reward_models(step: Step, given: Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
-    """Return the steps whose reward models a step reads, by the names in the terms of its `rewards`.
+def without_prefix(names: Names) -> Names:
+    """Return names in which parts of the prepared data stand alone: `base` for `prepare_data.base`."""
+    if isinstance(names, str):
+        part = names.removeprefix("prepare_data.")
+        return part if part in PARTS else names
+    return {used: str(without_prefix(name)) for used, name in names.items()}
 
-    Without `given` names, a term names the step; a single given one also serves terms that name none.
+
+def reward_models(step: Step, given: Sequence[str] | Mapping[str, str], others: Collection[str]) -> Mapping[str, str]:
+    """Return the steps whose reward models a step reads, by the names in the terms of its rewards.
+
+    They are those that terms name, and all that are `given`. A single given one also serves terms that name none, if none
+    of the `others` has the name that such a term goes by.
     """
     if isinstance(given, Mapping):
         return given
-    terms = models_in(rewards_of(step.config))
-    if not given:
-        return {model: model for model in terms}
-    unused = [name for name in given if name not in terms]
-    if len(given) == 1 and set(terms) <= {*given, "reward_model", "process_reward_model"}:
-        return dict.fromkeys(terms, given[0])
-    if unused:
-        rule = "no term of the rewards names this reward model"
-        raise ValueError(
-            explain(f"{step.key}.reward_models", list(given), rule, f'add a term with model = "{unused[0]}"')
-        )
-    return {model: model for model in terms}
+    terms = models_in(step.config)
+    replaced = [name for name in terms if len(given) == 1 and name in UNNAMED and name not in others]
+    return {name: given[0] if name in replaced else name for name in terms} | {
+        name: name for name in given if not replaced
+    }
 
 
-def rewards_of(config: Config) -> RewardsConfig:
-    """Return the rewards of a step: its own, or those of the stage that scores."""
-    found = getattr(getattr(config, "score", config), "rewards", None)
-    assert isinstance(found, RewardsConfig)
-    return found
-
-
-def models_in(rewards: RewardsConfig) -> list[str]:
-    """Return the names of the reward models in the terms, each once."""
+def models_in(config: Config) -> list[str]:
+    """Return the names of the reward models in the terms of a step, and of its independent evaluation, each once."""
+    found = [getattr(getattr(config, "score", config), "rewards", None)]
+    found.append(getattr(getattr(config, "evaluate", None), "independent", None))
     names: list[str] = []
-    for term in rewards.terms.values():
+    for term in (term for rewards in found if isinstance(rewards, RewardsConfig) for term in rewards.terms.values()):
         if isinstance(term, (RewardModelReward, ProcessRewardModelReward)):
             names.append(term.model)
         elif isinstance(term, EnsembleReward):
@@ -312,20 +328,28 @@ def check(steps: Sequence[Step]) -> None:
             rule = f"makes what {twin.key or f'[{twin.name}]'} makes"
             raise ValueError(f"{step.key} = {{...}}: {rule}; give the step another name")
         for name, names in step.reads().items():
-            if not names and name not in ("preferences", "teacher", "teachers", "reward_models", "demonstrations"):
+            if not names and name not in step.may_be_empty:
                 raise ValueError(explain(f"{step.key}.{name}", "", "names no input", "name a step"))
-            for read in names:
+        for name, given in step.inputs.items():  # also one that is not read now: a misspelt name would wait there
+            for read in listed(given):
                 check_input(step, name, read, made)
     check_distillation(steps)
     used = {name for step in steps for names in step.reads().values() for name in names}
     for step in steps:
         if step.key.startswith("recipe.") and step.output is not PolicyRef and used.isdisjoint(step.made):
-            logger.warning("%s: no other step reads what it makes", step.key)
+            warn_unread(step.key)
+
+
+@cache
+def warn_unread(key: str) -> None:
+    """Log once that no step reads what the step at `key` makes."""
+    logger.warning("%s: no other step reads what it makes", key)
 
 
 def check_input(step: Step, name: str, read: str, made: Mapping[str, Step]) -> None:
     """Raise ValueError unless `read` names an artifact of the kind that the input `name` needs."""
-    wanted, key = step.kinds[name], f"{step.key}.{name}"
+    option = {"policies": f"weights.{read}", "teachers": f"teachers.{read}"}.get(name, name)
+    wanted, key = step.kinds[name], f"{step.key}.{option}"
     if read.startswith(STORED) and not re.fullmatch("[0-9a-f]{8,64}", read.removeprefix(STORED)):
         raise ValueError(explain(key, read, "must be a digest of at least 8 digits", "`rlhf store ls` lists them"))
     if read.startswith((STORED, REGISTERED)):

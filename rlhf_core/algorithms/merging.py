@@ -64,49 +64,11 @@ class OfChanges(Config):
 
     scale: float = Field(1.0, allow_inf_nan=False)
     """Factor lambda of the merged change."""
-
-
-class TaskArithmeticMerge(OfChanges):
-    """The base plus the weighted sum of the models' changes.
-
-    Formula: theta_0 + lambda sum_m w_m delta_m.
-    Reference: arXiv 2212.04089.
-    """
-
-    type: Literal["task_arithmetic"] = "task_arithmetic"
-
-    def merged(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor | None, seed: int) -> Tensor:
-        """Return the merged tensor."""
-        assert base is not None
-        changes = (weight * (theta - base) for weight, theta in zip(weights_M, theta_M, strict=True))
-        return base + self.scale * added(changes)
-
-
-class TiesMerge(OfChanges):
-    """The base plus the mean of those changes that agree with the sign of their weighted sum.
-
-    Formula: theta_0 + lambda sum_m s_m w_m delta_m / sum_m s_m w_m, s_m = [delta_m has the sign of sum_m w_m delta_m]; each
-    delta_m keeps only the share `density` of its values. `drop` chooses the others: the smallest (TIES), or random ones,
-    where the rest is divided by `density` (DARE).
-    Reference: arXiv 2306.01708 (TIES), arXiv 2311.03099 (DARE).
-    """
-
-    type: Literal["ties"] = "ties"
-    density: float = Field(0.5, gt=0, le=1)
-    """Share of the values of each tensor's change that are kept."""
+    density: float = Field(1.0, gt=0, le=1)
+    """Share of the values of each tensor's change that are kept; the others are set to 0."""
     drop: Literal["smallest", "random"] = "smallest"
-    """Which values of a change are set to 0."""
-
-    def merged(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor | None, seed: int) -> Tensor:
-        """Return the merged tensor; `seed` decides the values that are dropped at random."""
-        assert base is not None
-        changes = [self.kept(theta - base, seed + number) for number, theta in enumerate(theta_M)]
-        weighted = [weight * change for weight, change in zip(weights_M, changes, strict=True)]
-        positive = added(weighted) >= 0
-        agree = [((change > 0) & positive) | ((change < 0) & ~positive) for change in changes]
-        numerator = added(change * same for change, same in zip(weighted, agree, strict=True))
-        divisor = added(weight * same for weight, same in zip(weights_M, agree, strict=True))
-        return base + self.scale * numerator / divisor.masked_fill(divisor == 0, 1.0)
+    """Which values are set to 0. What `random` leaves is divided by `density`, so that a change stays as it is on average
+    (DARE, arXiv 2311.03099)."""
 
     def kept(self, change: Tensor, seed: int) -> Tensor:
         """Return a change with the dropped values set to 0."""
@@ -119,6 +81,50 @@ class TiesMerge(OfChanges):
         count = max(1, int(self.density * change.numel()))
         largest = change.abs().flatten().topk(count).indices
         return torch.zeros_like(change).flatten().scatter(0, largest, change.flatten()[largest]).view_as(change)
+
+    def weighted(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor, seed: int) -> list[Tensor]:
+        """Return w_m delta_m of each model; `seed` decides the values that are dropped at random."""
+        each = enumerate(zip(weights_M, theta_M, strict=True))
+        return [weight * self.kept(theta - base, seed + number) for number, (weight, theta) in each]
+
+
+class TaskArithmeticMerge(OfChanges):
+    """The base plus the weighted sum of the models' changes; with `drop = "random"` and a `density` DARE.
+
+    Formula: theta_0 + lambda sum_m w_m delta_m.
+    Reference: arXiv 2212.04089.
+    """
+
+    type: Literal["task_arithmetic"] = "task_arithmetic"
+
+    def merged(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor | None, seed: int) -> Tensor:
+        """Return the merged tensor."""
+        assert base is not None
+        return base + self.scale * added(self.weighted(theta_M, weights_M, base, seed))
+
+
+class TiesMerge(OfChanges):
+    """The base plus the mean of those changes that agree with the sign of their weighted sum.
+
+    Formula: theta_0 + lambda sum_m s_m w_m delta_m / sum_m s_m w_m, s_m = [delta_m has the sign of sum_m w_m delta_m]. With
+    `drop = "random"` the divisor is sum_m w_m: `density` already divides what is left.
+    Reference: arXiv 2306.01708.
+    """
+
+    type: Literal["ties"] = "ties"
+    density: float = Field(0.5, gt=0, le=1)
+
+    def merged(self, theta_M: Sequence[Tensor], weights_M: Sequence[float], base: Tensor | None, seed: int) -> Tensor:
+        """Return the merged tensor."""
+        assert base is not None
+        changes = self.weighted(theta_M, weights_M, base, seed)
+        positive = added(changes) >= 0
+        agree = [((change > 0) & positive) | ((change < 0) & ~positive) for change in changes]
+        total = added(change * same for change, same in zip(changes, agree, strict=True))
+        if self.drop == "random":
+            return base + self.scale * total / sum(weights_M)
+        divisor = added(weight * same for weight, same in zip(weights_M, agree, strict=True))
+        return base + self.scale * total / divisor.masked_fill(divisor == 0, 1.0)
 
 
 Merge = Annotated[LinearMerge | SlerpMerge | TaskArithmeticMerge | TiesMerge, Field(discriminator="type")]

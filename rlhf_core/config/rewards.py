@@ -366,14 +366,21 @@ def what_moves_rewards(rewards: RewardsConfig) -> str:
     return ""
 
 
-def check_sources(rewards: RewardsConfig, sources: Collection[str], *, key: str = "rewards") -> None:
-    """Raise ConfigError for a term that applies to none of the prompts' `sources`, and for a source without a term."""
+def check_sources(
+    rewards: RewardsConfig, sources: Collection[str], *, known: Collection[str] = (), key: str = "rewards"
+) -> None:
+    """Raise ConfigError for one of `sources` without a term, and for a term of a source that is not `known`.
+
+    `sources` are those whose prompts are rewarded, `known` all that the prompts have, if they are more.
+    """
     for name, term in rewards.terms.items():
         for source in term.sources:
-            if source not in sources:
-                rule = f"no prompt has this source; {nearest(source, sorted(sources))}"
+            if source not in (known or sources):
+                rule = f"no prompt has this source; {nearest(source, sorted(known or sources))}"
                 raise ConfigError(f"{key}.terms.{name}.sources = {list(term.sources)}: {rule}")
-    counting = [term for term in rewards.terms.values() if term.weight or term.weight_end]
+    gates = rewards.composition.gates if isinstance(rewards.composition, GatedProduct) else ()
+    terms = {name: term for name, term in rewards.terms.items() if name not in gates}
+    counting = [term for term in terms.values() if term.weight or term.weight_end]
     for source in sorted(sources):
         if not any(not term.sources or source in term.sources for term in counting):
             rule, remedy = (

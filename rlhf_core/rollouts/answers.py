@@ -135,7 +135,8 @@ class Draw:
         """Return `count` prompts from position `first` of the endless sequence that the steps draw from."""
         if not self.mixture:
             return rows_from(first, self.prompts, count=count, seed=seed)
-        return mixed_rows(first, self.by_source, self.mixture, count=count, block=self.groups, seed=seed)
+        shares = dict(sorted(self.mixture.items()))  # keys are in no order
+        return mixed_rows(first, self.by_source, shares, count=count, block=self.groups, seed=seed)
 
     @cached_property
     def by_source(self) -> dict[str, list[Prompt]]:

@@ -94,3 +94,16 @@ def test_policies_that_do_not_belong_together_are_refused(tmp_path, policy):
 def test_weights_that_mean_no_merge_are_refused(table, message):
     with pytest.raises(ValidationError, match=message):
         MergeConfig.model_validate(table)
+
+
+def test_a_policy_called_base_is_not_the_base(tmp_path, policy):
+    folders = {
+        "start": policy,
+        "base": moved(policy, tmp_path / "base", 0.5),
+        "other": moved(policy, tmp_path / "other", 0.25),
+    }
+    folder = merged(
+        tmp_path, MergeConfig(weights={"base": 1.0, "other": 1.0}, method={"type": "task_arithmetic"}), folders
+    )
+    start, made = load_file(policy / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert all(torch.allclose(made[name], start[name] + 0.75, rtol=0, atol=8 * 2**-24) for name in start)

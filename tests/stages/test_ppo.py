@@ -424,5 +424,5 @@ def test_a_mixture_of_sources_with_terms_of_their_own_continues_after_a_kill(tmp
 def test_sources_that_do_not_fit_the_prompts_are_refused_before_a_model_is_loaded(changes, message):
     prompts = [Prompt("a", (), "", "sums"), Prompt("b", (), "", "desk")]
     with pytest.raises(ConfigError, match=message):
-        sources_used(config(**changes), prompts)
-    assert [one.id for one in sources_used(config(mixture={"sums": 1.0, "desk": 0.0}), prompts)] == ["a"]
+        sources_used(config(**changes), prompts, key="ppo")
+    assert [one.id for one in sources_used(config(mixture={"sums": 1.0, "desk": 0.0}), prompts, key="ppo")] == ["a"]

@@ -83,7 +83,7 @@ def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name()
             ['gates=[{after = "sft", name = "q", otherwise = "stop"}]'],
             "gates.0.otherwise = 'stop': must be 'block', 'approve' or 'warn'; change it in tiny/full",
         ),
-        (["recipe={sft = {stage = 'sftt'}}"], "recipe.sft.stage = 'sftt': there is no such type; did you mean sft?"),
+        (["recipe={sft = {stage = 'sftt'}}"], "recipe.sft.stage = 'sftt': there is no such stage; did you mean sft?"),
         (["ppo.kl.in=los"], "ppo.kl.in = 'los': there is no such type; did you mean loss?"),
         (["ppo.ahead.steps=1"], "ppo.ahead.type: missing, and it has no default; choose one of staleness, partial, dynamic"),
         (

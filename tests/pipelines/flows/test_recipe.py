@@ -9,7 +9,7 @@ import pytest
 from pipelines.execution.plan import all_specs, plan
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import load_profile, parse, shipped_profiles, with_overrides
-from pipelines.flows.recipe import drawn
+from pipelines.flows.recipe import drawn, warn_unread
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import keyed
 from rlhf_core.stage.key import StageSpec
@@ -170,7 +170,7 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "reserved name": ({"base": {"stage": "sft", "policy": "base"}}, r"recipe\.base = .*another meaning"),
     "no such stage": (
         {"a": {"stage": "sfft", "policy": "base"}},
-        r"recipe\.a\.stage = 'sfft': there is no such type; did you mean",
+        r"recipe\.a\.stage = 'sfft': there is no such stage; did you mean",
     ),
     "no stage": (
         {"a": {"policy": "base"}},
@@ -185,13 +185,6 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "option of a nested table": (
         {"a": {"stage": "sft", "policy": "base", "loop": {"batchsize": 3}}},
         r"recipe\.a\.loop\.batchsize = 3: unknown key; did you mean recipe\.a\.loop\.batch_size\?",
-    ),
-    "unused reward model": (
-        {
-            "rm": {"stage": "reward_model", "policy": "base"},
-            "a": {**PPO, "policy": "base", "reward_models": ["rm", "rm"]},
-        },
-        r"recipe\.a\.reward_models = .*: no term of the rewards names this reward model",
     ),
     "no such reward model": (
         {"a": {**PPO, "policy": "base", "rewards": {"terms": {"m": {"type": "reward_model", "model": "rm"}}}}},
@@ -210,6 +203,29 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
             "a": {"stage": "sft", "policy": "base"},
         },
         r"recipe\.s\.base = '': names no input; name a step",
+    ),
+    "weight of no step": (
+        {"s": {"stage": "merge", "weights": {"base": 1.0, "bse": 1.0}}},
+        r"recipe\.s\.weights\.bse = 'bse': there is no such step; did you mean base\?",
+    ),
+    "unread reference": (
+        {
+            "a": {**PPO, "policy": "base", "reference": "sfft", "kl": {"coef": 0.0}},
+            "sft": {"stage": "sft", "policy": "base"},
+        },
+        r"recipe\.a\.reference = 'sfft': there is no such step; did you mean sft\?",
+    ),
+    "no demonstrations": (
+        {"a": {"stage": "sft", "policy": "base", "demonstrations": ""}},
+        r"recipe\.a\.demonstrations = '': names no input",
+    ),
+    "select without a type": (
+        {"a": {"stage": "select", "rollouts": "b"}},
+        r"recipe\.a\.type: missing, and it has no default; choose one of best_of_n",
+    ),
+    "select of no type": (
+        {"a": {"stage": "select", "type": "pair", "rollouts": "b"}},
+        r"recipe\.a\.type = 'pair': there is no such type; did you mean pairs\?",
     ),
     "no teacher": ({"a": {"stage": "distill", "policy": "base"}}, r"recipe\.a\.teacher = '': there is no teacher"),
     "student is the teacher": (
@@ -273,7 +289,44 @@ def test_an_input_may_be_an_artifact_of_an_earlier_run(tmp_path):
         plan(absent, store)
 
 
+def test_a_single_reward_model_serves_terms_that_name_none_of_the_steps() -> None:
+    rm = {"stage": "reward_model", "policy": "base"}
+    unnamed = {"terms": {"x": {"type": "reward_model"}, "y": {"type": "reward_model", "model": "kind"}}}
+    ppo = {**PPO, "policy": "base", "rewards": unnamed, "reward_models": ["kind"]}
+    assert read(specs(small(kind=rm, a=ppo))["a"], "reward_models") == {
+        "reward_model": "pending://kind",
+        "kind": "pending://kind",
+    }
+    both = specs(small(kind=rm, reward_model=rm, a=ppo))["a"]
+    assert read(both, "reward_models") == {"reward_model": "pending://reward_model", "kind": "pending://kind"}
+    only = specs(small(kind=rm, a={**PPO, "policy": "base", "reward_models": ["kind"]}))["a"]
+    assert read(only, "reward_models") == {"kind": "pending://kind"}, "the value model starts from it"
+
+
+def test_the_policy_without_a_successor_is_published_and_every_round_has_its_parent() -> None:
+    tree = small(
+        sft={"stage": "sft", "policy": "prepare_data.base"},
+        kind={"stage": "reward_model", "policy": "sft"},
+        rl={**PPO, "policy": "sft"},
+        side={**PPO, "policy": "sft", "steps": 3},
+        answers={"stage": "generate", "policy": "side"},
+    )
+    full = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
+    tree["evaluate"] = {
+        "generate": full["evaluate"]["generate"],
+        "evaluate": {"gold": full["evaluate"]["evaluate"]["gold"]},
+    }
+    config = parse(tree, origin="")
+    assert config.published() == "side" and config.judge() == "kind"
+    found = all_specs(config, lifecycle)["evaluate"]
+    assert found.config.model_dump()["parents"] == {"sft": "base", "rl": "sft", "side": "sft"}
+    assert read(found, "reward_model") == "pending://kind"
+    del tree["recipe"]["rl"], tree["recipe"]["side"], tree["recipe"]["answers"]
+    assert parse(tree, origin="").published() == "sft"
+
+
 def test_what_no_step_reads_is_pointed_out(caplog):
+    warn_unread.cache_clear()
     parse(small(rm={"stage": "reward_model", "policy": "base"}), origin="")
     assert "recipe.rm: no other step reads what it makes" in caplog.text
 

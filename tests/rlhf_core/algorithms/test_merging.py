@@ -84,4 +84,9 @@ def test_dare_keeps_a_change_on_average_and_depends_on_the_seed_alone():
     # The mean of n values 1/p with probability p has the deviation sqrt((1 - p) / (p n)) = 0.0034; five of them.
     assert abs(float(kept.mean()) - 1.0) < 0.017
     assert kept.unique().tolist() == pytest.approx([0.0, 1 / 0.3])
+    for share in (0.1, 0.5):  # equal changes of several models stay as they are on average
+        same = TiesMerge(density=share, drop="random").merged(
+            [change] * 4, [1.0, 2.0, 0.5, 1.0], torch.zeros(200_000), 7
+        )
+        assert abs(float(same.mean()) - 1.0) < 5 * (1 / share / 2 / 200_000) ** 0.5
     assert torch.equal(kept, merge.kept(change, seed=4)) and not torch.equal(kept, merge.kept(change, seed=5))

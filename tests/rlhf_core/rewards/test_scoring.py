@@ -487,4 +487,7 @@ def test_every_source_needs_a_term_and_every_term_a_source(sources, message):
     terms = {"length": TERMS["length"].model_copy(update={"sources": sources})}
     with pytest.raises(ConfigError, match=message):
         check_sources(RewardsConfig(terms=terms), {"desk", "sums"})
+    gated = RewardsConfig(terms=terms | {"gate": TERMS["constant"]}, composition=GatedProduct(gates=("gate",)))
+    with pytest.raises(ConfigError, match=message):
+        check_sources(gated, {"desk", "sums"})
     check_sources(RewardsConfig(terms=terms | {"constant": TERMS["constant"]}), {"desk", "sum", "sums"})
