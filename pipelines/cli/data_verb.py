@@ -29,7 +29,7 @@ def data(options: argparse.Namespace) -> int:
     if options.profile:
         sources, tables = _of_profile(options)
     else:
-        named = {Path(path).name: path for path in options.files}
+        named = {Path(path).resolve().name or path: path for path in options.files}
         names = named if len(named) == len(options.files) else {path: path for path in options.files}
         sources = [inspect(Source(name=name, path=path, use=ANY_TABLE)) for name, path in names.items()]
         tables = {}

@@ -12,6 +12,7 @@ from pipelines.cli.common import console
 from pipelines.cli.run_command import shown_run
 from pipelines.flows.profile_text import toml_literal
 from pipelines.services.home import Home
+from rlhf_core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ def run(
     RlhfError with the texts of the command line. A run that waits for people, is blocked by a gate or has spent its budget
     raises a subclass of `rlhf_core.stage.stopping.RunHalted`, which, like Ctrl-C, is a KeyboardInterrupt.
     """
+    if not isinstance(overrides or {}, Mapping):
+        raise ConfigError("overrides", overrides, "must map keys to values", 'for example {"sft.loop.max_steps": 5}')
+    if isinstance(force, str):
+        raise ConfigError("force", force, "must be a list of stages", f"[{force!r}]")
     changes = {key: "none" if value is None else toml_literal(value) for key, value in (overrides or {}).items()}
     options = argparse.Namespace(
         profile=str(profile),

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shlex
 import struct
 import webbrowser
@@ -20,7 +21,7 @@ from pipelines.flows.inputs import find_artifact, parts
 from pipelines.flows.profile import load_profile
 from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
-from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.errors import ArtifactError, ConfigError, nearest
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import list_files
@@ -66,9 +67,15 @@ def show(options: argparse.Namespace) -> None:
 
 
 def _of_profile(options: argparse.Namespace, store: ArtifactStore) -> str:
-    """Return the digest of what a stage of `--profile` made last; "" without a profile, or if it has no such stage."""
-    made = store.latest(options.artifact, load_profile(options.profile).name) if options.profile else None
-    return "" if made is None else made.handle.digest
+    """Return the digest of what a stage of `--profile` made last; "" without a profile. ArtifactError if it made nothing."""
+    if not options.profile:
+        return ""
+    name = load_profile(options.profile).name
+    made = store.latest(options.artifact.partition(".")[0], name)
+    if made is None and not re.fullmatch("[0-9a-f]{8,64}", options.artifact) and not Path(options.artifact).exists():
+        rule = f"no run of the profile {name} has made it"
+        raise ArtifactError("artifact", options.artifact, rule, f"`rlhf run {options.profile}`, or leave --profile out")
+    return "" if made is None or "." in options.artifact else made.handle.digest
 
 
 def _print_best(

@@ -77,7 +77,12 @@ def _label(columns: Sequence[str]) -> str:
         name, separator, text = column.partition("=")
         if not separator or not name:
             raise ConfigError("--column", column, "must read KEY=VALUE", "for example --column label=4")
+        if name in fields:
+            raise ConfigError("--column", column, f"{name} is given twice", "leave one of them")
         fields[name] = text
+    if LABEL in fields and len(fields) > 1:
+        rule, remedy = "label=TEXT is the whole label, and other names are its fields", "give one or the other"
+        raise ConfigError("--column", list(columns), rule, remedy)
     if fields.keys() <= {LABEL}:
         return fields.get(LABEL, "")
     return json.dumps({name: _value(text) for name, text in fields.items()}, ensure_ascii=False)

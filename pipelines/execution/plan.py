@@ -159,7 +159,9 @@ def check_labels(stages: list[PlannedStage], named: Mapping[str, Collection[str]
     for option, wanted in named.items():
         for label in wanted:
             if label not in labels:
-                raise ConfigError(f"{option} {label!r}: no such stage; this pipeline has {', '.join(labels)}")
+                near = nearest(label, labels)
+                meant = f"; {near}" if near.startswith("did you mean") else ""
+                raise ConfigError(f"{option} {label!r}: no such stage{meant}; this pipeline has {', '.join(labels)}")
 
 
 def check_gates(config: PipelineConfig, pipeline: Pipeline, specs: Mapping[str, StageSpec], *, until: str) -> None:

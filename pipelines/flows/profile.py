@@ -125,7 +125,10 @@ def _unknown_type(keys: Sequence[str], given: Any, tag: str, model: type[BaseMod
     dotted = ".".join([*keys, tag])
     if tag not in given:
         return f"{dotted}: missing, and it has no default; choose one of {', '.join(found)}"
-    return f"{dotted} = {shown_value(tag, given[tag])}: there is no such {tag}; {nearest(str(given[tag]), list(found))}"
+    kind = "stage" if tag == "stage" else "type"
+    return (
+        f"{dotted} = {shown_value(tag, given[tag])}: there is no such {kind}; {nearest(str(given[tag]), list(found))}"
+    )
 
 
 def _values_of(model: type[BaseModel], tag: str, given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -443,7 +446,10 @@ def find_profile(profile: str | Path) -> Path:
         if _is_file(candidate):
             return candidate
     names = profile_names()
-    near = difflib.get_close_matches(name.removesuffix(".toml"), names, n=1, cutoff=0.4)
+    beside = [str(path) for path in Path(name).parent.glob("*.toml")]
+    near = difflib.get_close_matches(name, beside, n=1) or difflib.get_close_matches(
+        name.removesuffix(".toml"), names, n=1, cutoff=0.4
+    )
     remedy = f"did you mean {near[0]}?" if near else f"the shipped profiles are {', '.join(names)}"
     raise ConfigError(f"profile = {name!r}: no such file or shipped profile; {remedy}")
 
@@ -468,7 +474,7 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
             f"extends = {path.name!r}: {' -> '.join(p.name for p in (*seen, path))} is a cycle; remove one of these `extends`"
         )
     try:
-        tree = _parse_toml(read_regular(path))
+        tree = _parse_toml(read_regular(path).removeprefix("\ufeff"))  # editors on Windows begin files with it
     except FileNotFoundError:
         rule = f"there is neither such a file, relative to {seen[-1]}, nor a shipped profile of that name"
         raise ConfigError(

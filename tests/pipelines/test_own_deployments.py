@@ -56,7 +56,11 @@ def test_a_profile_is_deployed_and_run_with_four_fields(project, home, services,
 
     for deployment, fields, rule in (
         ("mini", {"overrides": ["sed=5"]}, "sed = 5: unknown key; did you mean seed"),
-        ("mini", {"until": "sfft"}, "--until 'sfft': no such stage; this pipeline has prepare_data, sft"),
+        (
+            "mini",
+            {"until": "sfft"},
+            "--until 'sfft': no such stage; did you mean sft?; this pipeline has prepare_data, sft",
+        ),
         ("mini", {"force": ["sfft"]}, "--force 'sfft': no such stage"),
         ("mini", {"seed": -1}, "seed = -1: must be greater than or equal to 0"),
         ("full", {"profile": "../outside.toml"}, "profile = '../outside.toml': must be a shipped profile"),

@@ -53,7 +53,7 @@ def cli(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             "ppo.kl_coeff = 1: unknown key; did you mean ppo.kl.coef?\n",
         ),
         (["plan", "tiny/nothing_like_it_at_all"], "profile = 'tiny/nothing_like_it_at_all': no such file"),
-        (["explain", "sfft"], "explain 'sfft': no such stage; this pipeline has prepare_data, sft"),
+        (["explain", "sfft"], "explain 'sfft': no such stage; did you mean sft?; this pipeline has prepare_data, sft"),
         (["chat", "ppo", "--once", "hello"], "input = 'ppo': no PolicyRef has this label"),
     ],
 )

@@ -81,6 +81,15 @@ def test_an_error_has_the_text_of_the_command_line(arguments, tmp_path, capsys, 
     assert capsys.readouterr().err == f"{raised.value}\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"overrides": ["sft.max_length=5"]}, "overrides = .*: must map keys to values"), ({"force": "sft"}, r"force = 'sft': must be a list of stages; \['sft'\]")],
+)  # fmt: skip
+def test_arguments_of_another_type_are_refused(arguments, message, tmp_path):
+    with pytest.raises(RlhfError, match=message):
+        pipelines.run("tiny/full", home=tmp_path, **arguments)
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 def test_the_cells_of_the_notebook_run_as_in_jupyter(tmp_path):

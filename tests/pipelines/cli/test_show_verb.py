@@ -81,6 +81,7 @@ def test_a_file_is_printed_readably(made, file, lines, capsys):
     ("arguments", "line"),
     [
         (["toi"], "input = 'toi': no ArtifactRef has this label or digest, and no folder has this path; did you mean toy?"),
+        (["toy", "--profile", "tiny/rlvr"], "artifact = 'toy': no run of the profile tiny-rlvr has made it; `rlhf run tiny/rlvr`"),
         (["{digest}", "reprt.json"], "FILE = 'reprt.json': the artifact has no such file; did you mean report.json?"),
         (["{digest}", "state.bin", "--open"], "--open = 'state.bin': is no page for a browser"),
     ],

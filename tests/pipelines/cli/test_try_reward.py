@@ -73,6 +73,8 @@ def test_the_reward_of_answers_is_printed_with_logs_and_seconds(function, argume
         ("plain", ["--arguments", '{"levle": 1}'], "rewards.plain.arguments.levle = 1: is not a parameter") ,
         ("exact", ["--arguments", "3"], "--arguments = '3': is not a JSON object"),
         ("exact", ["--column", "label"], "--column = 'label': must read KEY=VALUE"),
+        ("exact", ["--column", "label=1", "--column", "label=2"], "--column = 'label=2': label is given twice"),
+        ("exact", ["--column", "label=1", "--column", "level=2"], "--column = ['label=1', 'level=2']: label=TEXT is the whole label"),
         ("", [], "function = '{file}:': must read package.module:function or path/to/file.py:function"),
     ],
 )  # fmt: skip

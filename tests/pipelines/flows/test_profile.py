@@ -220,6 +220,14 @@ def test_an_unknown_profile_is_refused_with_the_nearest_one():
         find_profile("x" * 5000)  # too long for the disk
 
 
+def test_a_profile_of_ones_own_is_suggested_and_may_begin_with_a_mark_of_its_encoding(tmp_path, monkeypatch):
+    (tmp_path / "team.toml").write_text('\ufeffextends = "tiny/full"\nname = "team"\n', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"'tem\.toml': no such file or shipped profile; did you mean team\.toml\?"):
+        find_profile("tem.toml")
+    assert load_profile("team.toml").name == "team"
+
+
 def test_extends_merges_tables_and_replaces_the_rest(tmp_path):
     write_mini(tmp_path)
     child = tmp_path / "child.toml"
