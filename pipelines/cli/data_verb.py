@@ -14,11 +14,13 @@ from rlhf_core.data.inspection import SourceReport, inspect
 from rlhf_core.data.limits import DropReport
 from rlhf_core.data.mixing import TABLES
 from rlhf_core.errors import ConfigError, RlhfError
+from stages.config.prepare_data import wanted_tables
 
 REFUSED = 2
 ANY_TABLE = Use(**dict.fromkeys(TABLES, 1 / len(TABLES)))
 """Shares of a file that no profile names, under which nothing is read for one table alone."""
 MOST_REASONS = 8
+MOST_MALFORMED: float = Files.model_fields["max_bad_fraction"].default
 
 
 def data(options: argparse.Namespace) -> int:
@@ -59,7 +61,14 @@ def _of_profile(options: argparse.Namespace) -> tuple[list[SourceReport], dict[s
         return sources, {"problem": str(error)}
     rows = {name: len(found) for name, found in made.named().items()}
     dropped = [str(reason) for reason in report.reasons()]
-    return sources, {"rows": rows, "dropped": dropped, "unused": report.unused.total(), "limits": limits}
+    empty = [name for name in wanted_tables(files) if not rows[name]]
+    return sources, {
+        "rows": rows,
+        "empty": empty,
+        "dropped": dropped,
+        "unused": report.unused.total(),
+        "limits": limits,
+    }
 
 
 def _files(data: DataConfig) -> Files:
@@ -95,6 +104,9 @@ def _lines(found: SourceReport, *, whole: bool) -> Iterator[str]:
     yield from (f"    {reason}" for reason in found.dropped[:MOST_REASONS])
     if len(found.dropped) > MOST_REASONS:
         yield f"    and {len(found.dropped) - MOST_REASONS} more reasons"
+    malformed, most = sum(one.rows for one in found.dropped if one.rule.startswith("malformed")), MOST_MALFORMED
+    if whole and malformed > most * found.rows_read:
+        yield f"  prepare_data would stop: {malformed:,} of {found.rows_read:,} rows are malformed, and data.max_bad_fraction is {most}"
     if whole and found.usable:
         yield "  rows that each table of prepare_data would have, if the whole file went there (`use`):"
         yield from (
@@ -113,7 +125,9 @@ def _tables(tables: Mapping[str, Any]) -> Iterator[str]:
     elif "problem" in tables:
         yield f"prepare_data would fail: {tables['problem']}"
     else:
-        shown = ", ".join(f"{name} {rows:,}" for name, rows in tables["rows"].items() if rows)
+        shown = ", ".join(
+            f"{name} {rows:,}" for name, rows in tables["rows"].items() if rows or name in tables["empty"]
+        )
         yield f"tables of prepare_data: {shown or 'none'}; {tables['unused']:,} rows in no table"
         yield from (f"  dropped {reason}" for reason in tables["dropped"][:MOST_REASONS])
         limits = ", ".join(f"{name} = {value}" for name, value in tables["limits"].items())

@@ -68,7 +68,7 @@ def _inspect(source: Source, guessed: Mapping[str, str] | None = None) -> Source
         examples = deduplicate(read_examples(source, max_bad_fraction=1.0, report=report), report)
     except RlhfError as error:
         return SourceReport(source, rows_read=report.rows_read[source.name], problem=str(error))
-    columns = dict.fromkeys(name for record in first for name, value in record.row.items() if not is_empty(value))
+    columns = Counter(name for record in first for name, value in record.row.items() if not is_empty(value))
     unread = report.not_read[source.name]
     tables, empty = _tables(examples, min_margin=source.min_margin)
     return SourceReport(
@@ -77,7 +77,7 @@ def _inspect(source: Source, guessed: Mapping[str, str] | None = None) -> Source
         rows_read=report.rows_read[source.name],
         usable=len({example.origin for example in examples}),
         columns_read=tuple(name for name in columns if name not in unread) if examples else (),
-        columns_not_read=dict(unread) if examples else dict.fromkeys(columns, report.rows_read[source.name]),
+        columns_not_read=dict(unread if examples else columns),
         dropped=report.reasons(),
         tables=tables,
         empty=empty,
@@ -110,6 +110,14 @@ def _tables(examples: Sequence[Example], *, min_margin: float) -> tuple[dict[str
         reasons = Counter(misfit(example, table) for example in found)
         fit = [example for example in found if misfit(example, table) is None]
         prompts = table in ("prompts", "eval_prompts")
+        if (
+            table == "preferences"
+        ):  # answers that are judged alone, and have no other one to be paired with, are feedback
+            alone = [example for example in fit if not (example.chosen and example.rejected)]
+            fit = [example for example in fit if example.chosen and example.rejected]
+            counts |= {"feedback": len(alone)} if alone else {}
+            if alone:
+                reasons = Counter({"no pair of answers: those to a prompt are all good or all bad": len(alone)})
         counts[table] = len({exact(example.prompt) for example in fit}) if prompts else len(fit)
         if not fit:
             empty[table] = str(max(reasons, key=lambda reason: reasons[reason], default="no row can be read"))

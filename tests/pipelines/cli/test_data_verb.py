@@ -66,3 +66,28 @@ def test_the_sources_of_a_profile_are_described_with_their_tables(questions, tmp
 def test_what_cannot_be_described_is_refused(arguments, line, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(line)
+
+
+def lines_of(tmp_path, capsys, *rows):
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    main(["data", str(tmp_path / "rows.jsonl")])
+    return [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_answers_that_are_judged_alone_are_no_pairs(tmp_path, capsys):
+    rows = [{"prompt": f"q{number}", "completion": "a", "label": number % 2 == 0} for number in range(4)]
+    lines = lines_of(tmp_path, capsys, *rows)
+    assert "feedback       4" in lines
+    assert "preferences    none: no pair of answers: those to a prompt are all good or all bad" in lines
+    pair = {"prompt": "q0", "completion": "b", "label": False}
+    assert {"preferences    1", "feedback       3"} <= set(lines_of(tmp_path, capsys, *rows, pair))
+
+
+def test_more_malformed_rows_than_a_run_takes_are_pointed_out(tmp_path, capsys):
+    rows = [
+        {"prompt": "q", "completions": ["a", "b"], "ranks": [1, 2]},
+        {"prompt": "r", "completions": ["a", "b"], "ranks": [1]},
+    ]
+    stop = "prepare_data would stop: 1 of 2 rows are malformed, and data.max_bad_fraction is 0.05"
+    assert stop in lines_of(tmp_path, capsys, *rows)
+    assert stop not in lines_of(tmp_path, capsys, rows[0])
