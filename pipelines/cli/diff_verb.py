@@ -169,12 +169,13 @@ def _print_config(ours: Side, theirs: Side) -> None:
 
 
 def _print_stages(found: Sequence[Difference], ours: Side, theirs: Side) -> None:
-    shared = [label for label in ours.stages if label in theirs.stages]
     unknown = not_compared(ours, theirs)
-    same = len(set(shared) - {one.label for one in found} - set(unknown))
+    compared = {label for label in ours.stages if label in theirs.stages} - set(unknown)
+    same = len(compared - {one.label for one in found})
     first = first_difference(found)
     _heading(
-        f"stages: {same} of {len(shared)} are the same"
+        f"stages: {same} of {len(compared)} are the same"
+        + (f", {len(unknown)} are not compared" if unknown else "")
         + (f"; the first that differs by itself: {first.label}" if first else "")
     )
     for one in found:

@@ -51,7 +51,7 @@ def show(options: argparse.Namespace) -> None:
     label = options.artifact.partition(".")[0]
     record = min(made, key=lambda one: one.label != label, default=None)  # of stages with equal results, the named one
     folder = store.path(ref)
-    files = [name for name in list_files(folder) if name != MANIFEST]
+    files = [name for name in list_files(folder) if name != MANIFEST and (folder / name).is_file()]
     files.sort(key=lambda name: (_place(name, FIRST), name))
     numbers = [] if record is None or record.handle != ref else _numbers(store, record)
     if options.file:

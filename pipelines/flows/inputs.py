@@ -55,7 +55,10 @@ def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
         if isinstance(ref, kind)
     }
     remedy = nearest(name, sorted(names)) if names else "the store has none: run `rlhf run tiny/full` first"
+    other = next((record for record in store.records() if name in (record.label, record.handle.digest)), None)
     rule = f"no {kind.__name__} has this label or digest, and no folder has this path"
+    if other is not None:
+        rule = f"is a {type(other.handle).__name__}, and a {kind.__name__} is needed"
     raise ArtifactError("input", name, rule, remedy)
 
 
