@@ -92,6 +92,9 @@ class Config(BaseModel):
         """Name the default's type in tables that name none: `[ppo.loss] clip_low = 0.1` is an option of `clip`."""
         if not isinstance(table, Mapping):
             return table
+        for key in _numbers(cls) & table.keys():
+            if isinstance(table[key], bool):  # which pydantic would read as 1 or 0
+                raise ValueError(f"{key} = {str(table[key]).lower()}: must be a number; write 1 or 0 if it is meant")
         tags = {key: tag for key, tag in _default_tags(cls).items() if isinstance(table.get(key), Mapping)}
         return {**table, **{key: tag | dict(table[key]) for key, tag in tags.items()}}
 
@@ -130,6 +133,13 @@ def tag_of(model: type[BaseModel]) -> tuple[str, tuple[str, ...]]:
         if key in fields and get_origin(fields[key].annotation) is Literal:
             return key, get_args(fields[key].annotation)
     return "", ()
+
+
+@lru_cache(maxsize=512)
+def _numbers(model: type[BaseModel]) -> frozenset[str]:
+    """Return the keys of a model that hold a number, or nothing."""
+    kinds = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+    return frozenset(key for key, kind in kinds.items() if {*(get_args(kind) or (kind,))} <= {int, float, type(None)})
 
 
 @lru_cache(maxsize=512)

@@ -117,6 +117,8 @@ def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name()
             ['ppo.agent={type = "environment", environmnt = "worlds.py:Echo"}'],
             "ppo.agent.environmnt = 'worlds.py:Echo': unknown key; did you mean ppo.agent.environment?",
         ),
+        (["sft.loop.epochs=true"], "sft.loop.epochs = true: must be a number; write 1 or 0 if it is meant"),
+        (["seed=false"], "seed = false: must be a number; write 1 or 0 if it is meant"),
         (["ppo.kl_coef=-1"], "ppo.kl.coef = -1: must be greater than or equal to 0; change it in tiny/full or with --set ppo.kl.coef=..."),
     ],
 )  # fmt: skip
