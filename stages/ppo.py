@@ -162,11 +162,7 @@ def open_parts(
     folder = context.path(policy)
     chat = ChatTemplate.load(folder)
     ends = stop_token_ids(folder, tokenizer_eos=chat.eos_id)
-    used = sources_used(config, read_prompts(context.path(prompts)), key=context.label)
-    rows, held_out = hold_out(used, config.evaluate)
-    for source in {one.source for one in used} - {one.source for one in rows} if config.mixture else ():
-        rule = f"holds out all prompts of the source {source}"
-        raise ConfigError(f"{context.label}.evaluate.prompts", len(held_out), rule, "lower it, or take its share away")
+    rows, held_out = split_prompts(config, read_prompts(context.path(prompts)), key=context.label)
     context.tracker.dataset("prompts", prompts.digest, "training")
     context.tracker.input_model(policy.digest)
     demonstrated = token_samples(config.ptx, chat, demonstrations, context)
@@ -210,6 +206,16 @@ def open_parts(
         demonstrated=demonstrated,
         ends=tuple(ends),
     )
+
+
+def split_prompts(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the training prompts of the sources in use, and the held-out ones; ConfigError if a source has none left."""
+    used = sources_used(config, prompts, key=key)
+    rows, held_out = hold_out(used, config.evaluate)
+    for source in {one.source for one in used} - {one.source for one in rows} if config.mixture else ():
+        rule = f"holds out all prompts of the source {source}"
+        raise ConfigError(f"{key}.evaluate.prompts", len(held_out), rule, "lower it, or take its share away")
+    return rows, held_out
 
 
 def sources_used(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> list[Prompt]:

@@ -20,7 +20,7 @@ from rlhf_core.rollouts.answers import WholeAnswers
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.types import Generation, Message, Prompt, PromptsRef
-from stages.ppo import Models, PPOConfig, sources_used, update
+from stages.ppo import Models, PPOConfig, sources_used, split_prompts, update
 from tests.support.training import (
     demonstrations,
     killed_and_resumed,
@@ -426,3 +426,10 @@ def test_sources_that_do_not_fit_the_prompts_are_refused_before_a_model_is_loade
     with pytest.raises(ConfigError, match=message):
         sources_used(config(**changes), prompts, key="ppo")
     assert [one.id for one in sources_used(config(mixture={"sums": 1.0, "desk": 0.0}), prompts, key="ppo")] == ["a"]
+
+
+def test_a_source_of_which_all_prompts_are_held_out_is_refused() -> None:
+    prompts = [Prompt(name, (Message("user", name),), "", "sums" if name == "a" else "desk") for name in "abcdefgh"]
+    many = config(mixture={"sums": 0.5, "desk": 0.5}, evaluate={"prompts": 7})
+    with pytest.raises(ConfigError, match=r"ppo\.evaluate\.prompts = 7: holds out all prompts of the source"):
+        split_prompts(many, prompts, key="ppo")
