@@ -155,7 +155,7 @@ def test_a_killed_flow_leaves_its_job_at_work_and_the_next_run_attaches_to_it(ho
     record = store.record(key)
     assert record is not None and record.attempts == 1 and record.tracking["ray.submission_id"] == job_id
     assert living_owner(store.layout.leases, key) is None
-    assert tracked(home) == [("jobs", "FINISHED"), ("jobs", "KILLED"), ("toy", "FINISHED")]
+    assert tracked(home) == [("jobs", "FINISHED"), ("jobs", "KILLED"), ("toy · jobs", "FINISHED")]
 
 
 @pytest.mark.engine
@@ -170,7 +170,7 @@ def test_a_flow_that_gets_sigterm_stops_its_job(home, start_flow, jobs):
     store = ArtifactStore(home.store)
     (past,) = attempts.history(store.layout.attempt(key))
     assert past.status == "interrupted" and living_owner(store.layout.leases, key) is None
-    assert tracked(home) == [("jobs", "KILLED"), ("toy", "KILLED")]
+    assert tracked(home) == [("jobs", "KILLED"), ("toy · jobs", "KILLED")]
 
 
 def own(jobs: Jobs, home: Home) -> list[Job]:

@@ -271,7 +271,7 @@ def test_prefect_keeps_the_references_of_a_flow_runs_parameters(tmp_path, prefec
     given: list[tuple[str, PipelineConfig]] = []
     monkeypatch.setattr(pipeline_flows, "run_served", lambda config, *rest: given.append((str(flow_run.id), config)))
     profile = load_profile(write_profile(tmp_path / "mine", "127.0.0.1:1"))
-    pipeline_flows.full(profile.model_dump(mode="json", exclude_none=True))
+    pipeline_flows.full(config=profile.model_dump(mode="json", exclude_none=True))
     ((run_of_flow, read),) = given
     # By its identity: a list of the server's runs has a limit, and the other tests' runs are in it.
     stored = api(f"/flow_runs/{run_of_flow}")["parameters"]["config"]["rejection_sampling"]
