@@ -13,6 +13,7 @@ from pipelines.execution.gates import Gatekeeper, champion_of, outside_of
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig
+from pipelines.flows.recipe import PARTS
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.stage.decision import Decision, decide, last_record
@@ -24,12 +25,7 @@ from rlhf_core.store.records import KeyRecord, other_versions
 from rlhf_core.tracking.further import check_installed
 from rlhf_core.types import (
     ArtifactRef,
-    DemonstrationsRef,
-    PolicyRef,
-    PreferencesRef,
     PreparedDataRef,
-    PromptsRef,
-    StepsRef,
 )
 from stages.config.prepare_data import PrepareDataConfig, wanted_tables
 from stages.table import numbers_of
@@ -265,14 +261,7 @@ def placeholder(spec: StageSpec, kind: type[R], beginning: str = PENDING) -> R:
     """Return a handle that stands for the result of a stage, which does not exist."""
     uri = beginning + spec.label
     if kind is PreparedDataRef:
-        parts = {
-            "demonstrations": DemonstrationsRef(uri=uri, digest=uri),
-            "preferences": PreferencesRef(uri=uri, digest=uri),
-            "prompts": PromptsRef(uri=uri, digest=uri),
-            "eval_prompts": PromptsRef(uri=uri, digest=uri),
-            "base": PolicyRef(uri=uri, digest=uri),
-            "steps": StepsRef(uri=uri, digest=uri),
-        }
+        parts = {name: of(uri=uri, digest=uri) for name, of in PARTS.items()}
         if isinstance(spec.config, PrepareDataConfig):  # what it cannot make is missed now, not after it has run
             parts = {name: parts[name] for name in ("base", *wanted_tables(spec.config.data))}
         return kind(uri=uri, digest=uri, **parts)

@@ -57,6 +57,8 @@ class LifecycleState:
 
     data: PreparedDataRef
     artifacts: dict[str, ArtifactRef]
+    evaluated: bool
+    """Whether policies are evaluated in the end, on held-out prompts."""
     conditioned_prompts: dict[str, PromptsRef] = field(default_factory=dict)
     conditions: dict[str, Condition] = field(default_factory=dict)
 
@@ -80,8 +82,8 @@ class LifecycleState:
         """Return an artifact by the name of its step, as a part of the prepared data, or from outside the run."""
         if name in self.artifacts:
             found = self.artifacts[name]
-        elif name.removeprefix("prepare_data.") in PARTS:
-            return part(self.data, name.removeprefix("prepare_data."), kind)
+        elif name in PARTS:
+            return part(self.data, name, kind)
         else:
             return stages.outside(key, name, kind)
         assert isinstance(found, kind)
@@ -92,18 +94,15 @@ def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
     """Run the steps of a profile and the evaluation; return the policies by name, in the order they were made."""
     stages = replace(stages, recipe=frozenset(config.recipe))
     data = stages.run(table.prepare_data, "prepare_data", config.prepare_data)
-    state = LifecycleState(data, {"base": part(data, "base", PolicyRef)})
-    for step in config.steps():
-        if step.stage == "conditional_sft":
-            learn_conditionally(step, stages, state, evaluated=config.evaluate is not None)
-        else:
-            GROUP_RUNS.get(step.stage, run_stage)(step, stages, state)
-    policies = {name: ref for name, ref in state.artifacts.items() if name in config.policies()}
-    evaluated = {name: ref for name, ref in policies.items() if isinstance(ref, PolicyRef)}
+    state = LifecycleState(data, {"base": part(data, "base", PolicyRef)}, evaluated=config.evaluate is not None)
+    steps, compared = config.steps(), config.policies()
+    for step in steps:
+        GROUP_RUNS.get(step.stage, run_stage)(step, stages, state)
+    evaluated = {name: ref for name, ref in state.artifacts.items() if name in compared and isinstance(ref, PolicyRef)}
     if config.evaluate:
         published = config.published()
         champion = None if stages.champion is None else stages.champion.of(evaluated[published])
-        settings = with_parents(config.evaluate, config.steps())
+        settings = with_parents(config.evaluate, steps)
         judge = state.reward_models.get(config.judge())
         evaluation = partial(evaluate_lifecycle, settings, stages, state, evaluated, champion, judge)
         read = [*evaluated.values(), *state.reward_models.values(), *state.conditioned_prompts.values()]
@@ -174,13 +173,13 @@ def learn_from_best(step: Step, stages: Stages, state: LifecycleState) -> None:
     state.artifacts[step.name] = stages.group(step.name, imitate, after=flat(inputs))
 
 
-def learn_conditionally(step: Step, stages: Stages, state: LifecycleState, *, evaluated: bool) -> None:
-    """Fine-tune on the policy's own answers conditioned on their scores; if `evaluated`, word held-out prompts so."""
+def learn_conditionally(step: Step, stages: Stages, state: LifecycleState) -> None:
+    """Fine-tune on the policy's own answers conditioned on their scores, and word held-out prompts so."""
     assert isinstance(step.config, ConditionalSFTConfig)
     inputs = own_answers(step, stages, state)
     imitate = partial(condition_and_imitate, step.config, stages, step.name, *inputs)
     state.artifacts[step.name], rollouts = stages.group(step.name, imitate, after=flat(inputs))
-    if evaluated:
+    if state.evaluated:
         ask = partial(ask_conditioned, step.config.condition, stages, rollouts)
         held_out = part(state.data, "eval_prompts", PromptsRef)
         state.conditioned_prompts[step.name] = ask(f"{step.name}/ask", held_out)
@@ -197,6 +196,11 @@ def learn_online(step: Step, stages: Stages, state: LifecycleState) -> None:
     """Run rounds of the online loop."""
     assert isinstance(step.config, OnlineRounds)
     start = state.one(stages, step, "policy", PolicyRef)
+    pairs: PreferencesRef | None = None
+    if step.inputs["preferences"] == "preferences":  # of the data, which may have none
+        pairs = state.data.preferences
+    elif step.inputs["preferences"]:
+        pairs = state.one(stages, step, "preferences", PreferencesRef)
     state.artifacts |= run_online(
         step.config,
         stages,
@@ -205,13 +209,7 @@ def learn_online(step: Step, stages: Stages, state: LifecycleState) -> None:
         reference=start,
         reward_start=state.one(stages, step, "reward_start", PolicyRef),
         reward_model=state.one(stages, step, "first_reward_model", RewardModelRef),
-        preferences=(
-            state.data.preferences
-            if step.inputs["preferences"] == "preferences"
-            else state.one(stages, step, "preferences", PreferencesRef)
-            if step.inputs["preferences"]
-            else None
-        ),
+        preferences=pairs,
         prompts=state.one(stages, step, "prompts", PromptsRef),
         demonstrations=state.one(stages, step, "demonstrations", DemonstrationsRef)
         if step.config.uses_demonstrations
@@ -221,6 +219,7 @@ def learn_online(step: Step, stages: Stages, state: LifecycleState) -> None:
 
 GROUP_RUNS: Mapping[str, Callable[[Step, Stages, LifecycleState], None]] = {
     "rejection_sampling": learn_from_best,
+    "conditional_sft": learn_conditionally,
     "iterative_dpo": learn_from_pairs,
     "online": learn_online,
 }

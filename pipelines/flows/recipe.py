@@ -64,7 +64,7 @@ PARTS: Mapping[str, type[ArtifactRef]] = {
 """The parts of the prepared data."""
 STORED, REGISTERED = "store:", "models:/"
 """Begin the names of inputs from earlier runs: by digest, and by name and version in the registry."""
-UNNAMED = ("reward_model", "process_reward_model")
+UNNAMED = tuple(term.model_fields["model"].default for term in (RewardModelReward, ProcessRewardModelReward))
 """Reward models of terms that name none."""
 RESERVED = (*PARTS, CHAMPION, "parent", "suites", "evaluate", "evaluation", "publish", "prepare_data")
 
@@ -214,18 +214,11 @@ def policies_of(steps: Sequence[Step]) -> list[str]:
 def section_steps(profile: GraphConfig) -> Iterator[Step]:
     """Yield the steps that the sections of a profile stand for, in the order of the lifecycle."""
     start, models = "sft" if profile.sft else "base", dict[str, str]()
-    inputs: dict[str, Names] = {part: part for part in PARTS if part != "base"}
 
     def step(name: str, **given: Names) -> Step:
         made = Step(name, name, getattr(profile, name))
-        return replace(
-            made,
-            inputs={
-                kind: given[kind] if kind in given else inputs[kind]
-                for kind in made.kinds
-                if kind in given or kind in inputs
-            },
-        )
+        named: dict[str, Names] = {**{part: part for part in PARTS}, **given}
+        return replace(made, inputs={kind: named[kind] for kind in made.kinds if kind in named})
 
     if profile.import_reward_model:
         yield replace(step("import_reward_model", policy="base"), alias="reward_model")
@@ -354,15 +347,12 @@ def check_input(step: Step, name: str, read: str, made: Mapping[str, Step]) -> N
         raise ValueError(explain(key, read, "must be a digest of at least 8 digits", "`rlhf store ls` lists them"))
     if read.startswith((STORED, REGISTERED)):
         return
-    part = read.removeprefix("prepare_data.")
     known: dict[str, type[ArtifactRef]] = {**PARTS, **{one: made[one].output for one in made}, CHAMPION: PolicyRef}
-    if read not in known and part not in PARTS:
-        usable = [one for one, kind in known.items() if issubclass(kind, wanted) and one != step.name]
+    usable = [one for one, kind in known.items() if issubclass(kind, wanted) and one != step.name]
+    if read not in known:
         raise ValueError(explain(key, read, "there is no such step", nearest(read, usable)))
-    found = known[read] if read in known else PARTS[part]
-    if not issubclass(found, wanted):
-        usable = [one for one, kind in known.items() if issubclass(kind, wanted) and one != step.name]
-        rule = f"is {title(found)}, and {name} must be {title(wanted)}"
+    if not issubclass(known[read], wanted):
+        rule = f"is {title(known[read])}, and {name} must be {title(wanted)}"
         raise ValueError(explain(key, read, rule, f"name one of {', '.join(usable)}" if usable else "add such a step"))
 
 

@@ -382,62 +382,54 @@ class ScoreStep(ScoreConfig):
     """The reward models; if empty, those that the terms of `rewards` name."""
 
 
-class BestOfNStep(BestOfN):
+class SelectInputs(Config):
+    """The stage and the input of every selection."""
+
+    stage: Annotated[Literal["select"], OPERATIONAL]
+    rollouts: Name
+
+
+class BestOfNStep(BestOfN, SelectInputs):
     """The best answer to each prompt, as demonstrations."""
 
-    stage: Annotated[Literal["select"], OPERATIONAL]
-    rollouts: Name
 
-
-class TopKStep(TopK):
+class TopKStep(TopK, SelectInputs):
     """The k best different answers to each prompt, as demonstrations."""
 
-    stage: Annotated[Literal["select"], OPERATIONAL]
-    rollouts: Name
 
-
-class ThresholdStep(Threshold):
+class ThresholdStep(Threshold, SelectInputs):
     """All different answers with at least a given reward, as demonstrations."""
 
-    stage: Annotated[Literal["select"], OPERATIONAL]
-    rollouts: Name
 
-
-class PairsStep(Pairs):
+class PairsStep(Pairs, SelectInputs):
     """One preferred and one rejected answer per prompt, as preferences."""
 
-    stage: Annotated[Literal["select"], OPERATIONAL]
-    rollouts: Name
+
+class OwnAnswersInputs(Config):
+    """The inputs of every step that learns from a policy's own answers."""
+
+    policy: Name
+    prompts: Name = "prompts"
+    reward_models: Names = ()
+    """The reward models; if empty, those that the terms of `score.rewards` name."""
 
 
-class RejectionSamplingStep(RejectionSamplingConfig):
+class RejectionSamplingStep(RejectionSamplingConfig, OwnAnswersInputs):
     """Fine-tuning on the best of a policy's own answers."""
 
     stage: Annotated[Literal["rejection_sampling"], OPERATIONAL]
-    policy: Name
-    prompts: Name = "prompts"
-    reward_models: Names = ()
-    """The reward models; if empty, those that the terms of `score.rewards` name."""
 
 
-class ConditionalSFTStep(ConditionalSFTConfig):
+class ConditionalSFTStep(ConditionalSFTConfig, OwnAnswersInputs):
     """Fine-tuning on a policy's own answers, conditioned on their rewards."""
 
     stage: Annotated[Literal["conditional_sft"], OPERATIONAL]
-    policy: Name
-    prompts: Name = "prompts"
-    reward_models: Names = ()
-    """The reward models; if empty, those that the terms of `score.rewards` name."""
 
 
-class IterativeDPOStep(IterativeDPORounds):
+class IterativeDPOStep(IterativeDPORounds, OwnAnswersInputs):
     """Rounds of DPO on pairs of a policy's own answers."""
 
     stage: Annotated[Literal["iterative_dpo"], OPERATIONAL]
-    policy: Name
-    prompts: Name = "prompts"
-    reward_models: Names = ()
-    """The reward models; if empty, those that the terms of `score.rewards` name."""
 
 
 class OnlineStep(OnlineRounds):
@@ -457,11 +449,8 @@ class OnlineStep(OnlineRounds):
     """Demonstrations for `ppo.ptx`."""
 
 
-class PromptsInBandStep(PromptsInBand):
+class PromptsInBandStep(PromptsInBand, SelectInputs):
     """The prompts that are neither too easy nor too hard."""
-
-    stage: Annotated[Literal["select"], OPERATIONAL]
-    rollouts: Name
 
 
 SelectStep: TypeAlias = Annotated[
