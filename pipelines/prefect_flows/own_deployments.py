@@ -25,12 +25,13 @@ ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLi
 UNSCHEDULED = "none"
 
 
-def declare(flow: Flow[..., Any], name: str, parameters: dict[str, Any], *tags: str) -> Any:
-    """Return a deployment that runs one flow at a time."""
+def declare(flow: Flow[..., Any], name: str, parameters: dict[str, Any], *tags: str, version: str | None = None) -> Any:
+    """Return a deployment that runs one flow at a time. Without `version` Prefect chooses one: of the code, or of git."""
     return flow.to_deployment(
         name,
         parameters=parameters,
         tags=list(tags),
+        version=version,
         concurrency_limit=ONE_AT_A_TIME,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
@@ -47,8 +48,8 @@ def deploy(name: str, digest: str, *, about: str, seed: int, stages: Collection[
 
     A version is the beginning of a profile's digest. Without `cron` the schedule stays as it is; `none` removes it.
     """
-    made = claim(declare(full, name, {"profile": digest}, PIPELINE_TAG, OWN_TAG))
-    made.version, made.description = digest[:DIGITS], about
+    made = claim(declare(full, name, {"profile": digest}, PIPELINE_TAG, OWN_TAG, version=digest[:DIGITS]))
+    made.description = about
     form = made._parameter_openapi_schema.model_copy(deep=True)
     form.properties = {field: form.properties[field] for field in FIELDS}
     place, said = form.properties["seed"]["position"], f"Seed of the run. If empty, {seed}."
