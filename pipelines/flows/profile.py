@@ -343,12 +343,13 @@ class PipelineConfig(GraphConfig):
         made, compared = self._evaluated(), evaluate.evaluate
         sections = [name for name in POLICY_SECTIONS if name != "online"]  # whose policies are online_1, online_2, ...
         known = list(dict.fromkeys([*made, *sections]))
+        rounds = "|".join(["online", *(name for name, step in self.recipe.items() if step.stage == "online")])
         named = [(f"best_of.{name}", name, known) for name in compared.best_of]
         for ours, theirs in compared.parents.items():
             named.append((f"parents.{ours}", ours, known))
             named.append((f"parents.{ours}", theirs, made if ours in made else known))
         for key, name, allowed in named:
-            if name not in allowed and not (allowed is known and re.fullmatch(r"online_\d+", name)):
+            if name not in allowed and not (allowed is known and re.fullmatch(rf"({rounds})_\d+", name)):
                 near = nearest(name, allowed)
                 raise ValueError(f"evaluate.evaluate.{key} = {name!r}: this profile makes no such policy; {near}")
 
@@ -421,7 +422,7 @@ def with_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     tree = copy.deepcopy(dict(table))
     for override in overrides:
         _apply(tree, override)
-    return tree
+    return _without_removed_steps(table, tree)
 
 
 def as_table(config: BaseModel) -> dict[str, Any]:
@@ -494,7 +495,18 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"extends = {shown_value('extends', named)}: must be the name of a file; {remedy}")
     beside, shipped = path.parent / named, shipped_profiles() / f"{named}.toml"
     base = _read_tree(shipped if not _is_file(beside) and _is_file(shipped) else beside, (*seen, path))
-    return _merge(base, _with_current_names(tree, below=base))
+    return _without_removed_steps(base, _merge(base, _with_current_names(tree, below=base)))
+
+
+def _without_removed_steps(before: Mapping[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the profile without what `evaluate` has on the policies of steps that it had `before` and has no more."""
+    removed = "|".join(map(re.escape, _table_at(before, ["recipe"]).keys() - _table_at(tree, ["recipe"]).keys()))
+    compared = dict(_table_at(tree, ["evaluate", "evaluate"]))
+    for kind in {"parents", "best_of"} & compared.keys() if removed else ():
+        entries = _table_at(compared, [kind]).items()
+        compared[kind] = {name: one for name, one in entries if not re.fullmatch(rf"({removed})(_\d+)?", name)}
+        tree = tree | {"evaluate": tree["evaluate"] | {"evaluate": compared}}
+    return tree
 
 
 def _with_current_names(tree: dict[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:

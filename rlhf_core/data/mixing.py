@@ -118,24 +118,33 @@ def mixed_rows(
     The number of a source in a block differs from its share by less than 1, and is its share on average. Within a source,
     rows come in epochs, as in `rows_from`. The sequence depends only on rows, shares, block and seed.
     """
-    last = (first + count - 1) // block
-    taken = dict.fromkeys(shares, 0)
     found: list[T] = []
-    for number in range(last + 1):
-        counts = apportioned(shares, block, offset=derive_seed(seed, "mixture", number) / 2**31)
-        if number >= first // block:
-            drawn = [
-                row
-                for source, of_source in counts.items()
-                if of_source
-                for row in rows_from(
-                    taken[source], rows[source], count=of_source, seed=derive_seed(seed, "source", source)
-                )
-            ]
-            found += shuffled(drawn, seed=derive_seed(seed, "block", number))
-        taken = {source: taken[source] + counts[source] for source in shares}
+    for number in range(first // block, (first + count - 1) // block + 1):
+        taken, upto = (taken_before(one, tuple(shares.items()), block, seed) for one in (number, number + 1))
+        drawn = [
+            row
+            for source, begin, end in zip(shares, taken, upto, strict=True)
+            if begin < end
+            for row in rows_from(begin, rows[source], count=end - begin, seed=derive_seed(seed, "source", source))
+        ]
+        found += shuffled(drawn, seed=derive_seed(seed, "block", number))
     begin = first % block
     return found[begin : begin + count]
+
+
+REMEMBERED_EVERY = 256
+"""Number of blocks after which counts are remembered, so that a step does not count all blocks before it."""
+
+
+@lru_cache(maxsize=4096)
+def taken_before(number: int, shares: tuple[tuple[str, float], ...], block: int, seed: int) -> tuple[int, ...]:
+    """Return how many rows of each source the blocks before block `number` have."""
+    first = max(number - 1, 0) // REMEMBERED_EVERY * REMEMBERED_EVERY
+    taken = taken_before(first, shares, block, seed) if first else (0,) * len(shares)
+    for one in range(first, number):
+        counts = apportioned(dict(shares), block, offset=derive_seed(seed, "mixture", one) / 2**31)
+        taken = tuple(map(sum, zip(taken, counts.values(), strict=True)))
+    return taken
 
 
 def apportioned(shares: Mapping[str, float], count: int, *, offset: float) -> dict[str, int]:

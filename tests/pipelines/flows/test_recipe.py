@@ -149,6 +149,26 @@ def test_a_step_of_a_recipe_may_read_a_section_and_is_compared_with_its_start():
     assert parse(tree, origin="").published() == "polish"
 
 
+def test_what_the_evaluation_has_on_a_removed_step_goes_with_it():
+    tree = as_recipe()
+    loop = tomllib.loads((shipped_profiles() / "tiny/online.toml").read_text(encoding="utf-8"))["online"]
+    del tree["publish"], loop["start_from"]
+    tree["recipe"]["loop"] = {"stage": "online", "policy": "sft", **loop}
+    tree["evaluate"]["evaluate"]["parents"] |= {"loop_2": "loop_1", "ppo": "iterative_dpo"}
+    tree["evaluate"]["evaluate"]["best_of"] = {"ppo": 1, "sft": 8}
+    fewer = parse(with_overrides(tree, ["recipe.loop.rounds=1", "recipe.ppo=none"]), origin="")
+    assert fewer.evaluate is not None and "ppo" not in fewer.evaluate.evaluate.parents
+    assert fewer.evaluate.evaluate.best_of == {"sft": 8}
+    none = parse(with_overrides(tree, ["recipe.loop=none"]), origin="").evaluate
+    assert none is not None and "loop_2" not in none.evaluate.parents and "ppo" in none.evaluate.parents
+    with pytest.raises(
+        ConfigError, match=r"parents\.pppo = 'pppo': this profile makes no such policy; did you mean ppo"
+    ):
+        parse(with_overrides(tree, ["evaluate.evaluate.parents.pppo=sft"]), origin="")
+    with pytest.raises(ConfigError, match=r"parents\.ppo = 'iterative_dpo': this profile makes no such policy"):
+        parse(with_overrides(tree, ["recipe.iterative_dpo=none", "recipe.ppo.policy=sft"]), origin="")
+
+
 RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "unknown input": (
         {"a": {"stage": "sft", "policy": "bse"}},

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from rlhf_core.config.data import Use
+from rlhf_core.data import mixing
 from rlhf_core.data.formats import Example
 from rlhf_core.data.limits import Origin
 from rlhf_core.data.mixing import (
@@ -168,6 +169,20 @@ def test_a_mixture_can_be_continued_anywhere(first, count):
         == whole[first : first + count]
     )
     assert mixed_rows(0, OF_SOURCES, {"a": 0.6, "c": 0.4}, count=60, block=8, seed=2) != whole
+
+
+def test_steps_do_not_count_all_blocks_before_them_again(monkeypatch):
+    counted: list[int] = []
+
+    def counting(shares, count, *, offset):
+        counted.append(count)
+        return apportioned(shares, count, offset=offset)
+
+    monkeypatch.setattr(mixing, "apportioned", counting)
+    mixing.taken_before.cache_clear()
+    for step in range(9000, 9100):
+        mixed_rows(step * 8, OF_SOURCES, {"a": 0.6, "c": 0.4}, count=8, block=8, seed=1)
+    assert len(counted) < 9000 + 101 * mixing.REMEMBERED_EVERY  # 9,000 once, which would be 100 times as many
 
 
 def test_shares_that_cannot_be_written_in_binary_fill_a_block_exactly():
