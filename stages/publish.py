@@ -96,7 +96,7 @@ def run(
     card = model_card(config, gate, policy, report, content)
     (context.out / "README.md").write_text(card, encoding="utf-8")
     if config.hub:
-        write_hub_card(card, config.licence, context.out / HUB)
+        write_hub_card(card, config.license, context.out / HUB)
     record(checks, context)
     return context.commit(PublishedRef, metrics={"gate/passed": float(passed), "gate/checks": float(len(checks))})
 
@@ -292,7 +292,7 @@ def model_card(
         f"## Decisions\n\n{_decisions(config.decisions)}",
         f"## Made from\n\n{_made_from(content['lineage'])}",
         f"## Configuration\n\n{_configurations(content['lineage'])}",
-        f"## Licence\n\n{config.licence}",
+        f"## License\n\n{config.license}",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -304,13 +304,13 @@ def copy_for_hub(policy: Path, folder: Path) -> None:
         path.chmod(path.stat().st_mode | stat.S_IRWXU)
 
 
-def write_hub_card(card: str, licence: str, folder: Path) -> None:
+def write_hub_card(card: str, license: str, folder: Path) -> None:
     """Write the card with the header of the Hugging Face Hub: the folder can be uploaded as it is."""
-    is_id = re.fullmatch(r"[a-z0-9][a-z0-9.-]*", licence.lower()) is not None
+    is_id = re.fullmatch(r"[a-z0-9][a-z0-9.-]*", license.lower()) is not None
     header = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "license": licence.lower() if is_id else "other",
+        "license": license.lower() if is_id else "other",
         "tags": ["rlhf"],
     }
     lines = "\n".join(f"{name}: {json.dumps(value)}" for name, value in header.items())

@@ -72,7 +72,7 @@ sampling = {{max_tokens = 16}}
 checkpoint_every = 2
 kl = {{target = 4.0}}
 [ppo.rewards]
-normalise = "running"
+normalize = "running"
 clip = 3.0
 overlong = "none"
 [ppo.rewards.terms]

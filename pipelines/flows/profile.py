@@ -29,9 +29,11 @@ from pipelines.flows.sections import (
     DistillationConfig,
     EvaluationConfig,
 )
+from rlhf_core.config.engines import LoraConfig
 from rlhf_core.config.former_names import FORMER, renamed
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.config.policy import PPOConfig
+from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.schema.base import FIELD_OF, OPERATIONAL, added_option, by_type, tag_of
 from rlhf_core.secrets.redaction import hidden
@@ -548,9 +550,15 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+_FORMER = {**PublishConfig.former, **RewardsConfig.former, **LoraConfig.former}
+OTHER_SPELLING = _FORMER | {key: former for former, key in _FORMER.items()}
+
+
 def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[Any, Any]:
     merged = dict(base)
-    for key, value in changes.items():
+    for written, value in changes.items():
+        other = OTHER_SPELLING.get(written, written)  # the one that the profile below has
+        key = other if other in base else written
         here = path if isinstance(key, int) else (*path, str(key))  # a place in a list is no part of an option's name
         before = _as_table(merged.get(key), here)
         if value == "none":
@@ -611,7 +619,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {shown_value('', override)}: must be valid UTF-8; type it again")
     value = _value(key, text)
     *sections, last = keys = key.split(".")
-    if any(
+    if OTHER_SPELLING.keys() & {*keys} or any(
         keys[: len(path)] == [*path] and set(keys[len(path) : len(path) + 1]) & FORMER.keys()
         for path in policy_tables(tree)
     ):

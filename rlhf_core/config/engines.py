@@ -106,6 +106,8 @@ ALL_LINEAR: Literal["all-linear"] = "all-linear"
 class LoraConfig(Config):
     """Low-rank adapters (arXiv 2106.09685), merged into the weights on export."""
 
+    former: ClassVar = {"quantise": "quantize"}
+
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)
     variant: Literal["lora", "rslora", "dora"] = "lora"
@@ -118,7 +120,7 @@ class LoraConfig(Config):
     """Linear modules by name or by the end of their full name, as in peft; the default fits Llama and its kin. "all-linear"
     fits every architecture: all but the LM head. Fused experts are not modules and get no adapters. A module that shares
     its weight (a tied LM head) is refused, because its adapter could not be merged."""
-    quantise: Literal["", "nf4"] = ""
+    quantize: Literal["", "nf4"] = ""
     """Quantization of the base weights: `nf4` keeps them in 4 bits (QLoRA, arXiv 2305.14314) and needs bitsandbytes.
     The export has full weights: the rounded ones with the adapters merged in."""
 

@@ -344,11 +344,11 @@ class PPOConfig(Config):
         if self.agent is None or self.agent.credit == "episode":
             return self
         terms = [term for term in self.rewards.terms.values() if isinstance(term, EpisodeReward)]
-        plain = all(term.weight_end is None and term.normalise == "none" and not term.clip for term in terms)
+        plain = all(term.weight_end is None and term.normalize == "none" and not term.clip for term in terms)
         if (
             not terms
             or not plain
-            or self.rewards.normalise != "none"
+            or self.rewards.normalize != "none"
             or self.rewards.clip
             or self.rewards.composition.type != "weighted_sum"
         ):
@@ -476,7 +476,7 @@ class PPOConfig(Config):
 def _what_compares_groups(rewards: RewardsConfig) -> list[str]:
     """Return the settings that normalize within the answers to a prompt: they turn a single answer's reward into 0."""
     gdpo = ['rewards.composition.type = "gdpo"'] * isinstance(rewards.composition, Gdpo)
-    terms = [f'rewards.terms.{name}.normalise = "group"' for name, t in rewards.terms.items() if t.normalise == "group"]
+    terms = [f'rewards.terms.{name}.normalize = "group"' for name, t in rewards.terms.items() if t.normalize == "group"]
     return gdpo + terms
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,13 +27,15 @@ depends on the number of workers or the batch size."""
 class Term(Config):
     """The weight and scale of a reward term. Its values are normalized, then clipped, then weighted."""
 
+    former: ClassVar = {"normalise": "normalize"}
+
     weight: float = 1.0
     """Weight of the term in the reward."""
     weight_end: float | None = None
     """Weight from step `weight_steps` of policy optimization on; until then the weight changes linearly."""
     weight_steps: int = Field(0, ge=0)
     """Steps over which the weight changes to `weight_end`."""
-    normalise: Literal["none", "running", "group"] = "none"
+    normalize: Literal["none", "running", "group"] = "none"
     """Normalization of the values: `running` uses all values of this term so far, `group` those of the same prompt. It
     subtracts the mean and divides by the standard deviation; equal values become 0."""
     clip: float = Field(0.0, ge=0)
@@ -317,11 +319,13 @@ class TruncatedReward(Config):
 class RewardsConfig(Config):
     """Terms, each normalized and clipped -> composition -> running normalization -> clip -> penalties for length."""
 
+    former: ClassVar = {"normalise": "normalize"}
+
     terms: dict[str, RewardSpec] = Field(default={"reward_model": RewardModelReward()}, min_length=1)
     """Terms of the reward by name; `reward_components` keeps their raw values."""
     composition: Composition = WeightedSum()
     """Combination of the terms into one reward."""
-    normalise: Literal["none", "running"] = "none"
+    normalize: Literal["none", "running"] = "none"
     """Normalization of the reward: `running` subtracts the mean and divides by the standard deviation of all rewards
     so far."""
     clip: float = Field(0.0, ge=0)
@@ -345,24 +349,24 @@ class RewardsConfig(Config):
             )
         if not any(spec.weight or spec.weight_end for name, spec in self.terms.items() if name not in gates):
             raise ValueError("terms = {...}: no term has a weight, so every reward would be equal; give one a weight")
-        own = sorted(name for name, spec in self.terms.items() if spec.normalise != "none")
+        own = sorted(name for name, spec in self.terms.items() if spec.normalize != "none")
         if isinstance(self.composition, Gdpo) and own:
-            raise ValueError(f"terms.{own[0]}.normalise: gdpo normalizes every term itself; remove it")
-        scaled = sorted(name for name in gates if self.terms[name].normalise != "none")
+            raise ValueError(f"terms.{own[0]}.normalize: gdpo normalizes every term itself; remove it")
+        scaled = sorted(name for name in gates if self.terms[name].normalize != "none")
         if scaled:
-            raise ValueError(f"terms.{scaled[0]}.normalise: a gate must stay in [0, 1]; remove it")
+            raise ValueError(f"terms.{scaled[0]}.normalize: a gate must stay in [0, 1]; remove it")
         return self
 
 
 def what_moves_rewards(rewards: RewardsConfig) -> str:
     """Return the first setting that scales a reward by the answers around it, or ""."""
-    if rewards.normalise != "none":
-        return f"rewards.normalise = {rewards.normalise!r}"
+    if rewards.normalize != "none":
+        return f"rewards.normalize = {rewards.normalize!r}"
     if isinstance(rewards.composition, Gdpo):
         return f"rewards.composition.type = {rewards.composition.type!r}"
     for name, term in rewards.terms.items():
-        if term.normalise != "none" and (term.weight or term.weight_end):
-            return f"rewards.terms.{name}.normalise = {term.normalise!r}"
+        if term.normalize != "none" and (term.weight or term.weight_end):
+            return f"rewards.terms.{name}.normalize = {term.normalize!r}"
     return ""
 
 

@@ -74,7 +74,7 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     if spec.lora is not None and spec.head != "lm":
         rule = "adapters are only supported with the LM head"
         raise ConfigError("lora", spec.head, rule, "remove lora from this role")
-    if spec.lora is not None and spec.lora.quantise:
+    if spec.lora is not None and spec.lora.quantize:
         check_quantizer()
     config = _config_without_dropout(folder)
     _check_type(config, str(folder), lm=spec.head == "lm")

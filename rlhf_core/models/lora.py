@@ -67,10 +67,10 @@ def check_quantizer() -> None:
     """Raise ConfigError if bitsandbytes is not installed."""
     if find_spec(QUANTIZER) is None:
         rule = f"needs {QUANTIZER}, which is not installed"
-        raise ConfigError("lora.quantise", "nf4", rule, f"install {QUANTIZER}, or remove lora.quantise")
+        raise ConfigError("lora.quantize", "nf4", rule, f"install {QUANTIZER}, or remove lora.quantize")
 
 
-def quantise(model: nn.Module, names: Iterable[str]) -> None:
+def quantize(model: nn.Module, names: Iterable[str]) -> None:
     """Replace the linear layers `names` of `model` (full names) with 4-bit layers, and freeze all weights.
 
     Weights are NF4 in blocks of 64, with quantized scales of the blocks. A weight is rounded when its layer is moved to
@@ -96,7 +96,7 @@ def quantise(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def whole_weight(layer: nn.Module) -> Tensor:
-    """Return the dequantized weight_OI of a layer made by `quantise`, in its original dtype as in the forward pass."""
+    """Return the dequantized weight_OI of a layer made by `quantize`, in its original dtype as in the forward pass."""
     any_layer: Any = layer
     functional = import_module(f"{QUANTIZER}.functional")
     weight: Tensor = functional.dequantize_4bit(any_layer.weight.data, any_layer.weight.quant_state)
@@ -116,7 +116,7 @@ _ADAPTER = "default"
 def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
     """Return `model` with trainable adapters and everything else frozen. Its outputs do not change at first.
 
-    A ~ Kaiming-uniform from `seed`, B = 0. With `quantise`, the adapted layers' weights are rounded to 4 bits first.
+    A ~ Kaiming-uniform from `seed`, B = 0. With `quantize`, the adapted layers' weights are rounded to 4 bits first.
     Raises ConfigError for targets that the model does not have or whose adapter could not be merged.
     """
     targets = _targets(model, config)
@@ -132,8 +132,8 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
         fan_in_fan_out=isinstance(model.get_submodule(targets[0]), Conv1D),
     )
     any_model: Any = model
-    if config.quantise:
-        quantise(model, targets)
+    if config.quantize:
+        quantize(model, targets)
         any_model.is_loaded_in_4bit = (
             True  # makes peft adapt 4-bit layers; deleted below, as transformers would refuse to move the model
         )
@@ -144,7 +144,7 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:
     except ValueError as error:  # peft knows modules that cannot be adapted, of Mamba for example
         names = sorted({_last(name) for name in targets})
         raise _refused(config, str(error), f"leave them out of {names}") from error
-    if config.quantise:
+    if config.quantize:
         del any_model.is_loaded_in_4bit
     for name, layer in adapted.named_modules():
         if hasattr(layer, "lora_magnitude_vector") and not all(
@@ -269,9 +269,9 @@ def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
         if shared:
             rule = f"{shared[0]} shares its weight ({', '.join(names)}), so that what it learns would be lost or change both"
             raise _refused(config, rule, "leave it out")
-    if config.quantise and any(isinstance(linear[name], Conv1D) for name in targets):
+    if config.quantize and any(isinstance(linear[name], Conv1D) for name in targets):
         rule = "the model has Conv1D layers, which have no 4-bit form"
-        raise ConfigError("lora.quantise", config.quantise, rule, "remove it")
+        raise ConfigError("lora.quantize", config.quantize, rule, "remove it")
     left_out = {_last(name) for name in linear.keys() - set(targets)}
     logger.info("lora: adapters for %s, none for %s", sorted({_last(name) for name in targets}), sorted(left_out))
     return targets
@@ -326,7 +326,7 @@ def _is_adapted(module: nn.Module) -> bool:
 @torch.no_grad()
 def _merged(weight: Tensor, layer: Any) -> Tensor:
     base = layer.get_base_layer()
-    if type(base).__name__ == "Linear4bit":  # made by `quantise`
+    if type(base).__name__ == "Linear4bit":  # made by `quantize`
         weight = whole_weight(base)
     transposed = layer.fan_in_fan_out  # the weight of GPT-2's Conv1D is [in, out]
     weight_OI = (weight.T if transposed else weight).float()

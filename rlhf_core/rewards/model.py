@@ -301,7 +301,7 @@ def check_classifier(folder: Path) -> None:
         raise _refused(folder, "its score head has a bias, which would be ignored", 'serve it: type = "remote"')
     if config.get("normalize_reward") and (config.get("mean", 0.0), config.get("std", 1.0)) != (0.0, 1.0):
         rule = f"OpenRLHF subtracts {config.get('mean')} from its scores and divides by {config.get('std')}, which this program does not"
-        remedy = 'set normalize_reward to false in its config.json and normalise = "running" in the reward\'s term'
+        remedy = 'set normalize_reward to false in its config.json and normalize = "running" in the reward\'s term'
         raise _refused(folder, rule, remedy)
     _check_template(folder)
 

@@ -157,7 +157,7 @@ class Scorer:
         self._step = 0
         self._normalizer = RunningNormalizer.empty()
         self._of_terms = dict.fromkeys(
-            (name for name, spec in config.terms.items() if spec.normalise == "running"), RunningNormalizer.empty()
+            (name for name, spec in config.terms.items() if spec.normalize == "running"), RunningNormalizer.empty()
         )
         self._logs: dict[str, tuple[float, int]] = {}
         self._failed: dict[str, tuple[int, int]] = {}
@@ -201,14 +201,14 @@ class Scorer:
 
         Clipping bounds apply to normalized values and are dropped, too. Running statistics, logs and counts stay unchanged.
         """
-        as_given = {"normalise": "none", "clip": 0.0}
+        as_given = {"normalize": "none", "clip": 0.0}
         terms = {
-            name: spec if spec.normalise == "none" else spec.model_copy(update=as_given)
+            name: spec if spec.normalize == "none" else spec.model_copy(update=as_given)
             for name, spec in self._config.terms.items()
         }
         composition = WeightedSum() if isinstance(self._config.composition, Gdpo) else self._config.composition
         clip = 0.0 if what_moves_rewards(self._config) else self._config.clip
-        plain = {"terms": terms, "composition": composition, "normalise": "none", "clip": clip}
+        plain = {"terms": terms, "composition": composition, "normalize": "none", "clip": clip}
         return Scorer(self._config.model_copy(update=plain), self._rewards)
 
     def logs(self) -> Metrics:
@@ -296,10 +296,10 @@ class Scorer:
         self, name: str, spec: Term, values: Sequence[float | None], groups: Sequence[str]
     ) -> list[float | None]:
         """Return the values of a term, normalized and clipped."""
-        if spec.normalise == "group":
+        if spec.normalize == "group":
             values = in_group(values, groups)
         present = [value for value in values if value is not None]
-        if spec.normalise == "running":
+        if spec.normalize == "running":
             self._of_terms[name] = self._of_terms[name].updated(present)
             present = self._of_terms[name].normalized(present)
         each = iter(clipped(present, limit=spec.clip) if spec.clip else present)
@@ -318,7 +318,7 @@ class Scorer:
 
     def _shaped(self, rewards: Sequence[float | None]) -> list[float]:
         found = [reward for reward in rewards if reward is not None]
-        if self._config.normalise == "running":
+        if self._config.normalize == "running":
             self._normalizer = self._normalizer.updated(found)
             found = self._normalizer.normalized(found)
         return clipped(found, limit=self._config.clip) if self._config.clip else found

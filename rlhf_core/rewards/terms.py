@@ -68,7 +68,7 @@ def score_with_ensemble(
 # ---------------------------------------------------------------- terms
 
 SHAPING = frozenset({"weight", "weight_end", "weight_steps", "normalise", "clip"})
-"""Fields of a term that do not change the values it is given."""
+"""Fields of a term, as keys have them, that do not change the values it is given."""
 
 REMOTE_FAILED_CALLS = 6
 """Each failed call costs all tries of the client. 6 halvings find one bad answer in a batch of 64."""

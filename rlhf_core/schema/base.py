@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
@@ -85,6 +85,20 @@ class Config(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+    former: ClassVar[Mapping[str, str]] = {}
+    """Former spelling of a key -> the present one. Both are read; results are recorded under the former one, and so keep their keys."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_spellings(cls, table: Any) -> Any:
+        if not isinstance(table, Mapping) or cls.former.keys().isdisjoint(table):
+            return table
+        for former, key in cls.former.items():
+            if former in table and key in table:
+                raise ValueError(
+                    f"{former} = {table[former]!r}: is the former spelling of {key}, which is set, too; remove {former}"
+                )
+        return {cls.former.get(name, name): value for name, value in table.items()}
 
     @model_validator(mode="before")
     @classmethod
@@ -106,7 +120,8 @@ class Config(BaseModel):
 
     def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of this table as keys and stored results have them: under the names they were recorded with."""
-        return table
+        former = {key: name for name, key in self.former.items()}
+        return {former.get(name, name): value for name, value in table.items()} if former else table
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

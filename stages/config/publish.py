@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -51,6 +51,8 @@ class GateNote(Config):
 class PublishConfig(Config):
     """The registration of the policy, and the gate that it must pass."""
 
+    former: ClassVar = {"licence": "license"}
+
     name: str = Field("rlhf-policy", min_length=1)
     """Name of the model in the registry."""
     policy: str = ""
@@ -66,4 +68,4 @@ class PublishConfig(Config):
     hub: bool = added_option(False)
     """Whether the artifact also has a folder `hub` with the weights, the tokenizer and the card, ready for the Hugging Face Hub."""
     intended_use: str = "Research on preference learning. Not reviewed for use with people."
-    licence: str = "To be chosen by whoever releases the model; mind the licences of the base model and of the data."
+    license: str = "To be chosen by whoever releases the model; mind the licences of the base model and of the data."

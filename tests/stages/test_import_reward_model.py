@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "openrlhf, normalized": (
         lambda folder: rewrite(folder, normalize_reward=True, mean=1.5, std=2.0),
-        'OpenRLHF subtracts 1.5 from its scores and divides by 2.0.*normalise = "running"',
+        'OpenRLHF subtracts 1.5 from its scores and divides by 2.0.*normalize = "running"',
     ),
     "no template": (without_template, "has no chat template; add the template"),
     "no safetensors": (lambda folder: (folder / "model.safetensors").unlink(), "contains no safetensors files"),

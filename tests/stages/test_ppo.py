@@ -239,7 +239,7 @@ def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(tmp_path, po
     monkeypatch.setattr(WholeAnswers, "sample_round", counted)
     # the normaliser's running statistics are part of what a rollout step leaves behind
     terms = {"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}
-    settings = config(checkpoint_every=2, rewards=RewardsConfig(terms=terms, normalise="running"))
+    settings = config(checkpoint_every=2, rewards=RewardsConfig(terms=terms, normalize="running"))
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, _ = whole.run("ppo", settings, inputs)
     assert sampled == [0, 1, 2, 3]

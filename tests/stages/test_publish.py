@@ -88,8 +88,8 @@ def test_a_passed_gate_makes_the_policy_champion(shop, inputs):
     assert "Gate: **passed**" in card
 
 
-@pytest.mark.parametrize(("licence", "header"), [("Apache-2.0", "apache-2.0"), ("Ask us first.", "other")])
-def test_by_option_there_is_a_folder_for_the_hub_with_weights_and_card(shop, inputs, tmp_path, licence, header):
+@pytest.mark.parametrize(("license", "header"), [("Apache-2.0", "apache-2.0"), ("Ask us first.", "other")])
+def test_by_option_there_is_a_folder_for_the_hub_with_weights_and_card(shop, inputs, tmp_path, license, header):
     (tmp_path / "policy" / "model-00001-of-00002.safetensors").write_bytes(b"weights")
     policy = shop.store.external(PolicyRef, tmp_path / "policy")
     report = json.loads(
@@ -97,7 +97,7 @@ def test_by_option_there_is_a_folder_for_the_hub_with_weights_and_card(shop, inp
     )
     (tmp_path / "report" / "report.json").write_text(json.dumps(report))
     inputs = {"policy": policy, "report": shop.store.external(ReportRef, tmp_path / "report")}
-    ref, _ = shop.run("publish", PublishConfig(name="support", gate=GOOD, hub=True, licence=licence), inputs)
+    ref, _ = shop.run("publish", PublishConfig(name="support", gate=GOOD, hub=True, license=license), inputs)
     folder = shop.store.path(ref) / "hub"
     assert (folder / "model-00001-of-00002.safetensors").read_bytes() == b"weights"
     assert (folder / "config.json").is_file()
@@ -264,7 +264,7 @@ def test_a_failed_gate_is_written_down_and_leaves_the_champion_alone(shop, input
 
 
 def test_the_card_says_what_the_policy_was_made_from_and_how_good_it_is(shop, inputs):
-    _, card, _ = publish(shop, inputs, intended_use="Replies of a support desk.", licence="Apache-2.0")
+    _, card, _ = publish(shop, inputs, intended_use="Replies of a support desk.", license="Apache-2.0")
     for line in (
         "- **sft** `d1`, from prepare_data",
         f"- **ppo** `{inputs['policy'].digest}`, from sft",
@@ -273,7 +273,7 @@ def test_the_card_says_what_the_policy_was_made_from_and_how_good_it_is(shop, in
         "| win_rate against sft | 0.7 | 0.6 to 0.8 |",
         "| entropy | 0.5 | |",
         "## Intended use\n\nReplies of a support desk.",
-        "## Licence\n\nApache-2.0",
+        "## License\n\nApache-2.0",
     ):
         assert line in card
 

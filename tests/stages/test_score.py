@@ -41,11 +41,11 @@ def generations_in(store: ArtifactStore, folder: Path) -> GenerationsRef:
     return store.external(GenerationsRef, folder)
 
 
-def config_in(folder: Path, *, normalise: str = "none") -> ScoreConfig:
+def config_in(folder: Path, *, normalize: str = "none") -> ScoreConfig:
     file = folder / "reward.py"
     file.write_text(COUNTING.format(folder=str(folder)))
     terms = {"length": FunctionReward(function=f"{file}:length", weight=0.5)}
-    return ScoreConfig(rewards=RewardsConfig.model_validate({"terms": terms, "normalise": normalise}))
+    return ScoreConfig(rewards=RewardsConfig.model_validate({"terms": terms, "normalize": normalize}))
 
 
 def test_every_generation_gets_its_reward(tmp_path):
@@ -83,11 +83,11 @@ def test_the_record_names_what_the_function_read_and_the_key_does_not_see(tmp_pa
     assert record is not None and record.unseen == ()
 
 
-@pytest.mark.parametrize("normalise", ["none", "running"])
-def test_a_failed_run_goes_on_after_its_last_shard(tmp_path, monkeypatch, normalise):
+@pytest.mark.parametrize("normalize", ["none", "running"])
+def test_a_failed_run_goes_on_after_its_last_shard(tmp_path, monkeypatch, normalize):
     monkeypatch.setattr(stages.score, "SHARD_ROWS", 2)
     shop = Workshop(ArtifactStore(tmp_path / "store"))
-    config = config_in(tmp_path, normalise=normalise)
+    config = config_in(tmp_path, normalize=normalize)
     inputs = {"generations": generations_in(shop.store, tmp_path / "generations"), "reward_models": {}}
     with pytest.raises(RewardError, match=r"(?s)rewards\.length = 'prompts p2 to p3'.*p3 is too hard"):
         shop.run("score", config, inputs)

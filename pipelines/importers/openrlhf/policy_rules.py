@@ -156,7 +156,7 @@ def shaping(one: Sheet, answer_tokens: int) -> None:
         one.refuse("normalize_reward", reason, "reward_model.centering_coef, or ppo.rewards.clip")
     elif one.has("normalize_reward"):
         note = "by the mean and spread of all rewards so far, not the reward model's own"
-        one.put("ppo.rewards.normalise", "running", "normalize_reward", note=note)
+        one.put("ppo.rewards.normalize", "running", "normalize_reward", note=note)
     low, high = one.pair("reward_clip_range")
     if low == -high:
         one.put("ppo.rewards.clip", high, "reward_clip_range")
@@ -389,7 +389,7 @@ def adapters(one: Sheet, key: str | None) -> None:
     if one.integer("lora_rank") == 0:
         for name in ("lora_rank", *others):
             one.ignore(name, "rank 0 has no adapters")
-        one.refuse("load_in_4bit", "weights in 4 bits are not trained themselves", "adapters: lora.quantise")
+        one.refuse("load_in_4bit", "weights in 4 bits are not trained themselves", "adapters: lora.quantize")
         return
     if key is None:
         for name in ("lora_rank", *others, "load_in_4bit"):
@@ -398,7 +398,7 @@ def adapters(one: Sheet, key: str | None) -> None:
     one.put(f"{key}.rank", one.integer("lora_rank"), "lora_rank")
     one.put(f"{key}.alpha", one.number("lora_alpha"), "lora_alpha")
     if one.has("load_in_4bit"):
-        one.put(f"{key}.quantise", "nf4", "load_in_4bit")
+        one.put(f"{key}.quantize", "nf4", "load_in_4bit")
     modules = one.text("target_modules").split()
     one.put(f"{key}.target_modules", "all-linear" if modules in ([], ["all-linear"]) else modules, "target_modules")
 

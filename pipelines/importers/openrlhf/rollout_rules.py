@@ -120,7 +120,7 @@ def score(one: Sheet, section: str) -> None:
     reward_model(one, "pretrain", f"{section}.score.rewards")
     if one.has("normalize_reward"):
         note = "by the mean and spread of all rewards so far"
-        one.put(f"{section}.score.rewards.normalise", "running", "normalize_reward", note=note)
+        one.put(f"{section}.score.rewards.normalize", "running", "normalize_reward", note=note)
     match section:
         case "rejection_sampling":
             one.put(f"{section}.select.type", "best_of_n", "post_processor")
@@ -173,7 +173,7 @@ def serve(one: Sheet, section: str) -> None:
         words += ["--host", one.text("host"), "--token-env", "REWARD_TOKEN"]
         one.says("host", f"--host {one.text('host')}, for those who have the token in --token-env")
     one.ignore("host", "is the default")
-    one.refuse("normalize_reward", "scores are served as the model gives them", "ppo.rewards.normalise of the reader")
+    one.refuse("normalize_reward", "scores are served as the model gives them", "ppo.rewards.normalize of the reader")
     one.refuse("max_len", "answers are read up to the length of the reward model", "reward_model.max_length")
     one.refuse("load_in_4bit", "reward models are served whole", "a smaller reward model")
     for name in ("bf16", "param_dtype", "attn_implementation"):

@@ -159,9 +159,9 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
     """
     rank, world = rank_and_world()
     device = local_device()
-    if config.zero_stage == 3 and spec.lora is not None and spec.lora.quantise:
+    if config.zero_stage == 3 and spec.lora is not None and spec.lora.quantize:
         rule, remedy = "ZeRO 3 cannot partition 4-bit weights", "use zero_stage <= 2, or remove it"
-        raise ConfigError("lora.quantise", spec.lora.quantise, rule, remedy)
+        raise ConfigError("lora.quantize", spec.lora.quantize, rule, remedy)
     if optimizer is not None and optimizer.ema_decay > 0 and config.zero_stage == 3:
         rule = "under ZeRO 3 no rank has all weights, so they cannot be averaged"
         raise ConfigError("optimizer.ema_decay", optimizer.ema_decay, rule, "use zero_stage <= 2, or 0 here")

@@ -92,7 +92,7 @@ def test_a_challenger_that_does_not_win_leaves_the_champion_and_rollback_needs_o
     decided, _, _ = run_once(tmp_path, home, "publish.policy=base", "publish.challenge=none")
     assert decided["publish"] == "HIT"
     # Nor does a new key of the stage give it the alias again.
-    decided, gate, _ = run_once(tmp_path, home, "publish.policy=base", "publish.challenge=none", "publish.licence=MIT")
+    decided, gate, _ = run_once(tmp_path, home, "publish.policy=base", "publish.challenge=none", "publish.license=MIT")
     assert decided["publish"] == "RUN" and gate["registry"]["aliases"] == ["candidate"]
     assert [check["metric"] for check in gate["checks"]] == ["was rolled back"]
     found = read_champions(tracking_uri(home), "support")

@@ -81,6 +81,8 @@ def test_a_bare_name_chooses_a_loss_with_its_defaults():
         ("[ppo]\nahead = 'staleness'\n", ["ppo.staleness=none"], {"ahead": None}),
         ("[ppo.value_optimizer]\neps = 0.1\n", [], {"value.optimizer.eps": 0.1, "value.optimizer.learning_rate": 5e-4}),
         ("[ppo]\nkl_coef = 'none'\n", [], {"kl.coef": 0.05}),
+        ("[ppo.rewards]\nnormalise = 'running'\n", ["ppo.rewards.normalize=none"], {"rewards.normalize": "none"}),
+        ("publish.licence = 'MIT'\n[ppo.lora]\nquantize = 'nf4'\n", ["ppo.lora.quantise="], {"lora.quantize": ""}),
     ],
 )  # fmt: skip
 def test_the_default_type_holds_until_another_is_named_and_former_names_are_read(tmp_path, text, overrides, expected):

@@ -47,7 +47,7 @@ def test_credit_per_turn_wants_the_environment_s_reward_as_it_is():
     scheduled = terms | {"won": EpisodeReward(weight_end=2.0, weight_steps=5)}
     for rewards in (
         RewardsConfig(),
-        RewardsConfig(terms=terms, normalise="running"),
+        RewardsConfig(terms=terms, normalize="running"),
         RewardsConfig(terms=terms, clip=1.0),
         RewardsConfig(terms=scheduled),
     ):

@@ -43,8 +43,8 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
         ({"ahead": "dynamic"}, r"samples_per_prompt = 1: ahead\.type = 'dynamic' compares"),
         ({"rewards": {"composition": {"type": "gdpo"}}}, 'samples_per_prompt = 1: rewards.composition.type = "gdpo"'),
         (
-            {"rewards": {"terms": {"rm": {"type": "reward_model", "normalise": "group"}}}},
-            'samples_per_prompt = 1: rewards.terms.rm.normalise = "group" compares',
+            {"rewards": {"terms": {"rm": {"type": "reward_model", "normalize": "group"}}}},
+            'samples_per_prompt = 1: rewards.terms.rm.normalize = "group" compares',
         ),
         ({"ahead": DYNAMIC | {"max_rounds": 1}, "samples_per_prompt": 2}, "greater than or equal to 2"),
         ({"ptx": {"coef": 0}}, "greater than 0"),
@@ -56,9 +56,9 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
             {
                 "ahead": DYNAMIC | {"low": 0.1},
                 "samples_per_prompt": 2,
-                "rewards": {"normalise": "running"},
+                "rewards": {"normalize": "running"},
             },
-            "rewards.normalise = 'running' changes it",
+            "rewards.normalize = 'running' changes it",
         ),
         (
             {
@@ -72,9 +72,9 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
             {
                 "ahead": DYNAMIC | {"low": 0.1},
                 "samples_per_prompt": 2,
-                "rewards": {"terms": {"rm": {"type": "reward_model", "normalise": "group"}}},
+                "rewards": {"terms": {"rm": {"type": "reward_model", "normalize": "group"}}},
             },
-            "rewards.terms.rm.normalise = 'group' changes it",
+            "rewards.terms.rm.normalize = 'group' changes it",
         ),
         (
             {"rewards": {"terms": {"won": {"type": "episode"}}}},
@@ -90,8 +90,8 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
             r"advantage = 'remax': .* and ahead\.type = 'staleness' is not made",
         ),
         (
-            {"advantage": "remax", "rewards": {"normalise": "running"}},
-            "rewards.normalise = 'running' scales rewards by the answers around them",
+            {"advantage": "remax", "rewards": {"normalize": "running"}},
+            "rewards.normalize = 'running' scales rewards by the answers around them",
         ),
         (
             {"advantage": "remax", "rewards": {"terms": {"won": RELATIVE}}},
@@ -125,6 +125,10 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
         ({"staleness": 1, "ahead": "dynamic"}, "staleness = 1: is the former name of ahead, which is set, too"),
         ({"staleness": 1, "dynamic_sampling": {}}, "staleness = 1: dynamic_sampling samples again"),
         ({"partial_tokens": 16, "dynamic_sampling": {}}, "partial_tokens = 16: dynamic_sampling samples again"),
+        (
+            {"rewards": {"normalise": "none", "normalize": "none"}},
+            "normalise = 'none': is the former spelling of normalize",
+        ),
         ({"in_flight_groups": 64}, r"ahead\.partial\.tokens\s+Field required"),
     ],
 )
@@ -134,7 +138,7 @@ def test_a_section_that_cannot_work_is_refused(section, message):
 
 
 def test_bounds_go_with_a_term_that_is_normalised_and_only_watched():
-    watched = {"type": "reward_model", "weight": 0.0, "normalise": "running"}
+    watched = {"type": "reward_model", "weight": 0.0, "normalize": "running"}
     rewards = {"terms": {"rm": {"type": "reward_model"}, "watched": watched}}
     section = {"ahead": DYNAMIC | {"low": 0.1}, "samples_per_prompt": 2, "rewards": rewards}
     assert PPOConfig.model_validate(section).rewards.terms["watched"].weight == 0.0
@@ -159,6 +163,8 @@ def test_grpo_is_chosen_with_its_own_option():
         ({"dynamic_sampling": {}, "staleness": 0, "samples_per_prompt": 2}, {"ahead": DYNAMIC, "samples_per_prompt": 2}),
         ({"value_clip": 0.0, "value_warmup_steps": 3, "value_optimizer": {"eps": 1e-6}},
          {"value": {"clip": 0.0, "warmup_steps": 3, "optimizer": {"eps": 1e-6}}}),
+        ({"lora": {"quantise": "nf4"}, "rewards": {"normalise": "running"}},
+         {"lora": {"quantize": "nf4"}, "rewards": {"normalize": "running"}}),
     ],
 )  # fmt: skip
 def test_former_names_are_read_and_results_are_recorded_under_them(former, current):
@@ -170,6 +176,7 @@ def test_former_names_are_read_and_results_are_recorded_under_them(former, curre
         {"kl_coef", "kl_in", "staleness", "value_clip", "value_optimizer"} <= written.keys() >= keyed(expected).keys()
     )
     assert not {"kl", "ahead", "value"} & written.keys()
+    assert "normalise" in keyed(expected)["rewards"]
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,10 @@ def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is():
             {"terms": {"judge": JUDGE | {"verdict": {"type": "pattern", "pattern": "("}}}},
             "must be a regular expression",
         ),
-        ({"terms": {"form": FORM | {"normalise": "group"}}, "composition": {"type": "gdpo"}}, "gdpo normalizes"),
+        ({"terms": {"form": FORM | {"normalize": "group"}}, "composition": {"type": "gdpo"}}, "gdpo normalizes"),
         (
             {
-                "terms": {"form": FORM | {"normalise": "running"}, "quality": {"type": "reward_model"}},
+                "terms": {"form": FORM | {"normalize": "running"}, "quality": {"type": "reward_model"}},
                 "composition": {"type": "gated_product", "gates": ["form"]},
             },
             "a gate must stay in",
@@ -98,7 +98,7 @@ def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is():
         ({"truncated": {"type": "scale", "amount": 1.0}}, r"amount = 1\.0: a scale must be in \[0, 1\)"),
         ({"truncated": {"amount": -1.0}}, r"amount = -1\.0: a penalty is subtracted and must be > 0"),
         ({"truncated": {}, "terms": {"truncated": FORM}}, "rewards.truncated uses this name"),
-        ({"normalize": "running"}, "Extra inputs"),
+        ({"normalized": "running"}, "Extra inputs"),
     ],
 )
 def test_a_section_that_cannot_work_is_refused(section, message):

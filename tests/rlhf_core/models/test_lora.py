@@ -217,7 +217,7 @@ def test_all_that_is_adapted_in_a_family_is_in_its_export(family, adapted, froze
             {"target_modules": ("q_proj", "dt_proj")},
             r"does not call \['model.layers.\*.mamba.dt_proj'\]",
         ),
-        ("gpt2", False, {"target_modules": "all-linear", "quantise": "nf4"}, "Conv1D layers, which have no 4-bit form"),
+        ("gpt2", False, {"target_modules": "all-linear", "quantize": "nf4"}, "Conv1D layers, which have no 4-bit form"),
     ],
 )
 def test_adapters_that_would_not_be_trained_or_merged_are_refused(family, tied, lora, message, made, monkeypatch):
@@ -281,14 +281,14 @@ def loss(model: Any) -> torch.Tensor:
 
 def test_without_bitsandbytes_it_is_refused_before_anything_is_loaded(tiny_llama, monkeypatch):
     monkeypatch.setattr(quantised, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"lora.quantise = 'nf4': needs bitsandbytes.*install bitsandbytes"):
-        loaded(tiny_llama, lora=LoraConfig(quantise="nf4"))
+    with pytest.raises(ConfigError, match=r"lora.quantize = 'nf4': needs bitsandbytes.*install bitsandbytes"):
+        loaded(tiny_llama, lora=LoraConfig(quantize="nf4"))
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 def test_adapters_are_trained_over_4_bits_and_merged_into_whole_weights(tiny_llama, tmp_path, variant):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    model = loaded(tiny_llama, lora=LoraConfig(rank=2, variant=variant, quantise="nf4"), checkpointing=True)
+    model = loaded(tiny_llama, lora=LoraConfig(rank=2, variant=variant, quantize="nf4"), checkpointing=True)
     small = model.model.layers[0].self_attn.q_proj.base_layer.weight
     assert (small.dtype, small.numel()) == (torch.uint8, 64 * 64 // 2)
     assert {name.split(".")[-2] for name, p in model.named_parameters() if p.requires_grad} <= {"default"}
@@ -309,7 +309,7 @@ def test_adapters_are_trained_over_4_bits_and_merged_into_whole_weights(tiny_lla
 
 def test_only_the_adapted_layers_are_rounded_and_by_little(tiny_llama):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    state = merged_state_dict(loaded(tiny_llama, lora=LoraConfig(quantise="nf4", target_modules=("q_proj",))))
+    state = merged_state_dict(loaded(tiny_llama, lora=LoraConfig(quantize="nf4", target_modules=("q_proj",))))
     for name, whole in merged_state_dict(loaded(tiny_llama)).items():
         if "q_proj" in name:
             assert 0.01 < float((state[name] - whole).norm() / whole.norm()) < 0.15, name

@@ -102,7 +102,7 @@ def test_the_words_of_an_environment_are_not_the_policys_length():
 
 
 def test_running_normalisation_goes_on_from_a_checkpoint():
-    config = RewardsConfig(terms=TERMS, normalise="running")
+    config = RewardsConfig(terms=TERMS, normalize="running")
     whole = scorer(config)
     whole(answers(1, 3))
     expected = [rollout.reward for rollout in whole(answers(5))]
@@ -227,7 +227,7 @@ def test_weights_move_with_the_steps():
 
 
 def test_a_term_is_normalised_then_clipped_then_weighted_and_kept_as_it_was():
-    spec = TERMS["length"].model_dump() | {"normalise": "group", "clip": 0.8, "weight": 10.0}
+    spec = TERMS["length"].model_dump() | {"normalize": "group", "clip": 0.8, "weight": 10.0}
     rollouts = Scorer(config_of(length=spec), {"length": length})(answers(2, 4, 12))
     # mean 6, deviation sqrt((16 + 4 + 36) / 2) = 5.29: -0.756, -0.378, 1.134 -> 0.8
     assert [one.reward for one in rollouts] == pytest.approx([-40 / 28**0.5, -20 / 28**0.5, 8.0])
@@ -235,7 +235,7 @@ def test_a_term_is_normalised_then_clipped_then_weighted_and_kept_as_it_was():
 
 
 def test_the_normaliser_of_a_term_and_the_logs_of_the_step_go_on_from_a_checkpoint():
-    config = config_of(part=PART, length=TERMS["length"].model_dump() | {"normalise": "running"})
+    config = config_of(part=PART, length=TERMS["length"].model_dump() | {"normalize": "running"})
 
     def new() -> Scorer:
         return Scorer(config, {"part": part(failing("late")), "length": length})
@@ -271,10 +271,10 @@ def test_a_term_that_is_constant_over_a_step_is_a_warning_by_name_once_and_a_met
     ("term", "shape", "expected"),
     [
         ({}, {"clip": 3.0}, [2.0, 3.0]),  # nothing is normalized, so the bound stays
-        ({"clip": 3.0}, {"normalise": "running"}, [2.0, 3.0]),
-        ({}, {"normalise": "running", "clip": 1.0}, [2.0, 6.0]),
-        ({"normalise": "running", "clip": 1.0}, {}, [2.0, 6.0]),
-        ({"normalise": "group", "clip": 1.0}, {"clip": 1.0}, [2.0, 6.0]),
+        ({"clip": 3.0}, {"normalize": "running"}, [2.0, 3.0]),
+        ({}, {"normalize": "running", "clip": 1.0}, [2.0, 6.0]),
+        ({"normalize": "running", "clip": 1.0}, {}, [2.0, 6.0]),
+        ({"normalize": "group", "clip": 1.0}, {"clip": 1.0}, [2.0, 6.0]),
         ({}, {"composition": {"type": "gdpo"}, "clip": 1.0}, [2.0, 6.0]),
     ],
 )
@@ -468,7 +468,7 @@ def test_a_term_of_some_sources_is_not_shown_the_prompts_of_others():
 
 def test_the_running_statistics_of_a_term_are_of_its_own_sources():
     terms = {
-        "length": FunctionReward(function="m:length", normalise="running", sources=("sums",)),
+        "length": FunctionReward(function="m:length", normalize="running", sources=("sums",)),
         "constant": TERMS["constant"],
     }
     rollouts = scorer(RewardsConfig(terms=terms))(of_sources("sums", "desk", "sums", "desk"))

@@ -58,7 +58,7 @@ def test_the_identity_is_what_decides_the_values(tmp_path):
     file = tmp_path / "one.py"
     file.write_text("def one(generations):\n    return []\n")
     spec = FunctionReward(function=f"{file}:one")
-    same = spec.model_copy(update={"weight": 3.0, "timeout_s": 1.0, "on_failure": "invalid", "normalise": "group"})
+    same = spec.model_copy(update={"weight": 3.0, "timeout_s": 1.0, "on_failure": "invalid", "normalize": "group"})
     assert identity(same) == identity(spec)
     assert identity(spec.model_copy(update={"arguments": {"x": 1}})) != identity(spec)
     first = identity(spec)

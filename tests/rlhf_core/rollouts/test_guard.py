@@ -237,8 +237,8 @@ def test_a_first_step_whose_answers_are_all_cut_off_and_masked_does_not_end_the_
             {"evaluate": {"export": "last"}, "monitors": [ROLLBACK], "optimizer": FAST | {"ema_decay": 0.9}},
             r"optimizer\.ema_decay = 0\.9: the average is exported",
         ),
-        (independent(normalise="running"), "evaluate.independent.normalise = 'running': .* cannot be compared"),
-        (independent({"normalise": "group"}), "evaluate.independent.terms.own.normalise = 'group': "),
+        (independent(normalize="running"), "evaluate.independent.normalize = 'running': .* cannot be compared"),
+        (independent({"normalize": "group"}), "evaluate.independent.terms.own.normalize = 'group': "),
         (independent(composition={"type": "gdpo"}), "evaluate.independent.composition.type = 'gdpo': "),
     ],
 )

@@ -109,7 +109,7 @@ def test_every_evaluation_draws_with_the_same_seeds_and_scores_by_prompt():
 
 
 def test_the_rewards_that_train_are_not_normalized_and_their_statistics_are_left_alone():
-    config = RewardsConfig(terms={"own": TERM.model_copy(update={"normalise": "running"})}, normalise="running")
+    config = RewardsConfig(terms={"own": TERM.model_copy(update={"normalize": "running"})}, normalize="running")
     trained = Scorer(config, {"own": by_prompt})
     before = str(trained.state())
     evaluated = held_out(Engine(), trained.comparable(), None, [])

@@ -134,7 +134,7 @@ def test_rollouts_are_prompts_times_samples_and_are_split_into_optimizer_steps(t
 def test_bounds_on_rewards_win_over_their_running_normalisation(tmp_path):
     flags = "--normalize_reward --advantage_estimator rloo --n_samples_per_prompt 4 --dynamic_filtering"
     config, translation = translated(PPO + flags, tmp_path)
-    assert config.ppo and isinstance(config.ppo.ahead, DynamicSampling) and config.ppo.rewards.normalise == "none"
+    assert config.ppo and isinstance(config.ppo.ahead, DynamicSampling) and config.ppo.rewards.normalize == "none"
     assert fates(translation)["--normalize_reward"] == "not translatable"
 
 
@@ -246,7 +246,7 @@ SETTINGS = [
     (DPO_08, "runtime.trainer.sequence_parallel", 2),
     (PPO + "--use_liger_kernel", "runtime.trainer.liger", True),
     (PPO + "--aux_loss_coef 0.01", "runtime.trainer.router_aux_coef", 0.01),
-    (PPO + "--load_in_4bit --lora_rank 8", "ppo.lora.quantise", "nf4"),
+    (PPO + "--load_in_4bit --lora_rank 8", "ppo.lora.quantize", "nf4"),
     (GRPO_09, "runtime.train_workers", 8),
     (GRPO_09, "runtime.gpus_per_train_worker", 0.5),
     (GRPO_09, "runtime.gpus_per_engine", 0.5),

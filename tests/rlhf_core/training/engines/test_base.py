@@ -93,8 +93,8 @@ def test_only_a_trained_model_checkpoints_its_activations(policy_spec):
 
 
 def test_weights_of_4_bits_are_not_partitioned(policy_spec):
-    spec = replace(policy_spec, lora=LoraConfig(quantise="nf4"))
-    with pytest.raises(ConfigError, match=r"lora.quantise = 'nf4': ZeRO 3 cannot partition 4-bit weights"):
+    spec = replace(policy_spec, lora=LoraConfig(quantize="nf4"))
+    with pytest.raises(ConfigError, match=r"lora.quantize = 'nf4': ZeRO 3 cannot partition 4-bit weights"):
         open_engine(spec, OptimizerConfig(), TrainerConfig(zero_stage=3))
 
 
