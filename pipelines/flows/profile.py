@@ -29,13 +29,11 @@ from pipelines.flows.sections import (
     DistillationConfig,
     EvaluationConfig,
 )
-from rlhf_core.config.engines import LoraConfig
 from rlhf_core.config.former_names import FORMER, renamed
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.config.policy import PPOConfig
-from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.errors import ConfigError, nearest
-from rlhf_core.schema.base import FIELD_OF, OPERATIONAL, added_option, by_type, tag_of
+from rlhf_core.schema.base import FIELD_OF, OPERATIONAL, OTHER_SPELLING, added_option, by_type, tag_of
 from rlhf_core.secrets.redaction import hidden
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import read_regular
@@ -548,10 +546,6 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # a name too long for the file system
         return False
-
-
-_FORMER = {**PublishConfig.former, **RewardsConfig.former, **LoraConfig.former}
-OTHER_SPELLING = _FORMER | {key: former for former, key in _FORMER.items()}
 
 
 def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[Any, Any]:

@@ -106,8 +106,6 @@ ALL_LINEAR: Literal["all-linear"] = "all-linear"
 class LoraConfig(Config):
     """Low-rank adapters (arXiv 2106.09685), merged into the weights on export."""
 
-    former: ClassVar = {"quantise": "quantize"}
-
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)
     variant: Literal["lora", "rslora", "dora"] = "lora"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,8 +26,6 @@ depends on the number of workers or the batch size."""
 
 class Term(Config):
     """The weight and scale of a reward term. Its values are normalized, then clipped, then weighted."""
-
-    former: ClassVar = {"normalise": "normalize"}
 
     weight: float = 1.0
     """Weight of the term in the reward."""
@@ -318,8 +316,6 @@ class TruncatedReward(Config):
 
 class RewardsConfig(Config):
     """Terms, each normalized and clipped -> composition -> running normalization -> clip -> penalties for length."""
-
-    former: ClassVar = {"normalise": "normalize"}
 
     terms: dict[str, RewardSpec] = Field(default={"reward_model": RewardModelReward()}, min_length=1)
     """Terms of the reward by name; `reward_components` keeps their raw values."""

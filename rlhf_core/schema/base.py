@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
@@ -45,6 +45,10 @@ def as_written(text: str) -> str:
     folder, separator, path = text.partition(BESIDE)
     return path if separator and not any(map(str.isspace, folder)) else text
 
+
+SPELLINGS = {"licence": "license", "normalise": "normalize", "quantise": "quantize"}
+"""Former spelling of a key -> the present one. Both are read; results are recorded under the former, and so keep their keys."""
+OTHER_SPELLING = SPELLINGS | {key: former for former, key in SPELLINGS.items()}
 
 OPERATIONAL = Operational()
 FAILURES = FailureSetting()
@@ -85,20 +89,17 @@ class Config(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
-    former: ClassVar[Mapping[str, str]] = {}
-    """Former spelling of a key -> the present one. Both are read; results are recorded under the former one, and so keep their keys."""
 
     @model_validator(mode="before")
     @classmethod
     def _read_former_spellings(cls, table: Any) -> Any:
-        if not isinstance(table, Mapping) or cls.former.keys().isdisjoint(table):
+        if not isinstance(table, Mapping) or SPELLINGS.keys().isdisjoint(table):
             return table
-        for former, key in cls.former.items():
-            if former in table and key in table:
-                raise ValueError(
-                    f"{former} = {table[former]!r}: is the former spelling of {key}, which is set, too; remove {former}"
-                )
-        return {cls.former.get(name, name): value for name, value in table.items()}
+        present = {former: key for former, key in SPELLINGS.items() if key in cls.model_fields and former in table}
+        for former in [one for one, key in present.items() if key in table]:
+            rule = f"is the former spelling of {present[former]}, which is set, too"
+            raise ValueError(f"{former} = {table[former]!r}: {rule}; remove {former}")
+        return {present.get(name, name): value for name, value in table.items()}
 
     @model_validator(mode="before")
     @classmethod
@@ -120,8 +121,7 @@ class Config(BaseModel):
 
     def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of this table as keys and stored results have them: under the names they were recorded with."""
-        former = {key: name for name, key in self.former.items()}
-        return {former.get(name, name): value for name, value in table.items()} if former else table
+        return {OTHER_SPELLING.get(name, name): value for name, value in table.items()}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -50,8 +50,6 @@ class GateNote(Config):
 
 class PublishConfig(Config):
     """The registration of the policy, and the gate that it must pass."""
-
-    former: ClassVar = {"licence": "license"}
 
     name: str = Field("rlhf-policy", min_length=1)
     """Name of the model in the registry."""
