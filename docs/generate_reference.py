@@ -1,10 +1,10 @@
-"""Write the pages that repeat the code: the reference of all settings, the map of the code, the tables of methods.
+"""Write what repeats the code: the reference of all settings, the map of the code, the tables of methods, `prefect.yaml`.
 
     python -m docs.generate_reference
 
 The reference has one page per section of a profile, from the configuration classes. It goes to `docs/reference/`, which git
-ignores: `make docs` writes it anew, so it cannot be out of date. `docs/code_map.md` and the tables in `docs/algorithms.md` are
-kept, for readers of the repository.
+ignores: `make docs` writes it anew, so it cannot be out of date. `docs/code_map.md`, the tables in `docs/algorithms.md` and
+the stages in `prefect.yaml` are kept, for readers of the repository.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 from pipelines.flows import run_rules
 from pipelines.flows.profile import PipelineConfig
+from pipelines.prefect_flows.deployments import STAGE_TAG, deployments
 from rlhf_core.algorithms import advantage, policy, preference
 from rlhf_core.schema.base import Config, Operational
 
@@ -29,6 +30,7 @@ REFERENCE = ROOT / "docs" / "reference"
 SHARED = "shared_tables"
 CODE_MAP = ROOT / "docs" / "code_map.md"
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
+WORK_POOLS = ROOT / "prefect.yaml"
 FAMILIES = {"[dpo.loss] type": preference, "[ppo.loss] type": policy, "[ppo.advantage] type": advantage}
 """The end of a heading in algorithms.md -> the methods of the table below it."""
 Schema = Mapping[str, Any]
@@ -306,7 +308,23 @@ def method_row(kind: type[Config]) -> str:
     return f"| `{kind.model_fields['type'].default}` | {title} | `{formula}` | {reference} |"
 
 
+def work_pools(text: str) -> str:
+    """Return prefect.yaml with an entry for each stage; those of pipelines are written by hand."""
+    head = re.split(r"^.*stage_flows\.py:", text, maxsplit=1, flags=re.M)[0]
+    entries = [head.rstrip("\n")]
+    for one in deployments():
+        if one.tags == [STAGE_TAG]:
+            function = one.entrypoint.rpartition(".")[2]
+            fields = ", ".join(f'{field}: "{{{{ {one.name}.{field} }}}}"' for field in one.parameters)
+            entries.append(
+                f'  - {{name: {one.name}, entrypoint: "pipelines/prefect_flows/stage_flows.py:{function}", work_pool: *pool,\n'
+                f"     parameters: {{{fields}}}, tags: [{STAGE_TAG}]}}"
+            )
+    return "\n".join([*entries, ""])
+
+
 def main() -> int:
+    WORK_POOLS.write_text(work_pools(WORK_POOLS.read_text(encoding="utf-8")), encoding="utf-8")
     CODE_MAP.write_text(code_map(), encoding="utf-8")
     ALGORITHMS.write_text(algorithms(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")
     REFERENCE.mkdir(exist_ok=True)

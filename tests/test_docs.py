@@ -123,9 +123,10 @@ def test_a_misspelt_profile_in_a_command_would_be_noticed() -> None:
 
 
 def test_generated_pages_equal_the_code() -> None:
-    page = generate_reference.ALGORITHMS.read_text()
+    page, declared = generate_reference.ALGORITHMS.read_text(), generate_reference.WORK_POOLS.read_text()
     assert generate_reference.CODE_MAP.read_text() == generate_reference.code_map(), "python -m docs.generate_reference"
     assert page == generate_reference.algorithms(page), "python -m docs.generate_reference"
+    assert declared == generate_reference.work_pools(declared), "python -m docs.generate_reference"
 
 
 def test_a_documented_option_of_a_module_exists() -> None:

@@ -79,8 +79,7 @@ def test_own_rows_and_an_own_reward_have_a_result_after_six_commands(tmp_path, r
     made = ran("rlhf run profile.toml", desk)
     found = re.search(r"report: (\S+)", made)
     assert found is not None
-    page = Path(found[1]).read_text()
-    assert all(f"{policy}</td>" in page for policy in ("sft", "ppo"))
+    assert all(f"{policy}</td>" in Path(found[1]).read_text() for policy in ("sft", "ppo"))
     assert re.search(r"^Completed +desk.*gold", ran("rlhf runs", desk), flags=re.M)
     assert "of the run desk" in ran('rlhf chat ppo --profile profile.toml --once "My bowl is cracked."', desk)
     assert len(outputs) == 6
