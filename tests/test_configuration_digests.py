@@ -13,22 +13,22 @@ from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.user_code.dependencies import user_code_digest
 
 PROFILES = {
-    "multi_node/full": ("af241ae945245a68", "f1b00acc1ec7ae91"),
-    "one_gpu/full": ("ce9644f25d69e6d0", "bd0a57faaf7f1ef2"),
-    "one_node/full": ("14cd919629c5c3c5", "97042f38113e1357"),
-    "smollm2/full": ("589af953e4d9952f", "f709ffae50375c17"),
-    "smollm2/grpo": ("0616e2560d941dc1", "dc28c6d2313e01ce"),
-    "smollm2/instructions": ("f8e42c588979fbcf", "4236826d1ca80ca8"),
-    "smollm2/instructions_hacked": ("8ed3a7197821296e", "15ed618cc2366939"),
-    "smollm2/one_word": ("07173d728b9bc6f7", "8fc4cb350cee48b3"),
-    "tiny/conditional": ("e4df3229220a6143", "fbc0faa66eb0e821"),
+    "multi_node/full": ("7a4d535311cd24f8", "f1b00acc1ec7ae91"),
+    "one_gpu/full": ("0624df10d7132b92", "bd0a57faaf7f1ef2"),
+    "one_node/full": ("f913cee988a5045b", "97042f38113e1357"),
+    "smollm2/full": ("da6fa35a9dbecb0d", "f709ffae50375c17"),
+    "smollm2/grpo": ("bfd71a46e4da1f48", "dc28c6d2313e01ce"),
+    "smollm2/instructions": ("c144572b74f80fa6", "4236826d1ca80ca8"),
+    "smollm2/instructions_hacked": ("77ecefcf41d90dd9", "15ed618cc2366939"),
+    "smollm2/one_word": ("78915a2ce5f0dada", "8fc4cb350cee48b3"),
+    "tiny/conditional": ("43a52036577ff84e", "fbc0faa66eb0e821"),
     "tiny/distill": ("7d8fddac13e9be6f", "959f436b7a78b67f"),
-    "tiny/full": ("b800f08d6e4bc183", "b7242249ee6bca6a"),
-    "tiny/online": ("eee4497a1451c6fe", "6ccdde836a3146c9"),
-    "tiny/people": ("4ec825bda0ed1126", "71c554baaa3b5cfa"),
-    "tiny/prm": ("16eedd36b77bbe6c", "30ed789a43b9ec80"),
-    "tiny/recipe": ("4b791a454607b514", "716a52d9049025c9"),
-    "tiny/rlvr": ("12ed42d95508f0e3", "13eabbeee1959916"),
+    "tiny/full": ("aefd1a2d169374ad", "b7242249ee6bca6a"),
+    "tiny/online": ("6eaa62e1070b9748", "6ccdde836a3146c9"),
+    "tiny/people": ("8d046c89e82f6d82", "71c554baaa3b5cfa"),
+    "tiny/prm": ("5fd834349dbb6ed7", "30ed789a43b9ec80"),
+    "tiny/recipe": ("3a805407b96f517b", "716a52d9049025c9"),
+    "tiny/rlvr": ("e088898987ceb8de", "13eabbeee1959916"),
 }
 """Profile -> the first digits of the digests of its JSON and of what of it belongs to keys."""
 

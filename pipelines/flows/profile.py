@@ -31,9 +31,8 @@ from pipelines.flows.sections import (
 )
 from rlhf_core.config.former_names import FORMER, renamed
 from rlhf_core.config.monitors import is_named, remedy_of
-from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError, nearest
-from rlhf_core.schema.base import FIELD_OF, OPERATIONAL, OTHER_SPELLING, added_option, by_type, tag_of
+from rlhf_core.schema.base import FIELD_OF, OPERATIONAL, OTHER_SPELLING, PRESENT_NAMES, added_option, by_type, tag_of
 from rlhf_core.secrets.redaction import hidden
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import read_regular
@@ -427,10 +426,7 @@ def with_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 def as_table(config: BaseModel) -> dict[str, Any]:
     """Return a profile, or one of its sections, as a file has it: without empty keys, and with present names alone."""
-    table = config.model_dump(mode="json", exclude_none=True)
-    if isinstance(config, PPOConfig):
-        return dict(renamed(table, below={}))
-    return _with_current_names(table, below={})
+    return config.model_dump(mode="json", exclude_none=True, by_alias=True, context=PRESENT_NAMES)
 
 
 def profile_digest(config: PipelineConfig) -> str:

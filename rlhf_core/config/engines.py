@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from rlhf_core.schema.base import OPERATIONAL, Config, added_option
+from rlhf_core.schema.base import OPERATIONAL, Config, RenamedConfig, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 
 # ---------------------------------------------------------------- precision
@@ -103,7 +103,7 @@ BaseModelConfig = Annotated[PretrainedModel | InitModel, Field(discriminator="ty
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
 
 
-class LoraConfig(Config):
+class LoraConfig(RenamedConfig):
     """Low-rank adapters (arXiv 2106.09685), merged into the weights on export."""
 
     rank: int = Field(16, ge=1)

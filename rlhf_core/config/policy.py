@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 from pydantic import (
     BeforeValidator,
     Field,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 
@@ -33,7 +30,7 @@ from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.former_names import recorded, renamed
 from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
 from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig, what_compares_answers, what_moves_rewards
-from rlhf_core.schema.base import OPERATIONAL, Config, added_option, by_type
+from rlhf_core.schema.base import OPERATIONAL, Config, RenamedConfig, added_option, by_type
 
 # ---------------------------------------------------------------- the methods, by their type
 
@@ -188,7 +185,7 @@ class PtxConfig(Config):
     max_length: int = Field(256, ge=8)
 
 
-class PPOConfig(Config):
+class PPOConfig(RenamedConfig):
     """Policy optimization with rewards."""
 
     steps: int = Field(100, ge=1)
@@ -262,11 +259,6 @@ class PPOConfig(Config):
     def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
         """Return the fields under the names that results were recorded with."""
         return recorded(table)
-
-    @model_serializer(mode="wrap")
-    def _serialize(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        flat = recorded(handler(self))
-        return {name: one for name, one in flat.items() if one is not None} if info.exclude_none else flat
 
     @model_validator(mode="after")
     def _check_mixture(self) -> PPOConfig:

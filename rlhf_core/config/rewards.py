@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.errors import ConfigError, nearest
-from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, FunctionName, HttpAddress, added_option
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, FunctionName, HttpAddress, RenamedConfig, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 
 # ---------------------------------------------------------------- terms
@@ -24,7 +24,7 @@ Compares = Literal["nothing", "group", "batch"]
 depends on the number of workers or the batch size."""
 
 
-class Term(Config):
+class Term(RenamedConfig):
     """The weight and scale of a reward term. Its values are normalized, then clipped, then weighted."""
 
     weight: float = 1.0
@@ -314,7 +314,7 @@ class TruncatedReward(Config):
         return self
 
 
-class RewardsConfig(Config):
+class RewardsConfig(RenamedConfig):
     """Terms, each normalized and clipped -> composition -> running normalization -> clip -> penalties for length."""
 
     terms: dict[str, RewardSpec] = Field(default={"reward_model": RewardModelReward()}, min_length=1)

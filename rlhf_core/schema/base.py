@@ -9,7 +9,17 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -119,10 +129,6 @@ class Config(BaseModel):
             refuse_plain(name, getattr(self, name))
         return self
 
-    def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of this table as keys and stored results have them: under the names they were recorded with."""
-        return {OTHER_SPELLING.get(name, name): value for name, value in table.items()}
-
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core_schema)
@@ -132,6 +138,23 @@ class Config(BaseModel):
         return schema
 
 
+class RenamedConfig(Config):
+    """A configuration with former names or spellings of keys. Dumps, and so records and keys, have the former ones."""
+
+    def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of this table under the names that results were recorded with."""
+        return {OTHER_SPELLING.get(name, name): value for name, value in table.items()}
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        table: dict[str, Any] = handler(self)
+        if info.context is not PRESENT_NAMES:
+            table = self.recorded(table)
+        return {name: one for name, one in table.items() if one is not None} if info.exclude_none else table
+
+
+PRESENT_NAMES = object()
+"""Context of a dump whose keys have their present names."""
 FIELD_OF = {"stage": "stage", "type": "type", "in": "in_"}
 """Keys that choose among the types of a table, and their fields: `in` is no name in Python."""
 
@@ -220,7 +243,7 @@ def keyed(config: BaseModel) -> dict[str, Any]:
         if not any(isinstance(mark, Operational) for mark in field.metadata)
         and not (field.exclude_if is not None and field.exclude_if(value))
     }
-    return config.recorded(table) if isinstance(config, Config) else table
+    return config.recorded(table) if isinstance(config, RenamedConfig) else table
 
 
 def _keyed_value(value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import Config, added_option
+from rlhf_core.schema.base import Config, RenamedConfig, added_option
 from rlhf_core.types import FEWEST_PROMPTS
 
 
@@ -48,7 +48,7 @@ class GateNote(Config):
     """The decision, with its author, time and reason."""
 
 
-class PublishConfig(Config):
+class PublishConfig(RenamedConfig):
     """The registration of the policy, and the gate that it must pass."""
 
     name: str = Field("rlhf-policy", min_length=1)
