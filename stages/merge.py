@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.loading import shared_vocabulary
 from rlhf_core.stage.context import StageContext
+from rlhf_core.store.layout import MANIFEST
 from rlhf_core.types import PolicyRef, derive_seed
 from stages.config.merge import MergeConfig
 
@@ -39,7 +40,7 @@ def run(
         context.tracker.input_model(ref.digest)
     counts = write_merged(config, folders, start, context)
     for path in first.iterdir():
-        if path.is_file() and not path.match(WEIGHTS):
+        if path.is_file() and not path.match(WEIGHTS) and path.name != MANIFEST:
             shutil.copyfile(path, context.out / path.name)
     return context.commit(PolicyRef, metrics=counts)
 

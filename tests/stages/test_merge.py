@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.initialise import initialise_llama
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.layout import MANIFEST
 from rlhf_core.types import PolicyRef
 from stages.config.merge import MergeConfig
 from tests.support.workshop import SHAPE, Workshop, make_policy
@@ -20,6 +21,7 @@ from tests.support.workshop import SHAPE, Workshop, make_policy
 def moved(policy: Path, folder: Path, by: float, *, files: int = 1) -> Path:
     """Write a policy whose weights are those of `policy` plus `by`, in so many files."""
     folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text("{}")  # as policies of the store have one
     for path in policy.iterdir():
         if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())

@@ -12,7 +12,7 @@ from pipelines.flows.profile import load_profile, parse, shipped_profiles, with_
 from pipelines.flows.recipe import drawn, warn_unread
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import keyed
-from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.key import StageSpec, stage_key
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
@@ -73,6 +73,7 @@ def test_a_lifecycle_written_as_a_recipe_has_the_same_stages_and_keys():
     assert set(ours) == set(theirs) and len(ours) == 23
     for label, spec in ours.items():
         other = theirs[label]
+        assert stage_key(spec) == stage_key(other), label
         assert keyed(spec.config) == keyed(other.config), label
         assert (spec.inputs, spec.engines, spec.seed) == (other.inputs, other.engines, other.seed), label
 

@@ -1,0 +1,196 @@
+"""Recipes in the shapes of published pipelines, run to their end with the engines of this process."""
+
+import json
+import tomllib
+from typing import Any
+
+import pytest
+
+from pipelines.execution.executor import RunOptions
+from pipelines.execution.opening import open_run, store_of
+from pipelines.execution.run import run_stages
+from pipelines.flows.full import lifecycle
+from pipelines.flows.profile import parse, with_overrides
+from pipelines.services.home import Home
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.tracking.memory import MemoryTracker
+from rlhf_core.types import ArtifactRef
+from tests.support.listener import Notes
+
+BASE = """
+name = "shapes"
+[runtime]
+type = "local"
+trainer = {engine = "torch"}
+sampler = {type = "hf"}
+[prepare_data]
+model = {type = "init", vocab_size = 400, hidden_size = 32, layers = 1, heads = 2, kv_heads = 2, intermediate_size = 64}
+[prepare_data.data]
+type = "mixed"
+worlds = [
+  {type = "support", demonstrations = 32, preferences = 32, prompts = 8, eval_demonstrations = 8, eval_preferences = 8, \
+eval_prompts = 4},
+  {type = "arithmetic", demonstrations = 16, preferences = 1, prompts = 8, eval_demonstrations = 8, \
+eval_preferences = 1, eval_prompts = 4},
+]
+[evaluate]
+generate = {samples_per_prompt = 2, sampling = {max_tokens = 8}}
+evaluate = {gold = "rlhf_core.data.worlds.mixed:gold_reward"}
+[recipe.sft]
+stage = "sft"
+policy = "base"
+loop = {batch_size = 16}
+"""
+RM = """
+[recipe.kind]
+stage = "reward_model"
+policy = "sft"
+loop = {batch_size = 16}
+"""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ppo": {
+        "steps": 1,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 2,
+        "sampling": {"max_tokens": 8},
+        "advantage": {"type": "rloo"},
+        "entropy_coef": 0.1,
+    },
+    "sft": {"loop": {"batch_size": 4}},
+    "generate": {"samples_per_prompt": 2, "sampling": {"max_tokens": 8}},
+    "select": {"eval_fraction": 0, "drop_truncated": False},
+    "dpo": {"loop": {"batch_size": 4}},
+    "distill": {"on_policy": True, "sampling": {"max_tokens": 8}, "loop": {"batch_size": 4}},
+}
+"""Small sizes of the stages; what a step gives goes before. Entropy moves a policy that earns nothing yet, too."""
+R1 = """
+[recipe.reason]
+stage = "ppo"
+policy = "sft"
+mixture = {arithmetic = 1.0}
+rewards.terms.correct = {type = "function", function = "rlhf_core.data.worlds.arithmetic:exact_match"}
+[recipe.rewrite]
+stage = "rejection_sampling"
+policy = "reason"
+score.rewards.terms.finished = {type = "function", function = "rlhf_core.rewards.verifiable:finished"}
+select.type = "best_of_n"
+[recipe.align]
+stage = "ppo"
+policy = "rewrite"
+reference = "sft"
+rewards.terms.kind = {type = "reward_model", model = "kind", sources = ["support"]}
+rewards.terms.correct = {type = "function", function = "rlhf_core.data.worlds.arithmetic:exact_match", \
+sources = ["arithmetic"]}
+"""
+LLAMA = "".join(
+    f"""
+[recipe.best_{number}]
+stage = "rejection_sampling"
+policy = "{start}"
+reward_models = ["kind"]
+generate.round = {number}
+select.type = "best_of_n"
+[recipe.answers_{number}]
+stage = "generate"
+policy = "best_{number}"
+[recipe.scored_{number}]
+stage = "score"
+generations = "answers_{number}"
+reward_models = ["kind"]
+[recipe.pairs_{number}]
+stage = "select"
+type = "pairs"
+rollouts = "scored_{number}"
+[recipe.dpo_{number}]
+stage = "dpo"
+policy = "best_{number}"
+preferences = "pairs_{number}"
+"""
+    for number, start in ((1, "sft"), (2, "dpo_1"), (3, "dpo_2"))
+)
+DOMAINS = """
+[recipe.sums]
+stage = "ppo"
+policy = "sft"
+mixture = {arithmetic = 1.0}
+rewards.terms.correct = {type = "function", function = "rlhf_core.data.worlds.arithmetic:exact_match"}
+[recipe.form]
+stage = "ppo"
+policy = "sums"
+rewards.terms.finished = {type = "function", function = "rlhf_core.rewards.verifiable:finished"}
+[recipe.desk]
+stage = "ppo"
+policy = "form"
+mixture = {support = 1.0}
+reward_models = ["kind"]
+"""
+BRANCHES = """
+[recipe.sums]
+stage = "ppo"
+policy = "sft"
+mixture = {arithmetic = 1.0}
+rewards.terms.correct = {type = "function", function = "rlhf_core.data.worlds.arithmetic:exact_match"}
+[recipe.desk]
+stage = "ppo"
+policy = "sft"
+mixture = {support = 1.0}
+reward_models = ["kind"]
+[recipe.student]
+stage = "distill"
+policy = "sft"
+teachers = {sums = 1.0, desk = 1.0}
+route = {sums = ["arithmetic"], desk = ["support"]}
+[recipe.merged]
+stage = "merge"
+weights = {sums = 1.0, student = 1.0}
+"""
+
+
+def sized(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of a step with small sizes."""
+    if table["stage"] == "rejection_sampling":
+        parts = {part: OPTIONS[part] | table.get(part, {}) for part in ("generate", "select", "sft")}
+        return {"score": {}, **table, **parts}
+    return OPTIONS.get(table["stage"], {}) | table
+
+
+def profile(*texts: str) -> dict[str, Any]:
+    tree = tomllib.loads(BASE + "".join(texts))
+    return tree | {"recipe": {name: sized(table) for name, table in tree["recipe"].items()}}
+
+
+def run(
+    home: Home, tree: dict[str, Any], *overrides: str
+) -> tuple[dict[str, ArtifactRef], dict[str, str], ArtifactStore]:
+    """Run a profile; return the artifacts and the decisions by label, and the store."""
+    notes, config = Notes(), parse(with_overrides(tree, overrides), origin="recipe")
+    with open_run(config, lifecycle, RunOptions(), home=home, tracker=MemoryTracker(), listener=notes) as opened:
+        results = run_stages(opened, lifecycle, opened.directly, tags={})
+    decisions = {str(label): str(action) for label, action in notes.of("started")}
+    return results, decisions, store_of(config, home)
+
+
+SHAPES = {
+    "R1: SFT, RL, rejection sampling, RL": (profile(RM, R1), ["base", "sft", "reason", "rewrite", "align"], 15),
+    "Llama 3: rounds of rejection sampling and DPO": (
+        profile(RM, LLAMA),
+        ["base", "sft", "best_1", "dpo_1", "best_2", "dpo_2", "best_3", "dpo_3"],
+        36,
+    ),
+    "RL in three domains": (profile(RM, DOMAINS), ["base", "sft", "sums", "form", "desk"], 12),
+    "specialists, student and merge": (profile(RM, BRANCHES), ["base", "sft", "sums", "desk", "student", "merged"], 14),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_published_shape_runs_to_its_end_and_is_found_again(home, shape):
+    tree, policies, stages = SHAPES[shape]
+    results, decisions, store = run(home, tree)
+    assert set(decisions.values()) == {"RUN"} and len(decisions) == stages, decisions
+    report = json.loads((store.path(results["evaluate"]) / "report.json").read_text())
+    assert report["order"] == policies
+    assert len({row["digest"] for row in report["policies"].values()}) == len(policies), "every step has trained"
+    assert all(set(row["sources"]) == {"support", "arithmetic"} for row in report["policies"].values())
+    again, decisions, _ = run(home, tree)
+    assert set(decisions.values()) == {"HIT"} and again == results
