@@ -8,6 +8,7 @@ a table changes or removes the entries that its keys name (`[gates]`, `quality =
 
 from __future__ import annotations
 
+import ast
 import copy
 import difflib
 import os
@@ -635,12 +636,20 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         tree[last] = value
 
 
+_PYTHON = re.compile(r"True|False|[+-]?(\d+\.|\d*\.\d+)(e[+-]?\d+)?")
+"""Switches and numbers as Python has them and TOML has not."""
+
+
 def _value(key: str, text: str) -> Any:
-    """Return the value of `--set`: parsed as TOML, or as plain text if it is not TOML."""
+    """Return the value of `--set`: parsed as TOML, or as plain text if it is not TOML.
+
+    >>> _value("lr", ".5"), _value("refresh", "True"), _value("policy", "sft")
+    (0.5, True, 'sft')
+    """
     try:
         tree = _parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        return text
+        return ast.literal_eval(text) if _PYTHON.fullmatch(text) else text
     except ValueError as error:
         raise ConfigError(f"--set {key} = {text[:40]!r} ...: cannot be read: {error}; give a shorter value") from None
     return tree["value"] if len(tree) == 1 else text

@@ -43,15 +43,12 @@ def native_dtype(value: Any) -> Any:
 def dtype_of_gpus(table: Any, gpus: Any) -> Any:
     """Return `table` with bfloat16 for a `dtype` of `auto` if it computes on GPUs, whatever processor plans the run.
 
-    `gpus` is a number as it is written, perhaps as text; validation refuses what is none.
+    `gpus` is what is written; validation refuses it if it is no number.
 
-    >>> dtype_of_gpus({"dtype": "auto"}, "0.5")
+    >>> dtype_of_gpus({"dtype": "auto"}, 0.5)
     {'dtype': 'bfloat16'}
     """
-    try:
-        uses = float(gpus or 0) > 0
-    except (TypeError, ValueError):
-        uses = False
+    uses = isinstance(gpus, (int, float)) and gpus > 0
     if isinstance(table, Mapping) and table.get("dtype") == "auto" and uses:
         return {**table, "dtype": "bfloat16"}
     return table

@@ -2,11 +2,13 @@
 
 import ast
 import inspect
+import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, TypeAlias, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -90,6 +92,10 @@ HttpAddress: TypeAlias = Annotated[str, AfterValidator(_http_address)]
 """The URL of a server."""
 
 
+NUMERAL = re.compile(r"\s*[+-]?(\d[\d_]*\.?\d*(e[+-]?\d+)?|\.\d+|inf(inity)?|nan)\s*", re.IGNORECASE)
+"""Text that pydantic would read as a number."""
+
+
 class Config(BaseModel):
     """A frozen configuration table that refuses unknown keys and secrets in clear; defaults are set only on its fields.
 
@@ -117,9 +123,9 @@ class Config(BaseModel):
         """Name the default's type in tables that name none: `[ppo.loss] clip_low = 0.1` is an option of `clip`."""
         if not isinstance(table, Mapping):
             return table
-        for key in _numbers(cls) & table.keys():
-            if isinstance(table[key], bool):  # which pydantic would read as 1 or 0
-                raise ValueError(f"{key} = {str(table[key]).lower()}: must be a number; write 1 or 0 if it is meant")
+        for key, kind in _of_numbers(cls).items():
+            if key in table:
+                _check_kind(key, table[key], kind)
         tags = {key: tag for key, tag in _default_tags(cls).items() if isinstance(table.get(key), Mapping)}
         return {**table, **{key: tag | dict(table[key]) for key, tag in tags.items()}}
 
@@ -174,10 +180,51 @@ def tag_of(model: type[BaseModel]) -> tuple[str, tuple[str, ...]]:
 
 
 @lru_cache(maxsize=512)
-def _numbers(model: type[BaseModel]) -> frozenset[str]:
-    """Return the keys of a model that hold a number, or nothing."""
+def _of_numbers(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the annotations of the keys of a model that hold numbers or switches, alone, in lists or in tables."""
     kinds = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
-    return frozenset(key for key, kind in kinds.items() if {*(get_args(kind) or (kind,))} <= {int, float, type(None)})
+    return {key: kind for key, kind in kinds.items() if any({int, float, bool} & {*_kinds(one)} for one in _nested(kind))}
+
+
+def _check_kind(key: str, value: Any, kind: Any) -> None:
+    """Raise ValueError for text in place of a number or of a switch, and for one of these in place of the other.
+
+    pydantic would convert them: true to 1, "5" to 5, and "no" to false.
+    """
+    if isinstance(value, (Mapping, list, tuple)):
+        inside = Union[tuple(_items(kind))] if _items(kind) else Any
+        named = isinstance(value, Mapping)
+        for name, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _check_kind(f"{key}.{name}" if named else f"{key}[{name}]", one, inside)
+        return
+    kinds, shown = {*_kinds(kind)}, str(value).lower() if isinstance(value, bool) else repr(value)
+    if kinds & {int, float} and isinstance(value, bool) and bool not in kinds:
+        raise ValueError(f"{key} = {shown}: must be a number; write 1 or 0 if it is meant")
+    if kinds & {int, float} and isinstance(value, str) and str not in kinds and NUMERAL.fullmatch(value):
+        raise ValueError(f"{key} = {shown}: must be a number, not text; write it without quotes")
+    if kinds <= {bool, NoneType} and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        raise ValueError(f"{key} = {shown}: must be true or false; write one of them, without quotes")
+
+
+def _nested(kind: Any) -> Iterator[Any]:
+    yield kind
+    for inner in _items(kind):
+        yield from _nested(inner)
+
+
+def _items(kind: Any) -> list[Any]:
+    """Return the annotations of the items of lists and of the values of tables that an annotation allows."""
+    found = [one for one in _kinds(kind) if get_origin(one) in (tuple, list, dict)]
+    return [inner for one in found for inner in get_args(one)[get_origin(one) is dict :] if inner is not ...]
+
+
+def _kinds(kind: Any) -> tuple[Any, ...]:
+    """Return the alternatives of an annotation, without their marks."""
+    if get_origin(kind) is Annotated:
+        return _kinds(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return tuple(one for part in get_args(kind) for one in _kinds(part))
+    return (kind,)
 
 
 @lru_cache(maxsize=512)

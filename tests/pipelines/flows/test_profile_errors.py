@@ -119,6 +119,11 @@ def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name()
         ),
         (["sft.loop.epochs=true"], "sft.loop.epochs = true: must be a number; write 1 or 0 if it is meant"),
         (["seed=false"], "seed = false: must be a number; write 1 or 0 if it is meant"),
+        (['sft.loop.epochs="5"'], "sft.loop.epochs = '5': must be a number, not text; write it without quotes"),
+        (['ppo.mixture={a = " .5"}'], "ppo.mixture.a = ' .5': must be a number, not text; write it without quotes"),
+        (['sft.lora={targets=["a"], rank="4"}'], "sft.lora.rank = '4': must be a number, not text; write it without quotes"),
+        (["online.refresh=1"], "online.refresh = 1: must be true or false; write one of them, without quotes"),
+        (['online.refresh="yes"'], "online.refresh = 'yes': must be true or false; write one of them, without quotes"),
         (["ppo.kl_coef=-1"], "ppo.kl.coef = -1: must be greater than or equal to 0; change it in tiny/full or with --set ppo.kl.coef=..."),
     ],
 )  # fmt: skip

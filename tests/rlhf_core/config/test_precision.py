@@ -47,17 +47,10 @@ def test_auto_is_bfloat16_on_gpus_whatever_plans_the_run(monkeypatch):
     auto = {"trainer": {"dtype": "auto"}, "sampler": {"type": "vllm", "dtype": "auto"}}
     runtime = RuntimeConfig.model_validate(auto | {"gpus_per_train_worker": 1})
     assert (runtime.trainer.dtype, runtime.sampler.dtype) == ("bfloat16", "float32")
+    runtime = RuntimeConfig.model_validate(MappingProxyType(auto))
+    assert (runtime.trainer.dtype, runtime.sampler.dtype) == ("float32", "float32")
     runtime = RuntimeConfig.model_validate(auto | {"gpus_per_engine": 0.5, "gpus_per_train_worker": 0.5})
     assert (runtime.trainer.dtype, runtime.sampler.dtype) == ("bfloat16", "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("gpus", "dtype"), [(0, "float32"), ("0", "float32"), ("0.0", "float32"), ("1", "bfloat16"), (0.5, "bfloat16")]
-)
-def test_the_number_of_gpus_may_be_text(monkeypatch, gpus, dtype):
-    monkeypatch.setattr(engines, "multiplies_bfloat16", lambda: False)
-    table = MappingProxyType({"gpus_per_train_worker": gpus, "trainer": {"dtype": "auto"}})
-    assert RuntimeConfig.model_validate(table).trainer.dtype == dtype
 
 
 def test_a_server_has_the_precision_that_it_was_started_with():
