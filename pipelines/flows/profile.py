@@ -2,8 +2,9 @@
 
 A section that a profile leaves out switches that part of the pipeline off. A profile may extend another one: `extends =
 "full.toml"` (a relative path) or `"tiny/full"` (a shipped profile). Tables are merged, everything else is replaced, and
-`"none"` removes a key of any table; a misspelt one is an error. Where the other profile has a list of tables (`[[gates]]`),
-a table changes or removes the entries that its keys name (`[gates]`, `quality = "none"`).
+`"none"` removes a key of any table; a misspelt one is an error. A table with another `type` keeps nothing of the other
+profile's; a step with another `stage` has to give its inputs again. Where the other profile has a list of tables
+(`[[gates]]`), a table changes or removes the entries that its keys name (`[gates]`, `quality = "none"`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, TypeGuard, get_args, get_origin
+from typing import Annotated, Any, TypeGuard, get_origin
 
 from pydantic import BaseModel, ValidationError, model_validator
-from pydantic.fields import FieldInfo
 
+from pipelines.flows.profile_errors import check_removal, fields_of, first_error, models_at, shown_value
 from pipelines.flows.profile_paths import relative_to_profile
 from pipelines.flows.recipe import GraphConfig
 from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig, TrackConfig
@@ -33,204 +34,13 @@ from pipelines.flows.sections import (
 from rlhf_core.config.former_names import FORMER, renamed
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest
-from rlhf_core.schema.base import FIELD_OF, OPERATIONAL, OTHER_SPELLING, PRESENT_NAMES, added_option, by_type, tag_of
-from rlhf_core.secrets.redaction import hidden
+from rlhf_core.schema.base import OPERATIONAL, OTHER_SPELLING, PRESENT_NAMES, added_option, as_written, by_type, tag_of
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import read_regular
 from rlhf_core.types import CHAMPION, PolicyRef, encodable
 from stages.config.evaluate_suite import JudgeSuite
 from stages.config.measured import policy_numbers
 from stages.config.publish import PublishConfig
-
-# ---------------------------------------------------------------- Format errors in a profile: *key = value: rule; remedy*
-
-_LONGEST_SHOWN = 500
-"""Maximum number of characters of a value in an error."""
-
-QUOTES = ("'", '"')
-"""Begin the message of a rule that names the value that breaks it."""
-ANY = "NAME"
-"""A key that the profile chooses."""
-
-
-def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[BaseModel], *, origin: str) -> str:
-    """Return the error message for an invalid profile: its first unknown key, else the first key that breaks a rule.
-
-    `tree` is the parsed profile, `model` the target type, `origin` the source of the profile.
-    """
-    unknown = [one for one in error.errors() if one["type"] == "extra_forbidden"]
-    first = (unknown or error.errors())[0]
-    location, given = first["loc"], first["input"]
-    tags = [given.get(tag) for tag in FIELD_OF] if isinstance(given, Mapping) else []
-    if first["type"] == "value_error" and location and location[-1] in tags:
-        location = location[:-1]  # the rule is about a whole table, and this is the tag of its union
-    keys = _real_keys(location, tree, model)
-    dotted = ".".join(keys)
-    if first["type"] == "extra_forbidden":
-        tag, others = _types_with(keys, model)
-        if others and len(location) > len(keys):  # pydantic puts the chosen type between table and key
-            return _key_of_another_type(keys, location[-2], first["input"], others, tag)
-        near = _nearest(keys, model)
-        remedy = f"did you mean {near}?" if near not in ("", dotted) else "remove it"
-        return f"{dotted} = {shown_value(keys[-1], first['input'])}: unknown key; {remedy}"
-    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        tag = re.findall(r"'(\w+)'", str(first["ctx"]["discriminator"]))[-1]  # the alias, if the field has one
-        return _unknown_type(keys, given, tag, model)
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error":
-        if not dotted:
-            return message
-        # A rule of one key leaves its value to us.
-        if message.startswith("must ") and not isinstance(given, Mapping):
-            return f"{dotted} = {shown_value(keys[-1], given)}: {message}"
-        return f"{dotted}{' = ' if message.startswith(QUOTES) else '.'}{message}"
-    if first["type"] == "missing":
-        return f"{dotted}: missing, and it has no default; add it to {origin}"
-    rule = message.replace("Input should be", "must be")
-    value = first["input"]
-    shown = shown_value(keys[-1] if keys else "", value) if not isinstance(value, (Mapping, list)) else "{...}"
-    # --set reaches no place in a list.
-    remedy = f"change it in {origin}" + ("" if any(map(str.isdigit, keys)) else f" or with --set {dotted}=...")
-    if first["type"] == "literal_error":
-        near = nearest(str(value), re.findall("'([^']+)'", first["ctx"]["expected"]))
-        remedy = near if near.startswith("did you mean") else remedy
-    return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; {remedy}"
-
-
-def check_removal(keys: Sequence[str], table: Mapping[Any, Any], model: type[BaseModel]) -> None:
-    """Raise ConfigError unless the last of `keys`, which `table` does not have, is the name of an option.
-
-    Any other name is misspelt: what it should remove would stay.
-    """
-    if any(_is_name(keys, name) for name in _names(model)):
-        return
-    near = difflib.get_close_matches(keys[-1], sorted(map(str, table)), n=1, cutoff=0.6)
-    meant = ".".join([*keys[:-1], near[0]]) if near else _nearest(keys, model)
-    remedy = f"did you mean {meant}?" if meant else "remove it"
-    raise ConfigError(f"{'.'.join(keys)} = 'none': there is nothing of this name to take away; {remedy}")
-
-
-def shown_value(key: str, value: Any) -> str:
-    """Return a profile's value for an error message: without secrets, and shortened to a paragraph."""
-    try:
-        text = repr(hidden(key, value))
-    except RecursionError:  # a dotted key may nest tables arbitrarily deep
-        return "{...}"
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
-
-
-def _unknown_type(keys: Sequence[str], given: Any, tag: str, model: type[BaseModel]) -> str:
-    """Return the error for a table with another `tag`, such as `type`, than those that can stand there, or without one."""
-    found = dict.fromkeys(name for one in _models_at(keys, model) for name in _values_of(one, tag, given))
-    dotted = ".".join([*keys, tag])
-    if tag not in given:
-        return f"{dotted}: missing, and it has no default; choose one of {', '.join(found)}"
-    kind = "stage" if tag == "stage" else "type"
-    return (
-        f"{dotted} = {shown_value(tag, given[tag])}: there is no such {kind}; {nearest(str(given[tag]), list(found))}"
-    )
-
-
-def _values_of(model: type[BaseModel], tag: str, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the values of `tag` in a model, () if `given` has chosen another model by another tag."""
-    fields = _fields(model)
-    for other in FIELD_OF:
-        if other != tag and other in fields and given.get(other) not in (None, *get_args(fields[other].annotation)):
-            return ()
-    return get_args(fields[tag].annotation) if tag in fields else ()
-
-
-def _key_of_another_type(keys: Sequence[str], chosen: int | str, value: Any, others: Sequence[str], tag: str) -> str:
-    """Return the error for a key that `others`, types of the same table, have and the `chosen` one has not."""
-    dotted, table = ".".join(keys), ".".join(keys[:-1])
-    named = " and ".join(filter(None, [", ".join(map(repr, others[:-1])), repr(others[-1])]))
-    rule = f"is not an option of type {chosen!r} but of {named}"
-    remove, replace = "remove it", f'choose {tag} = "{others[0]}" for the whole table {table}'
-    if not any(key.isdigit() for key in keys):  # --set reaches no place in a list
-        remove += f", for example with --set {dotted}=none"
-        replace = f"replace the whole table: --set {table}='{{{tag} = \"{others[0]}\", {keys[-1]} = ...}}'"
-    return f"{dotted} = {shown_value(keys[-1], value)}: {rule}; {remove}, or {replace}"
-
-
-def _types_with(keys: Sequence[str], model: type[BaseModel]) -> tuple[str, list[str]]:
-    """Return the types that can stand at the place of `keys` without the last and have this last key, and their tag."""
-    found = [tag_of(one) for one in _models_at(keys[:-1], model) if keys[-1] in _fields(one)]
-    return max((tag for tag, _ in found), default=""), sorted({name for _, names in found for name in names})
-
-
-def _models_at(keys: Sequence[str], model: type[BaseModel]) -> list[type[BaseModel]]:
-    """Return the models that can stand at the place of `keys`."""
-    models, is_named = [model], False
-    for key in keys:
-        if key.isdigit() or is_named:  # a place in a list or a name in a table, whose models were found with it
-            is_named = False
-            continue
-        fields = [_fields(one)[key].annotation for one in models if key in _fields(one)]
-        models = [found for annotation in fields for found in _models_in(annotation)]
-        is_named = any(get_origin(annotation) is dict for annotation in fields)
-    return models
-
-
-def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    return {field.alias or name: field for name, field in model.model_fields.items()}
-
-
-def _real_keys(location: Sequence[int | str], tree: Any, model: type[BaseModel]) -> list[str]:
-    """Return the keys of `location` that are in the file: pydantic adds the tag of each union behind the union's key."""
-    keys: list[str] = []
-    is_behind_tag = False
-    for position, key in enumerate(location):
-        # A name that the profile chooses, as in [recipe.sft], may be that of a type.
-        owners = [_fields(one) for one in _models_at(keys[:-1], model)] if keys else []
-        is_name = any(get_origin(one[keys[-1]].annotation) is dict for one in owners if keys[-1] in one)
-        tags = [] if is_behind_tag or is_name else [name for one in _models_at(keys, model) for name in tag_of(one)[1]]
-        is_behind_tag = key in tags and position > 0 and len(tags) > 1
-        if is_behind_tag:
-            continue
-        if isinstance(tree, Mapping) and key in tree:
-            tree = tree[key]
-        elif isinstance(tree, (list, tuple)) and isinstance(key, int):
-            tree = tree[key] if key < len(tree) else None
-        elif position < len(location) - 1 or not isinstance(tree, Mapping):
-            continue
-        keys.append(str(key))
-    return keys
-
-
-def _nearest(keys: Sequence[str], model: type[BaseModel]) -> str:
-    known = {
-        tuple(key if part == ANY else part for part, key in zip(name, (*keys, *name[len(keys) :]), strict=False))
-        for name in _names(model)
-    }
-    last = {name[-1]: ".".join(name) for name in sorted(known) if name[:-1] == tuple(keys[:-1])}
-    near = difflib.get_close_matches(keys[-1], last, n=1, cutoff=0.6)
-    if near:
-        return last[near[0]]
-    anywhere = difflib.get_close_matches(".".join(keys), sorted(map(".".join, known)), n=1, cutoff=0.6)
-    return anywhere[0] if anywhere else ""
-
-
-def _is_name(keys: Sequence[str], name: Sequence[str]) -> bool:
-    return len(keys) == len(name) and all(part in (key, ANY) for key, part in zip(keys, name, strict=True))
-
-
-def _names(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the keys of every option, with `ANY` for the names in a table of models."""
-    for name, field in _fields(model).items():
-        yield (*above, name)
-        named = (ANY,) if get_origin(field.annotation) is dict else ()
-        for inner in _models_in(field.annotation):
-            yield from _names(inner, (*above, name, *named))
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _models_in(argument)
-
-
-# ---------------------------------------------------------------- Define the configuration of a pipeline run, and load it from a TOML profile
 
 
 class PipelineConfig(GraphConfig):
@@ -443,13 +253,16 @@ def find_profile(profile: str | Path) -> Path:
     for candidate in candidates:
         if _is_file(candidate):
             return candidate
-    names = profile_names()
-    beside = [str(path) for path in Path(name).parent.glob("*.toml")]
-    near = difflib.get_close_matches(name, beside, n=1) or difflib.get_close_matches(
-        name.removesuffix(".toml"), names, n=1, cutoff=0.4
-    )
-    remedy = f"did you mean {near[0]}?" if near else f"the shipped profiles are {', '.join(names)}"
-    raise ConfigError(f"profile = {name!r}: no such file or shipped profile; {remedy}")
+    raise ConfigError(f"profile = {name!r}: no such file or shipped profile; {_nearest_profile(name, Path())}")
+
+
+def _nearest_profile(name: str, folder: Path) -> str:
+    """Return the remedy for a profile that is neither in `folder` nor shipped: the one that was probably meant, else all."""
+    place, stem, shipped = Path(name).parent, str(Path(name).with_suffix("")), profile_names()
+    beside = {str(place / path.stem): str(place / path.name) for path in (folder / place).glob("*.toml")}
+    near = [beside[one] for one in difflib.get_close_matches(stem, beside, n=1)]
+    near += difflib.get_close_matches(stem, shipped, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"the shipped profiles are {', '.join(shipped)}"
 
 
 def shipped_profiles() -> Path:
@@ -474,10 +287,10 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     try:
         tree = _parse_toml(read_regular(path).removeprefix("\ufeff"))  # editors on Windows begin files with it
     except FileNotFoundError:
-        rule = f"there is neither such a file, relative to {seen[-1]}, nor a shipped profile of that name"
-        raise ConfigError(
-            f"extends = {str(path)!r}: {rule}; the shipped profiles are {', '.join(profile_names())}"
-        ) from None
+        folder = seen[-1].parent
+        named, rule = os.path.relpath(path, folder), f"there is neither such a file, relative to {folder}"
+        remedy = _nearest_profile(named, folder)
+        raise ConfigError(f"extends = {named!r}: {rule}, nor a shipped profile of that name; {remedy}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}; a profile is a TOML file in UTF-8") from None
     except ValueError as error:
@@ -550,14 +363,19 @@ def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: tuple[str,
     for written, value in changes.items():
         other = OTHER_SPELLING.get(written, written)  # the one that the profile below has
         key = other if other in base else written
-        here = path if isinstance(key, int) else (*path, str(key))  # a place in a list is no part of an option's name
+        here = (*path, str(key))
         before = _as_table(merged.get(key), here)
         if value == "none":
             _remove(merged, key, here)
         elif isinstance(value, Mapping) and _is_table_list(before):
             merged[key] = _merge_list(before, value, here)
         elif isinstance(value, Mapping):
-            known = before if isinstance(before, Mapping) and not _of_another_type(before, value) else {}
+            if not before and value:
+                _check_entries(here, [*value][:1], value)
+            known = before if isinstance(before, Mapping) else {}
+            if _of_another_type(known, value):
+                _check_other_stage(known, value, here)
+                known = {}
             merged[key] = _merge(known, value, here)
         else:
             merged[key] = value
@@ -577,21 +395,48 @@ def _is_table_list(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
 
 def _merge_list(entries: Sequence[Mapping[str, Any]], changes: Mapping[str, Any], path: tuple[str, ...]) -> list[Any]:
     """Return a list of tables with changes to those that the keys name; raise ConfigError for a name that none has."""
-    names = [next((str(entry[key]) for key in NAMES if key in entry), "") for entry in entries]
-    dotted = ".".join(path)
-    for name, value in changes.items():
-        if names.count(name) != 1:
-            rule = "several entries have this name" if name in names else "no entry of the list has this name"
-            remedy = f"the names are {', '.join(names)}; or give the whole list as [[{dotted}]]"
-            raise ConfigError(f"{dotted}.{name} = {shown_value(dotted, value)}: {rule}; {remedy}")
-    named = dict(enumerate(entries))
-    changed = _merge(named, {index: changes[name] for index, name in enumerate(names) if name in changes}, path)
-    return list(changed.values())
+    changed = {_entry(entries, [name], value, ".".join(path))[0]: value for name, value in changes.items()}
+    return list(_merge(dict(enumerate(entries)), changed, path).values())
+
+
+def _entry(entries: Sequence[Mapping[str, Any]], keys: Sequence[str], value: Any, dotted: str) -> tuple[int, int]:
+    """Return the place of the entry that the first keys name, or count from 0, and how many keys its name has."""
+    names = [as_written(str(entry[key])) if (key := _name_key(entry)) else "" for entry in entries]
+    for used in range(len(keys), 0, -1):
+        if names.count(".".join(keys[:used])) == 1:
+            return names.index(".".join(keys[:used])), used
+    name = keys[0]
+    if name.isdecimal() and int(name) < len(entries):
+        return int(name), 1
+    rule, remedy = "no entry of the list has this name", nearest(name, names)
+    if name in names:
+        places = [f"{dotted}.{place}" for place, other in enumerate(names) if other == name]
+        rule, remedy = "several entries have this name", f"give the place of one: {', '.join(places)}"
+    raise ConfigError(f"{dotted}.{'.'.join(keys)} = {shown_value(keys[-1], value)}: {rule}; {remedy}")
+
+
+def _name_key(entry: Mapping[str, Any]) -> str:
+    return next((key for key in NAMES if entry.get(key)), "")
+
+
+def _with_name(value: Any, before: Mapping[str, Any]) -> Any:
+    """Return a new entry of a list, under the name of the one before if it gives none."""
+    key = _name_key(before)
+    return {key: before[key], **value} if isinstance(value, Mapping) and key else value
+
+
+def _check_entries(place: Sequence[str], named: Sequence[str], value: Any) -> None:
+    """Raise ConfigError for a name of an entry in an option that is a list of tables, and has none."""
+    kinds = [fields_of(one).get(place[-1]) for one in models_at(place[:-1], PipelineConfig)]
+    if any(kind is not None and get_origin(kind.annotation) is tuple for kind in kinds):
+        dotted, remedy = ".".join(place), f"give one with all its keys as [[{'.'.join(place)}]]"
+        shown = shown_value(named[-1], value)
+        raise ConfigError(f"{dotted}.{'.'.join(named)} = {shown}: the list has no entries yet; {remedy}")
 
 
 def _as_table(value: Any, keys: Sequence[str]) -> Any:
     """Return the table that a bare name stands for: `loss = "ipo"` is `loss = {type = "ipo"}`; else the value."""
-    if isinstance(value, str) and any(tag_of(one)[0] == "type" for one in _models_at(keys, PipelineConfig)):
+    if isinstance(value, str) and any(tag_of(one)[0] == "type" for one in models_at(keys, PipelineConfig)):
         return by_type(value)
     return value
 
@@ -599,6 +444,19 @@ def _as_table(value: Any, keys: Sequence[str]) -> Any:
 def _of_another_type(table: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
     """Return whether `changes` select another `type` or `stage`: the options of the previous one do not apply to it."""
     return any(tag in changes and tag in table and changes[tag] != table[tag] for tag in ("type", "stage"))
+
+
+def _check_other_stage(step: Mapping[str, Any], changes: Mapping[str, Any], path: Sequence[str]) -> None:
+    """Raise ConfigError for a step that becomes another stage, if the other profile gave inputs or options of it, too."""
+    stage = changes.get("stage")
+    kinds = [one for one in models_at(path, PipelineConfig) if ("stage", (stage,)) == tag_of(one)]
+    lost = [
+        key for key in step if key != "stage" and key not in changes and any(key in fields_of(one) for one in kinds)
+    ]
+    if lost:
+        rule = f"nothing of the stage {step['stage']!r} that the extended profile has here is kept"
+        remedy = f"""give {", ".join(lost)} here, too, or "none" for their defaults"""
+        raise ConfigError(f"{'.'.join(path)}.stage = {stage!r}: {rule}; {remedy}")
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -609,7 +467,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     if encodable(override) != override:
         raise ConfigError(f"--set {shown_value('', override)}: must be valid UTF-8; type it again")
     value = _value(key, text)
-    *sections, last = keys = key.split(".")
+    keys = key.split(".")
     if OTHER_SPELLING.keys() & {*keys} or any(
         keys[: len(path)] == [*path] and set(keys[len(path) : len(path) + 1]) & FORMER.keys()
         for path in policy_tables(tree)
@@ -617,23 +475,36 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         layer = reduce(lambda inner, name: {name: inner}, reversed(keys), value)
         tree.update(_merge(tree, _with_current_names(layer, below=tree)))
         return
-    for position, section in enumerate(sections):
-        if value == "none" and section not in tree:
-            check_removal(
-                (*sections, last), {}, PipelineConfig
-            )  # there is nothing to take away, and nothing is created
-            return
-        known = {} if tree.get(section) is None else tree[section]  # a dump in JSON names absent sections, too
-        tree[section] = _as_table(known, keys[: position + 1])
-        tree = tree[section]
-        if not isinstance(tree, dict):
-            raise ConfigError(
-                f"{key} = {shown_value(key, value)}: {section} is a value, not a table, and has no keys; remove what follows it"
-            )
-    if value == "none":
-        _remove(tree, last, (*sections, last))
+    _set(tree, keys, value)
+
+
+def _set(tree: Any, keys: Sequence[str], value: Any) -> None:
+    """Set the value of a key in place, or remove it if it is "none"; entries of lists are reached by name or place."""
+    key: Any
+    dotted, at, option = ".".join(keys), 0, tuple[str, ...]()  # `option` has the places of entries for their names
+    while True:
+        in_list = isinstance(tree, list)
+        key, used = _entry(tree, keys[at:], value, ".".join(keys[:at])) if in_list else (keys[at], 1)
+        at, option = at + used, (*option, str(key))
+        if at == len(keys):
+            break
+        if value == "none" and not in_list and key not in tree:
+            return check_removal((*option, *keys[at:]), {}, PipelineConfig)  # and nothing is created
+        known = tree[key] if in_list or tree.get(key) is not None else {}  # a dump in JSON names absent sections, too
+        tree[key] = inner = _as_table(known, option)
+        if not isinstance(inner, (dict, list)) or (inner and not isinstance(inner, dict) and not _is_table_list(inner)):
+            rule = f"{keys[at - 1]} is a value, not a table, and has no keys; remove what follows it"
+            raise ConfigError(f"{dotted} = {shown_value(dotted, value)}: {rule}")
+        if not inner:
+            _check_entries(option, keys[at:], value)
+        tree = inner
+    if in_list:
+        tree[key : key + 1] = [] if value == "none" else [_with_name(value, tree[key])]
+    elif value == "none":
+        _remove(tree, key, option)
     else:
-        tree[last] = value
+        tree[key] = value
+    return None
 
 
 _PYTHON = re.compile(r"True|False|[+-]?(\d+\.|\d*\.\d+)(e[+-]?\d+)?")

@@ -13,8 +13,20 @@ logger = logging.getLogger(__name__)
 
 KEYS = ("path", "file", "files", "folders", "chat_template", "rubric_file", "include_path")
 """Keys whose texts are paths; elsewhere `file.py:name` alone is one."""
-OF_USER_CODE = ("arguments", "variables")
+OF_USER_CODE = ("arguments", "reset_arguments", "variables")
 """Tables that are handed to the user's code as they are."""
+OF_NAMES = (
+    "recipe",
+    "terms",
+    "agents",
+    "external",
+    "suites",
+    "parents",
+    "opponents",
+    "reward_models",
+    "rating_questions",
+)
+"""Tables whose keys are names that the profile chooses, which may be those of options."""
 FUNCTION = re.compile(r"[^\s:]+\.py:\w+")
 SUFFIXES = (".py", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".txt", ".md", ".jinja")
 """Ends of names of files, which no name of a model or data set on the Hub has."""
@@ -27,7 +39,7 @@ def relative_to_profile(tree: Any, folder: Path, *, key: str = "") -> Any:
     folder. A file that only the current folder has is used, with a warning.
     """
     if isinstance(tree, Mapping):
-        names = {name: name if key not in OF_USER_CODE else key for name in tree}
+        names = {name: key if key in OF_USER_CODE else "" if key in OF_NAMES else name for name in tree}
         return {name: relative_to_profile(value, folder, key=names[name]) for name, value in tree.items()}
     if isinstance(tree, list):
         return [relative_to_profile(value, folder, key=key) for value in tree]

@@ -66,7 +66,7 @@ STORED, REGISTERED = "store:", "models:/"
 """Begin the names of inputs from earlier runs: by digest, and by name and version in the registry."""
 UNNAMED = tuple(term.model_fields["model"].default for term in (RewardModelReward, ProcessRewardModelReward))
 """Reward models of terms that name none."""
-RESERVED = (*PARTS, CHAMPION, "parent", "suites", "evaluate", "evaluation", "publish", "prepare_data")
+RESERVED = (*PARTS, CHAMPION, "parent", "suites", "evaluate", "evaluation", "publish", "prepare_data", "none")
 
 GROUPS: Mapping[str, Mapping[str, type[ArtifactRef]]] = {
     "rejection_sampling": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": RewardModelRef},

@@ -108,17 +108,6 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_former_spellings(cls, table: Any) -> Any:
-        if not isinstance(table, Mapping) or SPELLINGS.keys().isdisjoint(table):
-            return table
-        present = {former: key for former, key in SPELLINGS.items() if key in cls.model_fields and former in table}
-        for former in [one for one, key in present.items() if key in table]:
-            rule = f"is the former spelling of {present[former]}, which is set, too"
-            raise ValueError(f"{former} = {table[former]!r}: {rule}; remove {former}")
-        return {present.get(name, name): value for name, value in table.items()}
-
-    @model_validator(mode="before")
-    @classmethod
     def _name_default_types(cls, table: Any) -> Any:
         """Name the default's type in tables that name none: `[ppo.loss] clip_low = 0.1` is an option of `clip`."""
         if not isinstance(table, Mapping):
@@ -128,6 +117,18 @@ class Config(BaseModel):
                 _check_kind(key, table[key], kind)
         tags = {key: tag for key, tag in _default_tags(cls).items() if isinstance(table.get(key), Mapping)}
         return {**table, **{key: tag | dict(table[key]) for key, tag in tags.items()}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_spellings(cls, table: Any) -> Any:
+        # Defined last, and so the first to run.
+        if not isinstance(table, Mapping) or SPELLINGS.keys().isdisjoint(table):
+            return table
+        present = {former: key for former, key in SPELLINGS.items() if key in cls.model_fields and former in table}
+        for former in [one for one, key in present.items() if key in table]:
+            rule = f"is the former spelling of {present[former]}, which is set, too"
+            raise ValueError(f"{former} = {table[former]!r}: {rule}; remove {former}")
+        return {present.get(name, name): value for name, value in table.items()}
 
     @model_validator(mode="after")
     def _check_plain_secrets(self) -> Self:
@@ -183,26 +184,29 @@ def tag_of(model: type[BaseModel]) -> tuple[str, tuple[str, ...]]:
 def _of_numbers(model: type[BaseModel]) -> dict[str, Any]:
     """Return the annotations of the keys of a model that hold numbers or switches, alone, in lists or in tables."""
     kinds = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
-    return {key: kind for key, kind in kinds.items() if any({int, float, bool} & {*_kinds(one)} for one in _nested(kind))}
+    return {
+        key: kind for key, kind in kinds.items() if any({int, float, bool} & {*_kinds(one)} for one in _nested(kind))
+    }
 
 
-def _check_kind(key: str, value: Any, kind: Any) -> None:
+def _check_kind(key: str, value: Any, *kinds: Any) -> None:
     """Raise ValueError for text in place of a number or of a switch, and for one of these in place of the other.
 
     pydantic would convert them: true to 1, "5" to 5, and "no" to false.
     """
     if isinstance(value, (Mapping, list, tuple)):
-        inside = Union[tuple(_items(kind))] if _items(kind) else Any
+        inner = [item for kind in kinds for item in _items(kind)]
         named = isinstance(value, Mapping)
         for name, one in value.items() if isinstance(value, Mapping) else enumerate(value):
-            _check_kind(f"{key}.{name}" if named else f"{key}[{name}]", one, inside)
+            _check_kind(f"{key}.{name}" if named else f"{key}[{name}]", one, *inner)
         return
-    kinds, shown = {*_kinds(kind)}, str(value).lower() if isinstance(value, bool) else repr(value)
-    if kinds & {int, float} and isinstance(value, bool) and bool not in kinds:
+    alone = {one for kind in kinds for one in _kinds(kind)}
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    if alone & {int, float} and isinstance(value, bool) and bool not in alone:
         raise ValueError(f"{key} = {shown}: must be a number; write 1 or 0 if it is meant")
-    if kinds & {int, float} and isinstance(value, str) and str not in kinds and NUMERAL.fullmatch(value):
+    if alone & {int, float} and isinstance(value, str) and str not in alone and NUMERAL.fullmatch(value):
         raise ValueError(f"{key} = {shown}: must be a number, not text; write it without quotes")
-    if kinds <= {bool, NoneType} and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+    if alone and alone <= {bool, NoneType} and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         raise ValueError(f"{key} = {shown}: must be true or false; write one of them, without quotes")
 
 

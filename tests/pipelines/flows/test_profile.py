@@ -269,10 +269,50 @@ def test_a_profile_changes_and_takes_away_entries_of_a_list_by_their_names(tmp_p
     assert [gate.title for gate in load_profile(child).gates] == ["last"]
     child.write_text('extends = "mini.toml"\ngates = "none"\n')
     assert load_profile(child).gates == ()
+    child.write_text('extends = "mini.toml"\n[gates]\n0 = "none"\n')
+    assert [gate.title for gate in load_profile(child).gates] == ["ppo"]
     child.write_text('extends = "mini.toml"\n[gates]\nqualty = "none"\n')
     with pytest.raises(
-        ConfigError, match=r"^gates\.qualty = 'none': no entry of the list has this name; the names are quality"
+        ConfigError, match=r"^gates\.qualty = 'none': no entry of the list has this name; did you mean quality\?"
     ):
+        load_profile(child)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("gates.quality.otherwise=block", "gates.0.otherwise = 'block': the gate has no condition"),
+        ("gates.quality.after=base", [("quality", "base"), ("", "ppo")]),
+        ("gates.1.name=last", [("quality", "sft"), ("last", "ppo")]),
+        ('gates.quality={after="ppo",otherwise="approve"}', [("quality", "ppo"), ("", "ppo")]),
+        ("gates.quality=none", [("", "ppo")]),
+        ("gates.qualty=none", "gates.qualty = 'none': no entry of the list has this name; did you mean quality?"),
+        ("gates.7.name=x", "gates.7.name = 'x': no entry of the list has this name; choose from ppo, quality"),
+        ("gates.quality.aftr=ppo", "gates.0.aftr = 'ppo': unknown key; did you mean gates.0.after?"),
+        ("gates.quality.aftr=none", "gates.0.aftr = 'none': there is nothing of this name to take away; did you mean gates.0.after?"),
+        ("publish.gate.gold.value=1", "publish.gate.gold.value = 1: the list has no entries yet; give one with all its keys as [[publish.gate]]"),
+    ],
+)  # fmt: skip
+def test_an_override_reaches_entries_of_a_list_by_name_or_place(tmp_path, override, expected):
+    path = write_mini(tmp_path, GATED)
+    if isinstance(expected, list):
+        assert [(gate.name, gate.after) for gate in load_profile(path, [override]).gates] == expected
+        return
+    with pytest.raises(ConfigError) as refused:
+        load_profile(path, [override])
+    assert str(refused.value).startswith(expected)
+
+
+def test_a_step_that_becomes_another_stage_has_to_give_its_inputs_again(tmp_path):
+    child = tmp_path / "child.toml"
+    other = 'extends = "tiny/recipe"\n[recipe.kind]\nstage = "dpo"\npolicy = "sft"\nmax_length = 64\n'
+    child.write_text(f"{other}loop = {{epochs = 1}}\n")
+    with pytest.raises(
+        ConfigError, match=r"^recipe\.kind\.stage = 'dpo': nothing of the stage 'reward_model' .* give optimizer"
+    ):
+        load_profile(child)
+    child.write_text(f'{other}loop = "none"\noptimizer = "none"\n')
+    with pytest.raises(ConfigError, match=r"reward_models = 'kind'"):  # which is a policy now
         load_profile(child)
 
 
@@ -284,7 +324,7 @@ def test_a_profile_may_extend_a_shipped_one_from_anywhere(tmp_path):
     child.write_text('extends = "tiny/rlvx"\n')
     with pytest.raises(
         ConfigError,
-        match=r"tiny/rlvx': there is neither such a file, relative to .*, nor a shipped profile of that name; the shipped profiles are .*tiny/rlvr",
+        match=r"tiny/rlvx': there is neither such a file, relative to .*, nor a shipped profile of that name; did you mean tiny/rlvr\?",
     ):
         load_profile(child)
 
@@ -467,20 +507,22 @@ def test_taking_away_what_an_absent_section_would_have_creates_no_section():
 
 def test_files_lie_beside_the_profile_and_only_then_in_the_current_folder(tmp_path, monkeypatch, caplog):
     team, elsewhere = tmp_path / "team", tmp_path / "elsewhere"
-    for folder, files in ((team, ("mine.py", "both.py")), (elsewhere, ("both.py", "here.py"))):
+    for folder, files in ((team, ("arguments.py", "both.py")), (elsewhere, ("both.py", "here.py"))):
         folder.mkdir()
         for name in files:
             (folder / name).write_text("def f(generations):\n    return [0.0 for _ in generations]\n")
     profile = team / "own.toml"
-    terms = [f'{one} = {{type = "function", function = "{one}.py:f"}}\n' for one in ("mine", "both", "here", "none")]
+    terms = [
+        f'{one} = {{type = "function", function = "{one}.py:f"}}\n' for one in ("arguments", "both", "here", "none")
+    ]
     profile.write_text(f"extends = 'tiny/full'\n[ppo.rewards.terms]\n{''.join(terms)}")
 
     def functions(folder: Path) -> dict[str, str]:
         monkeypatch.chdir(folder)
         rewards = load_profile(profile).ppo.rewards
-        return {name: rewards.terms[name].function for name in ("mine", "both", "here", "none")}
+        return {name: rewards.terms[name].function for name in ("arguments", "both", "here", "none")}
 
-    written = {name: f"{name}.py:f" for name in ("mine", "both", "here", "none")}
+    written = {name: f"{name}.py:f" for name in ("arguments", "both", "here", "none")}
     assert functions(team) == written
     assert functions(tmp_path) == {name: f"team/./{path}" for name, path in written.items()}
     assert not caplog.records

@@ -47,7 +47,7 @@ def test_an_option_of_another_type_says_which_has_it_and_how_to_choose_that_one(
     assert data is not None and data.data.type == "files"
 
 
-def test_an_option_of_another_type_in_a_list_says_so_without_an_override(tmp_path):
+def test_an_option_of_another_type_in_a_list_is_named_by_its_place(tmp_path):
     profile = tmp_path / "mine.toml"
     profile.write_text(
         'extends = "tiny/full"\n[[evaluate.suites]]\nname = "a"\ntype = "lm_eval"\ntasks = ["t"]\nk = [1]\n'
@@ -55,8 +55,8 @@ def test_an_option_of_another_type_in_a_list_says_so_without_an_override(tmp_pat
     with pytest.raises(ConfigError) as refused:
         load_profile(str(profile))
     assert str(refused.value) == (
-        "evaluate.suites.0.k = [1]: is not an option of type 'lm_eval' but of 'pass_at_k'; remove it, "
-        'or choose type = "pass_at_k" for the whole table evaluate.suites.0'
+        "evaluate.suites.0.k = [1]: is not an option of type 'lm_eval' but of 'pass_at_k'; remove it, for example with "
+        """--set evaluate.suites.0.k=none, or replace the whole table: --set evaluate.suites.0='{type = "pass_at_k", k = ...}'"""
     )
 
 
@@ -81,7 +81,7 @@ def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name()
         ),
         (
             ['gates=[{after = "sft", name = "q", otherwise = "stop"}]'],
-            "gates.0.otherwise = 'stop': must be 'block', 'approve' or 'warn'; change it in tiny/full",
+            "gates.0.otherwise = 'stop': must be 'block', 'approve' or 'warn'; change it in tiny/full or with --set gates.0.otherwise=...",
         ),
         (["recipe={sft = {stage = 'sftt'}}"], "recipe.sft.stage = 'sftt': there is no such stage; did you mean sft?"),
         (["ppo.kl.in=los"], "ppo.kl.in = 'los': there is no such type; did you mean loss?"),

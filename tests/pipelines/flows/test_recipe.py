@@ -188,6 +188,11 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         r"recipe\.\w = \{\.\.\.\}: \w -> \w -> \w -> \w is a cycle; change an input",
     ),
     "itself": ({"a": {"stage": "sft", "policy": "a"}}, r"recipe\.a = \{\.\.\.\}: a -> a is a cycle"),
+    "removal as a name": ({"none": {"stage": "sft", "policy": "base"}}, r"recipe\.none = .*another meaning"),
+    "spaces in a name": (
+        {"a b": {"stage": "sft", "policy": "base"}},
+        r"recipe\.a b = \{\.\.\.\}: a name has letters, digits, _ and -",
+    ),
     "reserved name": ({"base": {"stage": "sft", "policy": "base"}}, r"recipe\.base = .*another meaning"),
     "no such stage": (
         {"a": {"stage": "sfft", "policy": "base"}},

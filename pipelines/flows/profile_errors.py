@@ -1,0 +1,209 @@
+"""Format the errors of a profile: *key = value: rule; remedy*."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.schema.base import FIELD_OF, tag_of
+from rlhf_core.secrets.redaction import hidden
+
+_LONGEST_SHOWN = 500
+"""Maximum number of characters of a value in an error."""
+
+QUOTES = ("'", '"')
+"""Begin the message of a rule that names the value that breaks it."""
+_NAMES_KEY = re.compile(r"[^\s:]+( = |:|, )")
+"""Begins the message of a rule that names a key of its table."""
+ANY = "NAME"
+"""A key that the profile chooses."""
+
+
+def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[BaseModel], *, origin: str) -> str:
+    """Return the error message for an invalid profile: its first unknown key, else the first key that breaks a rule.
+
+    `tree` is the parsed profile, `model` the target type, `origin` the source of the profile.
+    """
+    unknown = [one for one in error.errors() if one["type"] == "extra_forbidden"]
+    first = (unknown or error.errors())[0]
+    location, given = first["loc"], first["input"]
+    tags = [given.get(tag) for tag in FIELD_OF] if isinstance(given, Mapping) else []
+    if first["type"] == "value_error" and location and location[-1] in tags:
+        location = location[:-1]  # the rule is about a whole table, and this is the tag of its union
+    keys = _real_keys(location, tree, model)
+    dotted = ".".join(keys)
+    if first["type"] == "extra_forbidden":
+        tag, others = _types_with(keys, model)
+        if others and len(location) > len(keys):  # pydantic puts the chosen type between table and key
+            return _key_of_another_type(keys, location[-2], first["input"], others, tag)
+        near = _nearest(keys, model)
+        remedy = f"did you mean {near}?" if near not in ("", dotted) else "remove it"
+        return f"{dotted} = {shown_value(keys[-1], first['input'])}: unknown key; {remedy}"
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        tag = re.findall(r"'(\w+)'", str(first["ctx"]["discriminator"]))[-1]  # the alias, if the field has one
+        return _unknown_type(keys, given, tag, model)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        if not dotted:
+            return message
+        # A rule of one key leaves its value to us.
+        if message.startswith("must ") and not isinstance(given, Mapping):
+            return f"{dotted} = {shown_value(keys[-1], given)}: {message}"
+        named = "." if _NAMES_KEY.match(message) else ": "
+        return f"{dotted}{' = ' if message.startswith(QUOTES) else named}{message}"
+    if first["type"] == "missing":
+        return f"{dotted}: missing, and it has no default; add it to {origin}"
+    if location[-1:] == ("[key]",):
+        rule = "a name has letters, digits, _ and -, and begins with a letter or digit"
+        return f"{'.'.join(keys[:-1])} = {{...}}: {rule}; give it another one"
+    rule = message.replace("Input should be", "must be")
+    value = first["input"]
+    shown = shown_value(keys[-1] if keys else "", value) if not isinstance(value, (Mapping, list)) else "{...}"
+    remedy = f"change it in {origin} or with --set {dotted}=..."
+    if first["type"] == "literal_error":
+        near = nearest(str(value), re.findall("'([^']+)'", first["ctx"]["expected"]))
+        remedy = near if near.startswith("did you mean") else remedy
+    return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; {remedy}"
+
+
+def check_removal(keys: Sequence[str], table: Mapping[Any, Any], model: type[BaseModel]) -> None:
+    """Raise ConfigError unless the last of `keys`, which `table` does not have, is the name of an option.
+
+    Any other name is misspelt: what it should remove would stay.
+    """
+    inside = [
+        *(key for key in keys[:-1] if not key.isdigit()),
+        keys[-1],
+    ]  # places in a list are no part of an option's name
+    if any(_is_name(keys, name) or _is_name(inside, name) for name in _names(model)):
+        return
+    near = difflib.get_close_matches(keys[-1], sorted(map(str, table)), n=1, cutoff=0.6)
+    meant = ".".join([*keys[:-1], near[0]]) if near else _nearest(keys, model)
+    remedy = f"did you mean {meant}?" if meant else "remove it"
+    raise ConfigError(f"{'.'.join(keys)} = 'none': there is nothing of this name to take away; {remedy}")
+
+
+def shown_value(key: str, value: Any) -> str:
+    """Return a profile's value for an error message: without secrets, and shortened to a paragraph."""
+    try:
+        text = repr(hidden(key, value))
+    except RecursionError:  # a dotted key may nest tables arbitrarily deep
+        return "{...}"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
+
+
+def _unknown_type(keys: Sequence[str], given: Any, tag: str, model: type[BaseModel]) -> str:
+    """Return the error for a table with another `tag`, such as `type`, than those that can stand there, or without one."""
+    found = dict.fromkeys(name for one in models_at(keys, model) for name in _values_of(one, tag, given))
+    dotted = ".".join([*keys, tag])
+    if tag not in given:
+        return f"{dotted}: missing, and it has no default; choose one of {', '.join(found)}"
+    kind = "stage" if tag == "stage" else "type"
+    return (
+        f"{dotted} = {shown_value(tag, given[tag])}: there is no such {kind}; {nearest(str(given[tag]), list(found))}"
+    )
+
+
+def _values_of(model: type[BaseModel], tag: str, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the values of `tag` in a model, () if `given` has chosen another model by another tag."""
+    fields = fields_of(model)
+    for other in FIELD_OF:
+        if other != tag and other in fields and given.get(other) not in (None, *get_args(fields[other].annotation)):
+            return ()
+    return get_args(fields[tag].annotation) if tag in fields else ()
+
+
+def _key_of_another_type(keys: Sequence[str], chosen: int | str, value: Any, others: Sequence[str], tag: str) -> str:
+    """Return the error for a key that `others`, types of the same table, have and the `chosen` one has not."""
+    dotted, table = ".".join(keys), ".".join(keys[:-1])
+    named = " and ".join(filter(None, [", ".join(map(repr, others[:-1])), repr(others[-1])]))
+    rule = f"is not an option of type {chosen!r} but of {named}"
+    remedy = f"remove it, for example with --set {dotted}=none, or replace the whole table: --set {table}="
+    whole = f"'{{{tag} = \"{others[0]}\", {keys[-1]} = ...}}'"
+    return f"{dotted} = {shown_value(keys[-1], value)}: {rule}; {remedy}{whole}"
+
+
+def _types_with(keys: Sequence[str], model: type[BaseModel]) -> tuple[str, list[str]]:
+    """Return the types that can stand at the place of `keys` without the last and have this last key, and their tag."""
+    found = [tag_of(one) for one in models_at(keys[:-1], model) if keys[-1] in fields_of(one)]
+    return max((tag for tag, _ in found), default=""), sorted({name for _, names in found for name in names})
+
+
+def models_at(keys: Sequence[str], model: type[BaseModel]) -> list[type[BaseModel]]:
+    """Return the models that can stand at the place of `keys`."""
+    models, is_named = [model], False
+    for key in keys:
+        if key.isdigit() or is_named:  # a place in a list or a name in a table, whose models were found with it
+            is_named = False
+            continue
+        fields = [fields_of(one)[key].annotation for one in models if key in fields_of(one)]
+        models = [found for annotation in fields for found in _models_in(annotation)]
+        is_named = any(get_origin(annotation) is dict for annotation in fields)
+    return models
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _real_keys(location: Sequence[int | str], tree: Any, model: type[BaseModel]) -> list[str]:
+    """Return the keys of `location` that are in the file: pydantic adds the tag of each union behind the union's key."""
+    keys: list[str] = []
+    is_behind_tag = False
+    for position, key in enumerate(location):
+        # A name that the profile chooses, as in [recipe.sft], may be that of a type.
+        owners = [fields_of(one) for one in models_at(keys[:-1], model)] if keys else []
+        is_name = any(get_origin(one[keys[-1]].annotation) is dict for one in owners if keys[-1] in one)
+        tags = [] if is_behind_tag or is_name else [name for one in models_at(keys, model) for name in tag_of(one)[1]]
+        is_behind_tag = key in tags and position > 0 and len(tags) > 1
+        if is_behind_tag:
+            continue
+        if isinstance(tree, Mapping) and key in tree:
+            tree = tree[key]
+        elif isinstance(tree, (list, tuple)) and isinstance(key, int):
+            tree = tree[key] if key < len(tree) else None
+        elif position < len(location) - 1 or not isinstance(tree, Mapping):
+            continue
+        keys.append(str(key))
+    return keys
+
+
+def _nearest(keys: Sequence[str], model: type[BaseModel]) -> str:
+    beside = sorted({name for one in models_at(keys[:-1], model) for name in fields_of(one)})
+    near = difflib.get_close_matches(keys[-1], beside, n=1, cutoff=0.6)
+    if near:
+        return ".".join([*keys[:-1], near[0]])
+    known = {
+        tuple(key if part == ANY else part for part, key in zip(name, (*keys, *name[len(keys) :]), strict=False))
+        for name in _names(model)
+    }
+    dotted = ".".join(keys)
+    others = sorted(name for name in map(".".join, known) if not name.startswith(f"{dotted}."))
+    anywhere = difflib.get_close_matches(dotted, others, n=1, cutoff=0.6)
+    return anywhere[0] if anywhere else ""
+
+
+def _is_name(keys: Sequence[str], name: Sequence[str]) -> bool:
+    return len(keys) == len(name) and all(part in (key, ANY) for key, part in zip(keys, name, strict=True))
+
+
+def _names(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the keys of every option, with `ANY` for the names in a table of models."""
+    for name, field in fields_of(model).items():
+        yield (*above, name)
+        named = (ANY,) if get_origin(field.annotation) is dict else ()
+        for inner in _models_in(field.annotation):
+            yield from _names(inner, (*above, name, *named))
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
