@@ -1,7 +1,7 @@
 """Measure the cost of checkpoints: the seconds that training waits for one, and their share of its time at an interval.
 
     python -m benchmarks.checkpointing
-    python -m benchmarks.checkpointing --folder /mnt/store --markdown docs/checkpointing.md
+    python -m benchmarks.checkpointing --folder /mnt/store --markdown build/checkpointing.md
 
 The variants run side by side, three times, on Llamas with random weights. `waiting for the disk` is the cost without a
 background thread: copy, files, checksums and seal, one after the other, before the next step. A checkpoint is written

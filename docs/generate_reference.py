@@ -1,10 +1,9 @@
-"""Write what repeats the code: the reference of all settings, the map of the code, the tables of methods, `prefect.yaml`.
+"""Write what repeats the code: the reference of all settings, the map of the code, the tables of methods and stages.
 
     python -m docs.generate_reference
 
 The reference has one page per section of a profile, from the configuration classes. It goes to `docs/reference/`, which git
-ignores: `make docs` writes it anew, so it cannot be out of date. `docs/code_map.md`, the tables in `docs/algorithms.md` and
-the stages in `prefect.yaml` are kept, for readers of the repository.
+ignores: `make docs` writes it anew, so it cannot be out of date. What `KEPT` writes is kept, for readers of the repository.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,11 @@ from pipelines.flows.profile import PipelineConfig
 from pipelines.prefect_flows.deployments import STAGE_TAG, deployments
 from rlhf_core.algorithms import advantage, policy, preference
 from rlhf_core.schema.base import Config, Operational
+from stages.table import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 SHARED = "shared_tables"
-CODE_MAP = ROOT / "docs" / "code_map.md"
-ALGORITHMS = ROOT / "docs" / "algorithms.md"
-WORK_POOLS = ROOT / "prefect.yaml"
 FAMILIES = {"[dpo.loss] type": preference, "[ppo.loss] type": policy, "[ppo.advantage] type": advantage}
 """The end of a heading in algorithms.md -> the methods of the table below it."""
 Schema = Mapping[str, Any]
@@ -272,7 +269,7 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def code_map() -> str:
+def code_map(_: str) -> str:
     """Return the first sentence of each module and folder of the packages, as a page."""
     written = [CODE_MAP_INTRODUCTION]
     for package in ("pipelines", "stages", "rlhf_core"):
@@ -308,6 +305,23 @@ def method_row(kind: type[Config]) -> str:
     return f"| `{kind.model_fields['type'].default}` | {title} | `{formula}` | {reference} |"
 
 
+def every_stage(page: str) -> str:
+    """Return the page of short stages with its list of all stages written anew: each page, and the stages on it."""
+    head, heading, _ = page.partition("## Every stage\n")
+    assert heading, "docs/stages.md has no heading `Every stage`"
+    pages = dict.fromkeys(one.page for one in STAGES.values())
+    named = {page: ", ".join(f"`{one.name}`" for one in STAGES.values() if one.page == page) for page in pages}
+    return "\n".join([f"{head}{heading}", *(f"- [{page}]({page}): {names}" for page, names in named.items()), ""])
+
+
+def strict_stages(page: str) -> str:
+    """Return the page on keys with the stages whose code is part of their keys."""
+    names = ", ".join(sorted(f"`{one.name}`" for one in STAGES.values() if one.code == "strict"))
+    page, count = re.subn(r'(`code = "strict"` in their declaration: )[^|]+', lambda found: f"{found[1]}{names} ", page)
+    assert count == 1, "docs/keys.md has no list of strict stages"
+    return page
+
+
 def work_pools(text: str) -> str:
     """Return prefect.yaml with an entry for each stage; those of pipelines are written by hand."""
     head = re.split(r"^.*stage_flows\.py:", text, maxsplit=1, flags=re.M)[0]
@@ -323,10 +337,19 @@ def work_pools(text: str) -> str:
     return "\n".join([*entries, ""])
 
 
+KEPT: Mapping[str, Callable[[str], str]] = {
+    "prefect.yaml": work_pools,
+    "docs/code_map.md": code_map,
+    "docs/algorithms.md": algorithms,
+    "docs/stages.md": every_stage,
+    "docs/keys.md": strict_stages,
+}
+"""File -> what returns its text from the one that it has."""
+
+
 def main() -> int:
-    WORK_POOLS.write_text(work_pools(WORK_POOLS.read_text(encoding="utf-8")), encoding="utf-8")
-    CODE_MAP.write_text(code_map(), encoding="utf-8")
-    ALGORITHMS.write_text(algorithms(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, written in KEPT.items():
+        (ROOT / name).write_text(written((ROOT / name).read_text(encoding="utf-8")), encoding="utf-8")
     REFERENCE.mkdir(exist_ok=True)
     for old in REFERENCE.glob("*.md"):
         old.unlink()

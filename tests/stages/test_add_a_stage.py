@@ -26,7 +26,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add_a_stage.md").read_te
 
 
 @pytest.fixture
-def declared(tmp_path, monkeypatch) -> Iterator[Any]:
+def declared(tmp_path) -> Iterator[Any]:
     """The declaration of the page, with its two modules where Python finds them."""
     blocks = re.findall(r"```python\n# (\S+\.py)[^\n]*\n(.*?)```", PAGE, flags=re.DOTALL)
     (config_path, config), (stage_path, stage), (_, declaration) = blocks[:3]
@@ -37,12 +37,12 @@ def declared(tmp_path, monkeypatch) -> Iterator[Any]:
     stages.__path__.append(str(tmp_path))
     stages.config.__path__.append(str(tmp_path / "config"))
     importlib.invalidate_caches()
-    kind = importlib.import_module("stages.config.shorten").ShortenConfig
-    monkeypatch.setattr(table, "ShortenConfig", kind, raising=False)
-    exec(f"from __future__ import annotations\n{declaration}", vars(table))
+    before = {*vars(table)}
+    exec(declaration, vars(table))
     yield table.STAGES["shorten"]
     del table.STAGES["shorten"]
-    del vars(table)["shorten"]
+    for name in {*vars(table)} - before:
+        del vars(table)[name]
     stages.__path__.remove(str(tmp_path))
     stages.config.__path__.remove(str(tmp_path / "config"))
     for name in ("stages.shorten", "stages.config.shorten"):
