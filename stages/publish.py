@@ -19,7 +19,7 @@ from rlhf_core.interfaces import RegistryState
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.layout import MANIFEST
 from rlhf_core.tracking.champions import move_tag
-from rlhf_core.types import CHAMPION, PolicyRef, PublishedRef, ReportRef
+from rlhf_core.types import CHAMPION, PolicyRef, PublishedRef, ReportRef, readable
 from stages.config.publish import ChallengeConfig, GateNote, PublishConfig, Threshold
 
 logger = logging.getLogger(__name__)
@@ -322,10 +322,10 @@ def _measures(row: Mapping[str, Any]) -> str:
     for name, value in row.items():
         if isinstance(value, Mapping):
             against = f" against {value['against']}" if "against" in value else ""
-            interval = f"{value['low']:.4g} to {value['high']:.4g}" if "low" in value else "not known"
-            lines.append(f"| {name}{against} | {value['mean']:.4g} | {interval} |")
+            interval = f"{readable(value['low'])} to {readable(value['high'])}" if "low" in value else "not known"
+            lines.append(f"| {name}{against} | {readable(value['mean'])} | {interval} |")
         elif isinstance(value, float):
-            lines.append(f"| {name} | {value:.4g} | |")
+            lines.append(f"| {name} | {readable(value)} | |")
     return "\n".join(lines)
 
 

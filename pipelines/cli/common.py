@@ -11,10 +11,19 @@ from typing import Any
 from rich.console import Console
 
 from pipelines.services.home import Home
+from rlhf_core.types import readable
 
 PIPE_WIDTH = 160
 
-console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+
+class PipedConsole(Console):
+    """A console that leaves the end of a pipe (`rlhf runs | head -1`) to `main`; rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+console = PipedConsole() if sys.stdout.isatty() else PipedConsole(width=PIPE_WIDTH)
 
 
 def store_folder(options: argparse.Namespace) -> Path:
@@ -77,7 +86,7 @@ def key_metric(metrics: Mapping[str, float]) -> str:
     name = min(metrics, key=metric_rank, default="")
     rank = metric_rank(name)
     dropped = f", dropped {metrics[DROPPED]:,.0f}" if metrics.get(DROPPED) else ""
-    return f"{KEY_METRICS[rank]} {metrics[name]:.4g}{dropped}" if rank < len(KEY_METRICS) else ""
+    return f"{KEY_METRICS[rank]} {readable(metrics[name])}{dropped}" if rank < len(KEY_METRICS) else ""
 
 
 @lru_cache(maxsize=4096)  # a list of runs looks up the same names ten thousand times

@@ -24,12 +24,14 @@ EXIT_BLOCKED = 77
 EXIT_OVER_BUDGET = 69
 """A run has spent its budget; EX_UNAVAILABLE of sysexits.h."""
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_PIPE = 141  # 128 + SIGPIPE: what read the output has ended, as `head` does
 
 PACKAGE = "rlhf-lifecycle"
 DESCRIPTION = """Train language models from human feedback as cached, resumable stages. A profile (a TOML file) holds all
 settings of a pipeline; `--set KEY=VALUE` changes one of them."""
 EPILOG = """`rlhf COMMAND --help` describes a command, `rlhf --version` prints the version. Exit status: 0 success,
-2 invalid input, 69 budget spent, 75 waiting for a person, 77 blocked by a gate, 130 interrupted."""
+2 invalid input, 69 budget spent, 75 waiting for a person, 77 blocked by a gate, 130 interrupted, 141 reader of a pipe
+has ended."""
 EXAMPLES = """examples:
   rlhf init my_desk              a folder with a profile, a reward, rows and a README
   rlhf plan tiny/full            which stages would run, and why
@@ -95,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     skip_last_collections()
     before = {number: signal.signal(number, _interrupt) for number in terminations()}
     try:
-        return int(_verb(options)(options) or 0)
+        status = int(_verb(options)(options) or 0)
+        sys.stdout.flush()
+        return status
     except RlhfError as error:
         sys.stderr.write(f"{without_secrets(str(error))}\n")
         return EXIT_REFUSED
@@ -110,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return EXIT_PIPE
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

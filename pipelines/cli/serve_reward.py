@@ -11,8 +11,9 @@ import uvicorn
 from rich.console import Console
 
 from pipelines.cli.common import console, print_line, store_folder
+from pipelines.cli.serve_verb import find_model
 from pipelines.cli.try_reward import read_arguments
-from pipelines.flows.inputs import find_artifact
+from pipelines.services.home import Home
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.chat import encode as encode_text
@@ -88,7 +89,9 @@ def open_score(options: argparse.Namespace, store: ArtifactStore) -> Iterator[Sc
         with IsolatedReward("served", options.function, timeout_s=options.timeout_s, settings=settings) as reward:
             yield function_score(reward.outcome)
         return
-    with open_reward_model(store.path(find_artifact(store, RewardModelRef, options.reward_model)), options) as score:
+    ref, which = find_model(RewardModelRef, options.reward_model, options.profile, store, Home.here().make())
+    print_line(console, which)
+    with open_reward_model(store.path(ref), options) as score:
         yield score
 
 

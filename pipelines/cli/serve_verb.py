@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from pipelines.cli.common import console, print_json, print_line, store_folder
 from pipelines.execution.approving import Meant, answer_gate
@@ -33,7 +34,9 @@ from rlhf_core.secrets.redaction import shown
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import Answer, GateRequest
 from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
-from rlhf_core.types import CHAMPION, PolicyRef
+from rlhf_core.types import CHAMPION, PolicyRef, RewardModelRef
+
+M = TypeVar("M", PolicyRef, RewardModelRef)
 
 # ---------------------------------------------------------------- services verbs
 
@@ -198,13 +201,21 @@ def served_model(options: argparse.Namespace, store: ArtifactStore, home: Home) 
 
 
 def find_policy(name: str, profile: str, store: ArtifactStore, home: Home) -> tuple[PolicyRef, str]:
-    """Return the policy that `champion`, `champion:MODEL`, a label, a digest or a folder means, and a line that names it.
+    """Return the policy that `champion`, `champion:MODEL` or a name means, and a line that names it (`find_model`)."""
+    digest = champion_digest(name, store, home)
+    if not digest:
+        return find_model(PolicyRef, name, profile, store, home)
+    return find_artifact(store, PolicyRef, digest), f"{name}: {digest[:DIGITS]}"
 
-    A label means the policy of the newest run that has one, or of the newest run of `profile`. Raises ConfigError if
+
+def find_model(kind: type[M], name: str, profile: str, store: ArtifactStore, home: Home) -> tuple[M, str]:
+    """Return the policy or reward model that a label, a digest or a folder means, and a line that names it.
+
+    A label means the model of the newest run that has one, or of the newest run of `profile`. Raises ConfigError if
     that profile has made none.
     """
-    digest, origin = champion_digest(name, store, home), ""
-    is_label = not (digest or "." in name or re.fullmatch("[0-9a-f]{8,}", name) or Path(name).is_dir())
+    digest = origin = ""
+    is_label = not ("." in name or re.fullmatch("[0-9a-f]{8,}", name) or Path(name).is_dir())
     runs = runs_with(home, store.root, name) if is_label else []
     made = store.latest(name) if is_label else None
     if profile and is_label:
@@ -213,12 +224,12 @@ def find_policy(name: str, profile: str, store: ArtifactStore, home: Home) -> tu
         made = store.latest(name, config.name)
         if not runs and made is None:
             rule = f"no run of {profile} has it"
-            raise ConfigError("policy", name, rule, f"`rlhf run {profile}` makes it; `rlhf runs` lists the runs")
+            raise ConfigError("model", name, rule, f"`rlhf run {profile}` makes it; `rlhf runs` lists the runs")
     if runs:
         digest, origin = runs[0].policies[name], _origin(name, runs)
     elif made is not None:  # by a run that another folder, or an earlier version, has recorded
         digest, origin = made.handle.digest, f", made {made.started[:16].replace('T', ' ')} UTC"
-    ref = find_artifact(store, PolicyRef, digest or name)
+    ref = find_artifact(store, kind, digest or name)
     return ref, f"{name}: {ref.digest[:DIGITS]}{origin}"
 
 

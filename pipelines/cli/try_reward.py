@@ -16,7 +16,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.schema.secrets import refuse_plain
-from rlhf_core.types import Completion, Generation, Message, Prompt
+from rlhf_core.types import Completion, Generation, Message, Prompt, readable
 
 LONGEST_ANSWER = 60
 LABEL = "label"
@@ -98,9 +98,9 @@ def _value(text: str) -> Any:
 def _print(outcome: RewardOutcome, answers: Sequence[str]) -> None:
     scores = outcome.scores or (None,) * len(answers)
     for value, score, answer in zip(outcome.values, scores, answers, strict=True):
-        beside = "" if score is None else f", score {score:g}"
+        beside = "" if score is None else f", score {readable(score, 6)}"
         note = ": does not apply; a run leaves out an answer without any reward" if value is None else ""
-        shown = "None" if value is None else f"{value:g}"
+        shown = "None" if value is None else f"{readable(value, 6)}"
         print_line(console, f"reward {shown}{beside}  {short(answer, LONGEST_ANSWER)!r}{note}")
     for name, (total, count) in outcome.logs.items():
-        print_line(console, f"{name} {total / count:g}")
+        print_line(console, f"{name} {readable(total / count, 6)}")

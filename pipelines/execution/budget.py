@@ -19,6 +19,7 @@ from rlhf_core.stage.stopping import RunOverBudget, StageStopped
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import write_json
 from rlhf_core.store.typed_json import Stored, read_stored
+from rlhf_core.types import readable
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 
 HOUR = 3600.0  # in seconds
@@ -59,7 +60,7 @@ class Budget:
         for key, spent, limit in self._limits():
             if spent >= limit:
                 raise RunOverBudget(
-                    f"budget.{key} = {limit:g}: {spent:.3g} {UNITS[key]}; "
+                    f"budget.{key} = {limit:g}: {readable(spent, 3)} {UNITS[key]}; "
                     f"finished work is kept: run the same command again with a higher budget.{key}"
                 )
 

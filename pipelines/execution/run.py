@@ -49,7 +49,7 @@ from rlhf_core.store.layout import write_json
 from rlhf_core.store.maintenance import forget_wait, note_wait
 from rlhf_core.store.typed_json import Stored, read_stored
 from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
-from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef
+from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef, RewardModelRef
 
 # ---------------------------------------------------------------- forcing
 
@@ -365,8 +365,8 @@ def run_stages(
 
 
 def policies_of(results: Mapping[str, ArtifactRef]) -> dict[str, str]:
-    """Return the digests of the policies among the results of a run, by stage."""
-    return {label: ref.digest for label, ref in results.items() if isinstance(ref, PolicyRef)}
+    """Return the digests of the policies and reward models among the results of a run, by stage."""
+    return {label: ref.digest for label, ref in results.items() if isinstance(ref, (PolicyRef, RewardModelRef))}
 
 
 def state_of(ended: BaseException | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from pipelines.execution.executor import StageOutcome
 from rlhf_core.secrets.redaction import HIDDEN, hidden
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import ArtifactRef, PublishedRef
+from rlhf_core.types import ArtifactRef, PublishedRef, readable
 
 # ---------------------------------------------------------------- measures
 
@@ -46,7 +46,8 @@ class Measure:
     def __str__(self) -> str:
         if not self.is_finite:
             return "not finite"
-        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]" if self.has_interval else f"{self.mean:.3g}"
+        mean, low, high = (readable(one, 3) for one in (self.mean, self.low, self.high))
+        return f"{mean} [{low}, {high}]" if self.has_interval else mean
 
 
 def stage_measures(store: ArtifactStore, ref: ArtifactRef, metrics: Mapping[str, float]) -> dict[str, Measure]:

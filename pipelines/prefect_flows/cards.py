@@ -30,7 +30,7 @@ from rlhf_core.stage.stopping import RunHalted, StageWaiting
 from rlhf_core.store import attempts
 from rlhf_core.store.gate_decisions import Answer, GateDecisions, Question
 from rlhf_core.store.layout import StoreLayout
-from rlhf_core.types import ArtifactRef
+from rlhf_core.types import ArtifactRef, readable
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Curves:
         """Return first and last values and a curve of each of `CURVES` that was recorded; "" without one."""
         self._update()
         shown = [
-            [title, f"{values[0]:.3g}", f"**{values[-1]:.3g}**", sparkline(values)]
+            [title, readable(values[0], 3), f"**{readable(values[-1], 3)}**", sparkline(values)]
             for name, title in CURVES.items()
             for metric, values in self._values.items()
             if metric.endswith(f"/{name}") and f"/before/{name}" not in metric and len(values) > 1

@@ -53,7 +53,7 @@ class RunRecord:
     headline: str = ""
     flow_run: str = ""
     policies: dict[str, str] = field(default_factory=dict)
-    """Stage -> digest of the policy that it has made or found."""
+    """Stage -> digest of the policy or reward model that it has made or found."""
 
     @property
     def seconds(self) -> float:
@@ -155,7 +155,7 @@ def run_records(home: Home) -> list[RunRecord]:
 
 
 def runs_with(home: Home, store: Path, stage: str) -> list[RunRecord]:
-    """Return the runs that have a policy of this stage, which is still in the store; newest first."""
+    """Return the runs that have a model of this stage, which is still in the store; newest first."""
     layout, root = StoreLayout(store), str(store.resolve())
     found = [one for one in run_records(home) if one.store == root and stage in one.policies]
     return [one for one in found if layout.object(one.policies[stage]).is_dir()]

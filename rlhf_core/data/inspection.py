@@ -35,7 +35,7 @@ class SourceReport:
     usable: int = 0
     columns_read: tuple[str, ...] = ()
     columns_not_read: Mapping[str, int] = field(default_factory=dict)
-    """Column -> number of rows that hold something there."""
+    """Column -> number of rows that hold something there; of columns that only dropped rows have, among the first rows."""
     dropped: Sequence[Reason] = ()
     tables: Mapping[str, int] = field(default_factory=dict)
     """Table -> rows that it would have if the whole source went there."""
@@ -54,7 +54,9 @@ def inspect(source: Source) -> SourceReport:
     found = _inspect(source)
     if found.usable or found.problem or source.columns != Columns():
         return found
-    guessed = guess_columns(next((record.row for record in _first(source) if record.row), {}))
+    guesses = Counter(tuple(guess_columns(record.row).items()) for record in _first(source))
+    del guesses[()]
+    guessed = next((dict(guess) for guess, _ in guesses.most_common(1)), {})
     if not guessed:
         return found
     again = _inspect(source.model_copy(update={"columns": Columns(**guessed)}), guessed)
@@ -65,25 +67,34 @@ def _inspect(source: Source, guessed: Mapping[str, str] | None = None) -> Source
     report = DropReport()
     try:
         first = list(_first(source))
-        examples = deduplicate(read_examples(source, max_bad_fraction=1.0, report=report), report)
+        readable = read_examples(source, max_bad_fraction=1.0, report=report)
+        origins = {example.origin for example in readable}
+        used = list(islice((record for record in read(source) if record.origin in origins), ROWS_FOR_COLUMNS))
+        examples = deduplicate(readable, report)
     except RlhfError as error:
         return SourceReport(source, rows_read=report.rows_read[source.name], problem=str(error))
-    columns = Counter(name for record in first for name, value in record.row.items() if not is_empty(value))
     unread = report.not_read[source.name]
+    columns_read = tuple(name for name in _columns(used) if name not in unread)
+    others = {name: rows for name, rows in _columns(first).items() if name not in (*columns_read, *unread)}
     tables, empty = _tables(examples, min_margin=source.min_margin)
     return SourceReport(
         source,
         format=_format(first, source),
         rows_read=report.rows_read[source.name],
         usable=len({example.origin for example in examples}),
-        columns_read=tuple(name for name in columns if name not in unread) if examples else (),
-        columns_not_read=dict(unread if examples else columns),
+        columns_read=columns_read,
+        columns_not_read=unread | others,
         dropped=report.reasons(),
         tables=tables,
         empty=empty,
         rows=tuple(shown(example) for example in examples[:SHOWN_ROWS]),
         guessed=guessed or {},
     )
+
+
+def _columns(records: Sequence[Record]) -> Counter[str]:
+    """Return the number of records that hold something in each column."""
+    return Counter(name for record in records for name, value in record.row.items() if not is_empty(value))
 
 
 def _first(source: Source) -> Iterator[Record]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.schema.base import Config
+from rlhf_core.types import readable
 
 # ---------------------------------------------------------------- history
 
@@ -191,9 +192,9 @@ def outside(value: float, low: float | None, high: float | None) -> str:
     ('3.14 < 6', '')
     """
     if low is not None and not value >= low:
-        return f"{value:.3g} < {low:g}"
+        return f"{readable(value, 3)} < {low:g}"
     if high is not None and not value <= high:
-        return f"{value:.3g} > {high:g}"
+        return f"{readable(value, 3)} > {high:g}"
     return "" if value == value else "is not a number"
 
 

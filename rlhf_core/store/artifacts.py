@@ -19,7 +19,15 @@ from pydantic import Field
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store import attempts, leases, maintenance
 from rlhf_core.store.attempts import Attempt
-from rlhf_core.store.fingerprint import FileEntry, hash_files, hash_tree, list_files, sha256_text, tree_digest
+from rlhf_core.store.fingerprint import (
+    FileEntry,
+    hash_files,
+    hash_tree,
+    list_files,
+    regular_status,
+    sha256_text,
+    tree_digest,
+)
 from rlhf_core.store.index import Unreadable
 from rlhf_core.store.layout import (
     FORBIDDEN,
@@ -350,7 +358,7 @@ class ArtifactStore:
         memory = self.layout.externals / f"{sha256_text(str(folder))}.json"
         known = (read_stored(memory, _Memory) or _Memory(files={})).files
         paths = [path for path in list_files(folder) if not any(part.startswith(".") for part in path.split("/"))]
-        stats = {path: (folder / path).stat() for path in paths}
+        stats = {path: regular_status(folder / path) for path in paths}
         now = time.time_ns()
         same = {
             path: FileEntry(known[path].size, known[path].sha256)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -118,14 +119,29 @@ def hash_tree(folder: Path) -> dict[str, FileEntry]:
     return hash_files(folder, list_files(folder))
 
 
+def regular_status(path: Path) -> os.stat_result:
+    """Return the status of a file. Raises ArtifactError for what is none, such as a pipe, which may never end."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        raise ArtifactError("file", str(path), f"is a link to no file ({error.strerror})", "remove it") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise ArtifactError("file", str(path), "is a pipe, a device or a socket, not a file", "remove it")
+    return status
+
+
 def hash_files(folder: Path, paths: Iterable[str]) -> dict[str, FileEntry]:
     """Return size and sha256 of the given relative `paths` below `folder`, by path."""
 
-    def entry(path: str) -> FileEntry:
-        return FileEntry(size=(folder / path).stat().st_size, sha256=hash_file(folder / path))
-
     ordered = sorted(paths)
-    if sum((folder / path).stat().st_size for path in ordered) < _FEW_BYTES:
+    sizes = {path: regular_status(folder / path).st_size for path in ordered}
+
+    def entry(path: str) -> FileEntry:
+        return FileEntry(size=sizes[path], sha256=hash_file(folder / path))
+
+    if sum(sizes.values()) < _FEW_BYTES:
         return {path: entry(path) for path in ordered}
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
         return dict(zip(ordered, pool.map(entry, ordered), strict=True))

@@ -12,7 +12,8 @@ from rich.console import Console
 from pipelines.cli import chat
 from pipelines.cli.chat import talk
 from pipelines.cli.main import EXIT_REFUSED, main
-from pipelines.cli.serve_verb import find_policy
+from pipelines.cli.serve_verb import find_model, find_policy
+from pipelines.execution.run import policies_of
 from pipelines.services.home import Home
 from pipelines.services.policy_server import ServingNote
 from pipelines.services.run_notes import new_note
@@ -23,7 +24,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import remove_tree, write_json
-from rlhf_core.types import Message, PolicyRef, SamplingRequest
+from rlhf_core.types import ArtifactRef, Message, PolicyRef, RewardModelRef, SamplingRequest
 from tests.support.chat_server import ChatServer
 from tests.support.records import provenance
 from tests.support.workshop import RUNTIME
@@ -61,11 +62,11 @@ def test_the_answer_is_what_the_policy_samples(store, policy, monkeypatch):
 def test_a_label_means_the_policy_of_the_newest_run_that_has_one(store, home):
     """Also of the profile that is named; not what another run has made under this label last."""
 
-    def made(key: str) -> str:
+    def made(key: str, kind: type[ArtifactRef] = PolicyRef, label: str = "ppo") -> str:
         out = home.root / f"out-{key}"
         out.mkdir()
         (out / "weights.txt").write_text(key)
-        return store.commit(key * 64, out, PolicyRef, children={}, record=provenance(label="ppo")).digest
+        return store.commit(key * 64, out, kind, children={}, record=provenance(label=label)).digest
 
     def noted(profile: str, **policies: str) -> None:
         note = new_note(
@@ -73,11 +74,11 @@ def test_a_label_means_the_policy_of_the_newest_run_that_has_one(store, home):
         )
         note.change(state="Completed", policies=policies)
 
-    with pytest.raises(RlhfError, match="policy = 'ppo': no run of tiny/rlvr has it; `rlhf run tiny/rlvr` makes it"):
+    with pytest.raises(RlhfError, match="model = 'ppo': no run of tiny/rlvr has it; `rlhf run tiny/rlvr` makes it"):
         find_policy("ppo", "tiny/rlvr", store, home)
     first, second, last = made("a"), made("b"), made("c")
     write_json(store.layout.label("ppo"), {"key": "c" * 64})
-    with pytest.raises(RlhfError, match="policy = 'ppo': no run of tiny/rlvr has it; `rlhf run tiny/rlvr` makes it"):
+    with pytest.raises(RlhfError, match="model = 'ppo': no run of tiny/rlvr has it; `rlhf run tiny/rlvr` makes it"):
         find_policy("ppo", "tiny/rlvr", store, home)
     assert find_policy("ppo", "", store, home)[0].digest == last
     noted("tiny/full", sft="f" * 64, ppo=first)
@@ -91,6 +92,10 @@ def test_a_label_means_the_policy_of_the_newest_run_that_has_one(store, home):
     assert find_policy(last[:12], "tiny/full", store, home) == (store.latest("ppo").handle, f"{last[:12]}: {last[:12]}")  # type: ignore[union-attr]
     remove_tree(store.layout.object(second))
     assert find_policy("ppo", "", store, home)[0].digest == first
+    helpful, _ = made("d", RewardModelRef, "reward_model"), made("e", RewardModelRef, "reward_model")
+    noted("tiny/full", **policies_of({"reward_model": RewardModelRef(uri="", digest=helpful)}))
+    model, line = find_model(RewardModelRef, "reward_model", "", store, home)
+    assert model.digest == helpful and "of the run run of tiny/full" in line
 
 
 def test_a_policy_that_the_store_has_not_is_an_error(store):

@@ -45,6 +45,15 @@ def cli(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_reader_that_ends_ends_the_command_as_other_tools(tmp_path):
+    for words in (["profiles"], ["plan", "tiny/full"], ["completion", "bash"]):
+        command = f"{sys.executable} -m pipelines.cli.main {' '.join(words)} | true; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, env=os.environ | {"RLHF_HOME": str(tmp_path)}
+        )
+        assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -34,6 +34,22 @@ def test_rows_are_counted_by_the_reason_that_drops_them_with_their_first_lines(t
     assert found.rows[0] == "user: 2+2?\nchosen:\nassistant: 【4】\nrejected:\nassistant: 【5】"
 
 
+def test_columns_that_only_dropped_rows_have_are_not_read(tmp_path):
+    rows = [
+        {"prompt": "2+2?", "completion": "", "margin": 3},
+        {"messages": "Hi"},
+        {"prompt": "2+2?", "completion": "4"},
+    ]
+    found = report(tmp_path, rows)
+    assert (found.usable, found.columns_read) == (1, ("prompt", "completion"))
+    assert found.columns_not_read == {"margin": 1, "messages": 1}
+
+
+def test_columns_are_guessed_from_the_rows_that_hold_something(tmp_path):
+    rows = [{"promt": "", "reply": ""}, {"promt": "A text"}, *({"promt": f"{n}?", "reply": "4"} for n in range(3))]
+    assert report(tmp_path, rows).guessed == {"prompt": "promt", "completion": "reply"}
+
+
 def test_a_demonstration_is_shown_with_every_answer_trained(tmp_path):
     turns = [("user", "2+2?"), ("assistant", "4"), ("user", "sure?"), ("assistant", "y" * 401)]
     found = report(tmp_path, [{"messages": [{"role": role, "content": said} for role, said in turns]}])

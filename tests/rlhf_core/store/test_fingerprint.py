@@ -1,5 +1,6 @@
 import hashlib
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -111,6 +112,16 @@ def test_links_that_lead_to_each_other_are_refused(tmp_path):
         (tmp_path / name / "to").symlink_to(tmp_path / other)
     with pytest.raises(ArtifactError, match="is a link to a folder that contains it"):
         list_files(tmp_path / "a")
+
+
+def test_a_pipe_and_a_link_to_nothing_are_named_and_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArtifactError, match=r"pipe'.*: is a pipe, a device or a socket, not a file; remove it"):
+        hash_tree(tmp_path)
+    (tmp_path / "pipe").unlink()
+    (tmp_path / "gone").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ArtifactError, match=r"gone.*: is a link to no file"):
+        hash_tree(tmp_path)
 
 
 # ---------------------------------------------------------------- code
