@@ -361,8 +361,7 @@ def _is_file(path: Path) -> bool:
 def _merge(base: Mapping[Any, Any], changes: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[Any, Any]:
     merged = dict(base)
     for written, value in changes.items():
-        other = OTHER_SPELLING.get(written, written)  # the one that the profile below has
-        key = other if other in base else written
+        key = _spelled_as_below(written, path, base)
         here = (*path, str(key))
         before = _as_table(merged.get(key), here)
         if value == "none":
@@ -441,6 +440,14 @@ def _as_table(value: Any, keys: Sequence[str]) -> Any:
     return value
 
 
+def _spelled_as_below(key: Any, path: Sequence[str], below: Mapping[Any, Any]) -> Any:
+    """Return an option under the spelling, former or present, that the table below has; names chosen by users stay."""
+    other = OTHER_SPELLING.get(key, key)
+    if key in below or other not in below:
+        return key
+    return other if any({key, other} & one.model_fields.keys() for one in models_at(path, PipelineConfig)) else key
+
+
 def _of_another_type(table: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
     """Return whether `changes` select another `type` or `stage`: the options of the previous one do not apply to it."""
     return any(tag in changes and tag in table and changes[tag] != table[tag] for tag in ("type", "stage"))
@@ -468,7 +475,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {shown_value('', override)}: must be valid UTF-8; type it again")
     value = _value(key, text)
     keys = key.split(".")
-    if OTHER_SPELLING.keys() & {*keys} or any(
+    if any(
         keys[: len(path)] == [*path] and set(keys[len(path) : len(path) + 1]) & FORMER.keys()
         for path in policy_tables(tree)
     ):
@@ -498,6 +505,8 @@ def _set(tree: Any, keys: Sequence[str], value: Any) -> None:
         if not inner:
             _check_entries(option, keys[at:], value)
         tree = inner
+    if not in_list:
+        key = _spelled_as_below(key, option[:-1], tree)
     if in_list:
         tree[key : key + 1] = [] if value == "none" else [_with_name(value, tree[key])]
     elif value == "none":

@@ -424,8 +424,10 @@ class RuntimeConfig(Config):
 
     @model_validator(mode="after")
     def _check_head_precision(self) -> Self:
-        heads = self.trainer.fp32_lm_head, self.sampler.fp32_lm_head
-        if self.trainer.dtype == self.sampler.dtype == "bfloat16" and heads[0] != heads[1]:
+        # A sampler without these options samples in float32.
+        dtype = getattr(self.sampler, "dtype", "float32")
+        heads = self.trainer.fp32_lm_head, getattr(self.sampler, "fp32_lm_head", False)
+        if self.trainer.dtype == dtype == "bfloat16" and heads[0] != heads[1]:
             raise ValueError(
                 f"trainer.fp32_lm_head, sampler.fp32_lm_head = {heads[0]}, {heads[1]}: with one head in float32, the "
                 "log-probabilities of the two differ more than with none; set both"

@@ -41,6 +41,10 @@ def renamed(table: Mapping[str, Any], below: Mapping[str, Any]) -> Mapping[str, 
     given = {name: table[name] for name in FORMER if name in table}
     if not given:
         return table
+    dynamic = given.get("dynamic_sampling")
+    if dynamic not in OFF and not (isinstance(dynamic, Mapping) and dynamic.get("type", "dynamic") == "dynamic"):
+        rule = 'must be a table, the options of `[ppo.ahead] type = "dynamic"`'
+        raise ValueError(f"dynamic_sampling = {dynamic!r}: {rule}; write that table")
     current = {name: value for name, value in table.items() if name not in FORMER}
     for name, (section, option) in FORMER.items():
         beside = current.get(section)
@@ -70,7 +74,7 @@ def _without_other_type(kl: Mapping[str, Any], below: object) -> dict[str, Any]:
 
 def _ways(ahead: Any) -> dict[str, Any]:
     """Return `[ppo.ahead]` under the former names."""
-    table = {"type": ahead} if isinstance(ahead, str) else dict(ahead or {})
+    table = {"type": ahead} if isinstance(ahead, str) else dict(ahead) if isinstance(ahead, Mapping) else {}
     match table.pop("type", None):
         case "dynamic":
             return {"dynamic_sampling": table, "staleness": 0, "partial_tokens": 0, "in_flight_groups": 0}

@@ -19,6 +19,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    TypeAdapter,
     model_serializer,
     model_validator,
 )
@@ -142,6 +143,9 @@ class Config(BaseModel):
         properties = handler.resolve_ref_schema(schema).get("properties", {})
         for name, text in _field_texts(cls).items():
             properties[cls.model_fields[name].alias or name].setdefault("description", text)
+        for name, field in cls.model_fields.items():
+            if isinstance(field.default, (Config, Mapping)) and "default" in (own := properties[field.alias or name]):
+                own["default"] = _ANY.dump_python(field.default, mode="json", by_alias=True, context=PRESENT_NAMES)
         return schema
 
 
@@ -162,6 +166,7 @@ class RenamedConfig(Config):
 
 PRESENT_NAMES = object()
 """Context of a dump whose keys have their present names."""
+_ANY: TypeAdapter[Any] = TypeAdapter(Any)
 FIELD_OF = {"stage": "stage", "type": "type", "in": "in_"}
 """Keys that choose among the types of a table, and their fields: `in` is no name in Python."""
 

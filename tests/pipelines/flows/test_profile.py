@@ -82,6 +82,7 @@ def test_a_bare_name_chooses_a_loss_with_its_defaults():
         ("[ppo.value_optimizer]\neps = 0.1\n", [], {"value.optimizer.eps": 0.1, "value.optimizer.learning_rate": 5e-4}),
         ("[ppo]\nkl_coef = 'none'\n", [], {"kl.coef": 0.05}),
         ("[ppo.rewards]\nnormalise = 'running'\n", ["ppo.rewards.normalize=none"], {"rewards.normalize": "none"}),
+        ("[ppo]\nahead = 'staleness'\n", ["ppo.dynamic_sampling={}", "ppo.samples_per_prompt=2"], {"ahead.type": "dynamic"}),
         ("publish.licence = 'MIT'\n[ppo.lora]\nquantize = 'nf4'\n", ["ppo.lora.quantise="], {"lora.quantize": ""}),
     ],
 )  # fmt: skip

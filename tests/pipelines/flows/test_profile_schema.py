@@ -2,10 +2,10 @@ import tomllib
 from typing import Any
 
 import pytest
-from jsonschema import Draft7Validator
+from jsonschema import Draft7Validator, Draft202012Validator
 
 from pipelines.cli.start_verbs import STARTER
-from pipelines.flows.profile import shipped_profiles
+from pipelines.flows.profile import PipelineConfig, shipped_profiles
 from pipelines.flows.profile_schema import profile_schema
 
 FILES = [*sorted(shipped_profiles().rglob("*.toml")), STARTER / "profile.toml"]
@@ -44,3 +44,13 @@ def test_the_schema_knows_what_a_file_may_hold(text, fits, validator):
 def test_a_key_of_the_schema_is_described(validator):
     table = validator.schema["$defs"]["SFTConfig"]["properties"]["max_length"]
     assert table["description"].startswith("Maximum number of tokens") and table["default"] == 256
+
+
+def test_defaults_in_the_schema_of_forms_fit_it():
+    schema = PipelineConfig.model_json_schema()
+    validator = Draft202012Validator(schema)
+    for table, fields in schema["$defs"].items():
+        for key, field in fields.get("properties", {}).items():
+            if field.get("default") is not None:
+                one = validator.evolve(schema=field | {"$defs": schema["$defs"]})
+                assert [error.message for error in one.iter_errors(field["default"])] == [], (table, key)

@@ -124,6 +124,8 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
         ({"kl_coef": 0.1, "kl": {"coef": 0.1}}, r"kl_coef = 0\.1: is the former name of kl\.coef, which is set, too"),
         ({"staleness": 1, "ahead": "dynamic"}, "staleness = 1: is the former name of ahead, which is set, too"),
         ({"staleness": 1, "dynamic_sampling": {}}, "staleness = 1: dynamic_sampling samples again"),
+        ({"dynamic_sampling": True}, r"dynamic_sampling = True: must be a table, the options of `\[ppo.ahead\]"),
+        ({"dynamic_sampling": {"type": "staleness"}}, "dynamic_sampling = {'type': 'staleness'}: must be a table"),
         ({"partial_tokens": 16, "dynamic_sampling": {}}, "partial_tokens = 16: dynamic_sampling samples again"),
         (
             {"rewards": {"normalise": "none", "normalize": "none"}},

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import get_args
 
 import pytest
+from pydantic import create_model
 
 from rlhf_core.config import engines
 from rlhf_core.config.engines import (
@@ -124,8 +125,9 @@ def test_the_documented_sampler_serves_a_generate_stage(tmp_path, monkeypatch):
         "policy": store.external(PolicyRef, make_policy(tmp_path / "policy")),
         "prompts": store.external(PromptsRef, tmp_path / "prompts"),
     }
-    # Around the union, which has no row for it here.
-    runtime = LocalRuntime(RUNTIME.model_copy(update={"sampler": names["FixedSamplerConfig"](text="It is 12.")}))
+    with_row = create_model("WithRow", __base__=engines.RuntimeConfig, sampler=(names["FixedSamplerConfig"], ...))
+    table = RUNTIME.model_dump() | {"sampler": {"type": "fixed", "text": "It is 12."}}
+    runtime = LocalRuntime(with_row.model_validate(table))
     shop = Workshop(store, runtime)
     config = GenerateConfig(samples_per_prompt=2, sampling=SamplingConfig(max_tokens=20))
     ref, _ = shop.run("generate", config, inputs)
