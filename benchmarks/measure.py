@@ -84,7 +84,9 @@ def lines_beside(root: Path) -> int:
 
 def long_lines(root: Path) -> int:
     """Count the lines of the packages that are longer than `LONG_LINE` characters."""
-    return sum(len(line) > LONG_LINE for path in modules(root) for line in path.read_text("utf-8").splitlines())
+    return sum(
+        len(line) > LONG_LINE for path in modules(root) for line in path.read_text(encoding="utf-8").splitlines()
+    )
 
 
 def comments(root: Path) -> float:
