@@ -150,11 +150,14 @@ def few_prompts(
 ) -> list[dict[str, Any]]:
     """Return the failed condition that each number is of at least `least_prompts` prompts; [] if it holds."""
     rows = report["policies"]
-    found = [rows[policy]["prompts"] for entry in checks for policy in (name, entry["than"]) if policy]
-    for entry in checks:
-        measure = _parts(entry["metric"])[0]
-        for value in (rows[policy][measure] for policy in (name, entry["than"]) if policy):
-            found += [value["prompts"]] if isinstance(value, Mapping) and "prompts" in value else []
+    found = [
+        value["prompts"]
+        for entry in checks
+        for policy in (name, entry["than"])
+        if policy
+        for value in along(rows[policy], entry["metric"])[0]
+        if isinstance(value, Mapping) and "prompts" in value
+    ]
     least = min(found, default=config.least_prompts)
     if least >= config.least_prompts:
         return []
@@ -226,8 +229,19 @@ def _figure(value: float | None, form: str) -> str:
     return "not known (no interval)" if value is None else format(value, form)
 
 
-def _parts(path: str) -> list[str]:
-    return path.replace("/", ".").split(".")
+def along(row: Any, path: str) -> tuple[list[Any], str]:
+    """Return the values from a row to the one at `path`, and what is left of a path that leads nowhere.
+
+    Names in it may contain / and dots.
+
+    >>> along({"sources": {"a/b": {"gold": 2.0}}}, "sources/a/b/kl")
+    ([{'sources': {'a/b': {'gold': 2.0}}}, {'a/b': {'gold': 2.0}}, {'gold': 2.0}], 'kl')
+    """
+    for name in sorted(row, key=len, reverse=True) if path and isinstance(row, Mapping) else ():
+        if re.match(rf"{re.escape(name)}([/.]|$)", path):
+            values, left = along(row[name], path[len(name) + 1 :])
+            return [row, *values], left
+    return [row], path
 
 
 def metric(report: Mapping[str, Any], policy: str, path: str, key: str) -> float | None:
@@ -238,19 +252,17 @@ def metric(report: Mapping[str, Any], policy: str, path: str, key: str) -> float
     if policy not in report["policies"]:
         known = ", ".join(report["policies"])
         raise ConfigError(key, path, f"the report has no policy {policy!r} ({known})", "name one of these")
-    here: Any = report["policies"][policy]
-    for part in _parts(path):
-        if isinstance(here, Mapping) and part in ("low", "high") and "mean" in here and part not in here:
-            return None
-        if not isinstance(here, Mapping) or part not in here:
-            known = ", ".join(here) if isinstance(here, Mapping) else "a number"
-            raise ConfigError(key, path, f"{policy} has no {part!r} there ({known})", "name a metric of the report")
-        here = here[part]
-    if isinstance(here, Mapping):
-        raise ConfigError(key, path, "is not a number", f"add one of {', '.join(here)} to the path")
-    if isinstance(here, bool) or not isinstance(here, (int, float)):
-        raise ConfigError(key, path, f"is {here!r}, not a number", "name a metric of the report")
-    return float(here)
+    (*_, found), left = along(report["policies"][policy], path)
+    if left in ("low", "high") and isinstance(found, Mapping) and "mean" in found:
+        return None
+    if left:
+        known = ", ".join(found) if isinstance(found, Mapping) else "a number"
+        raise ConfigError(key, path, f"{policy} has no {left!r} there ({known})", "name a metric of the report")
+    if isinstance(found, Mapping):
+        raise ConfigError(key, path, "is not a number", f"add one of {', '.join(found)} to the path")
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        raise ConfigError(key, path, f"is {found!r}, not a number", "name a metric of the report")
+    return float(found)
 
 
 def record(checks: Sequence[Mapping[str, Any]], context: StageContext) -> None:
@@ -318,15 +330,21 @@ def write_hub_card(card: str, license: str, folder: Path) -> None:
 
 
 def _measures(row: Mapping[str, Any]) -> str:
-    lines = ["| measure | value | interval |", "|---|---|---|"]
+    return "\n".join(["| measure | value | interval |", "|---|---|---|", *_measure_lines(row, "")])
+
+
+def _measure_lines(row: Mapping[str, Any], of: str) -> list[str]:
+    lines = list[str]()
     for name, value in row.items():
-        if isinstance(value, Mapping):
+        if name == "sources":
+            lines += [line for source, part in value.items() for line in _measure_lines(part, f" of {source}")]
+        elif isinstance(value, Mapping):
             against = f" against {value['against']}" if "against" in value else ""
-            interval = f"{readable(value['low'])} to {readable(value['high'])}" if "low" in value else "not known"
-            lines.append(f"| {name}{against} | {readable(value['mean'])} | {interval} |")
+            interval = f"{value['low']:.4g} to {value['high']:.4g}" if "low" in value else "not known"
+            lines.append(f"| {name}{of}{against} | {value['mean']:.4g} | {interval} |")
         elif isinstance(value, float):
-            lines.append(f"| {name} | {readable(value)} | |")
-    return "\n".join(lines)
+            lines.append(f"| {name}{of} | {value:.4g} | |")
+    return lines
 
 
 def _gate_table(checks: Sequence[Mapping[str, Any]]) -> str:

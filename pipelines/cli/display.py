@@ -283,12 +283,14 @@ def print_decisions(rows: Sequence[tuple[str, Decision]], console: Console) -> N
         print_line(console, line)
 
 
-def results_table(report: Mapping[str, Any]) -> Table:
-    """Return the comparison of the policies in `report.json` as a table."""
-    found = results(report)
-    table = Table(box=None, pad_edge=False, title=found.caption, title_justify="left", title_style="dim")
-    for number, heading in enumerate(found.headings):
-        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    for row in found.rows:
-        table.add_row(*map(Text, row))
-    return table
+def results_tables(report: Mapping[str, Any]) -> Group:
+    """Return the comparison of the policies in `report.json` as tables."""
+    tables = list[Table]()
+    for found in results(report).values():
+        table = Table(box=None, pad_edge=False, title=found.caption, title_justify="left", title_style="dim")
+        for number, heading in enumerate(found.headings):
+            table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        for row in found.rows:
+            table.add_row(*map(Text, row))
+        tables.append(table)
+    return Group(*tables)

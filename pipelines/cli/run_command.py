@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from pipelines.cli.common import console, print_line
-from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_table
+from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, results_tables
 from pipelines.execution.executor import Listener, RunOptions, Tally
 from pipelines.execution.local import LazyRuntime
 from pipelines.execution.opening import (
@@ -182,7 +182,7 @@ def _print_results(
     report = results.get("evaluate")
     if isinstance(report, ReportRef):
         folder = store.path(report)
-        console.print(results_table(json.loads((folder / "report.json").read_text(encoding="utf-8"))))
+        console.print(results_tables(json.loads((folder / "report.json").read_text(encoding="utf-8"))))
         kept = None if done is None or done.note is None else done.note.page  # with the run's name, seed and links
         shown_page = folder / "report.html" if kept is None or not kept.is_file() else kept
         console.print(f"report: {shown_page}", highlight=False, soft_wrap=True)

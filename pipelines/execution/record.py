@@ -52,8 +52,8 @@ def record_results(
                 if compares and page is not None:
                     shutil.copyfile(copy, page)
             if compares:
-                table = results(report)
-                parent.table("results", table.headings, table.rows)
+                for title, table in results(report).items():
+                    parent.table(title, table.headings, table.rows)
                 if (made / SAMPLES).is_file():
                     samples = json.loads((made / SAMPLES).read_text(encoding="utf-8"))
                     parent.table("samples", samples["columns"], samples["data"])

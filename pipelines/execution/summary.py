@@ -70,9 +70,17 @@ def of_metrics(metrics: Mapping[str, float]) -> dict[str, Measure]:
 
 
 def of_report(report: Mapping[str, Any]) -> dict[str, Measure]:
-    """Return `<policy>/<measure>` of every policy in the report of `evaluate`; nothing for other reports."""
-    rows = report["policies"].items() if compares_policies(report) else ()
-    return {f"{policy}/{name}": _measure(row[name]) for policy, row in rows for name in OF_POLICIES if name in row}
+    """Return `<policy>/<measure>` and `<policy>/source/<source>/<measure>` of the report of `evaluate`, {} for others."""
+    found: dict[str, Measure] = {}
+    for policy, row in report["policies"].items() if compares_policies(report) else ():
+        parts = {"": row} | {f"source/{source}/": part for source, part in row.get("sources", {}).items()}
+        found |= {f"{policy}/{of}{name}": one for of, part in parts.items() for name, one in of_row(part).items()}
+    return found
+
+
+def of_row(row: Mapping[str, Any]) -> dict[str, Measure]:
+    """Return the measures of a policy, or of its answers to the prompts of one source."""
+    return {name: _measure(row[name]) for name in OF_POLICIES if name in row}
 
 
 def _measure(value: Mapping[str, float]) -> Measure:
@@ -121,16 +129,31 @@ def compares_policies(report: Mapping[str, Any]) -> bool:
     return isinstance(report.get("policies"), Mapping)
 
 
-def results(report: Mapping[str, Any]) -> Table:
-    """Return the comparison of the policies in the report of `evaluate`."""
-    policies = report["policies"]
+def results(report: Mapping[str, Any]) -> dict[str, Table]:
+    """Return the comparison of the policies in the report of `evaluate`, and that by the source of the prompts, if several."""
+    policies, interval = report["policies"], f"mean [{report['settings']['level']:.0%} interval]"
     shown = {measure: title for measure, title in COLUMNS.items() if any(measure in row for row in policies.values())}
     rows = [
         [name, *(_shown(measure, row[measure]) if measure in row else "" for measure in shown)]
         for name, row in policies.items()
     ]
-    caption = f"held-out prompts: mean [{report['settings']['level']:.0%} interval]; win rate against the parent"
-    return Table(caption, ["policy", *shown.values()], rows)
+    caption = f"held-out prompts: {interval}; win rate against the parent"
+    tables = {"results": Table(caption, ["policy", *shown.values()], rows)}
+    of_source = {name: row["sources"] for name, row in policies.items() if "sources" in row}
+    return tables | ({"results_by_source": _by_source(of_source, interval)} if of_source else {})
+
+
+def _by_source(policies: Mapping[str, Mapping[str, Mapping[str, Any]]], interval: str) -> Table:
+    """Return the first measure that there is, by policy and source."""
+    measure = next(
+        name for name in OF_POLICIES if any(name in part for row in policies.values() for part in row.values())
+    )
+    sources = list(dict.fromkeys(source for row in policies.values() for source in row))
+    rows = [
+        [name, *(_shown(measure, row[source][measure]) if measure in row.get(source, {}) else "" for source in sources)]
+        for name, row in policies.items()
+    ]
+    return Table(f"{COLUMNS[measure]} by source, {interval}", ["policy", *sources], rows)
 
 
 def _shown(measure: str, value: Any) -> str:
@@ -239,11 +262,11 @@ def _numbers(prefix: str, measures: Mapping[str, Measure]) -> dict[str, float]:
 def _result(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> tuple[str, dict[str, Measure]]:
     """Return the name and the measures of the last policy that was compared, or of the last stage that has `HEADLINES`."""
     for label, outcome in reversed(list(outcomes.items())):
-        measures = of_report(read_report(store.path(outcome.ref)))
-        if measures:
-            last = next(reversed(measures)).rpartition("/")[0]
-            own = {name.rpartition("/")[2]: one for name, one in measures.items() if name.startswith(f"{last}/")}
-            return last, own
+        report = read_report(store.path(outcome.ref))
+        rows = report["policies"].items() if compares_policies(report) else ()
+        measured = [(name, found) for name, row in rows if (found := of_row(row))]
+        if measured:
+            return measured[-1]
         metrics = {name: outcome.metrics[name] for name in HEADLINES if name in outcome.metrics}
         if metrics:
             return label, of_metrics(metrics)
@@ -269,7 +292,7 @@ def description(outcomes: Mapping[str, StageOutcome], store: ArtifactStore) -> s
     result = headline(outcomes, store)
     parts = [f"**{result}**"] if result else []
     reports = (read_report(store.path(outcome.ref)) for outcome in outcomes.values())
-    parts += [results(report).markdown() for report in reports if compares_policies(report)]
+    parts += [one.markdown() for report in reports if compares_policies(report) for one in results(report).values()]
     lines = []
     for label, outcome in outcomes.items():
         name = f"[{label}]({outcome.tracking_url})" if outcome.tracking_url else label

@@ -176,7 +176,7 @@ class PipelineConfig(GraphConfig):
             if threshold.than and threshold.than not in known:
                 rule = f"the report has no such policy; {nearest(threshold.than, known)}"
                 raise ValueError(f"publish.gate[{index}].than = {threshold.than!r}: {rule}")
-            if not is_named(threshold.metric.replace(".", "/"), numbers):
+            if not is_named(threshold.metric.replace(".", "/"), [*numbers, *(f"sources/*/{one}" for one in numbers)]):
                 rule = f"the report has no such number of a policy; {remedy_of(threshold.metric, numbers)}"
                 raise ValueError(f"publish.gate[{index}].metric = {threshold.metric!r}: {rule}")
         if publish.challenge is not None and f"{publish.challenge.metric}/mean" not in numbers:

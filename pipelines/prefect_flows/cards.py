@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -45,6 +45,7 @@ CURVES = {
     "eval/loss": "held-out loss",
 }
 """Metric of a training step -> its name on the card."""
+REWARD_OF_SOURCE = re.compile(r"/source/(.+)/reward$")
 BLOCKS = "▁▂▃▄▅▆▇█"
 LONGEST_CURVE = 40
 AWAY_S = 60.0
@@ -71,12 +72,20 @@ class Curves:
         """Return first and last values and a curve of each of `CURVES` that was recorded; "" without one."""
         self._update()
         shown = [
-            [title, readable(values[0], 3), f"**{readable(values[-1], 3)}**", sparkline(values)]
-            for name, title in CURVES.items()
-            for metric, values in self._values.items()
-            if metric.endswith(f"/{name}") and f"/before/{name}" not in metric and len(values) > 1
+            [title, f"{values[0]:.3g}", f"**{values[-1]:.3g}**", sparkline(values)]
+            for title, values in self._titled()
+            if len(values) > 1
         ]
         return markdown_table(["", "first", "now", "over the steps"], shown) if shown else ""
+
+    def _titled(self) -> Iterator[tuple[str, list[float]]]:
+        for name, title in CURVES.items():
+            for metric, values in self._values.items():
+                if metric.endswith(f"/{name}") and f"/before/{name}" not in metric:
+                    yield title, values
+        for metric, values in self._values.items():
+            if found := REWARD_OF_SOURCE.search(metric):
+                yield f"reward, {found[1]}", values
 
     def _update(self) -> None:
         file = attempts.metrics(self._attempt())

@@ -69,6 +69,7 @@ def render_report(
         cards=_cards(report, best),
         tables=[
             _table("Policies", JUDGED, policies, best, colors),
+            *_by_source(report, best, colors),
             _table("How they write", STYLE, policies, best, colors),
         ],
         footnote=_footnote(report),
@@ -129,6 +130,19 @@ def _table(
         for name, row in policies.items()
     ]
     return {"title": title, "columns": shown, "rows": rows}
+
+
+def _by_source(report: Mapping[str, Any], best: str, colors: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the table of what the policies are compared by, or else of lengths, by source; [] if there is one source."""
+    column = next(column for column in (*JUDGED, *STYLE) if column.path == (report["compared_by"] or "tokens"))
+    rows = {
+        name: {source: part[column.path] for source, part in row["sources"].items() if column.path in part}
+        for name, row in report["policies"].items()
+        if "sources" in row
+    }
+    sources = dict.fromkeys(source for row in rows.values() for source in row)
+    columns = [Column(source, source, column.form, column.help) for source in sources]
+    return [_table(f"By source: {column.name}", columns, rows, best, colors)] if columns else []
 
 
 def _cell(row: Mapping[str, Any], column: Column, policies: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def inputs(shop: Workshop, tmp_path) -> dict[str, Any]:
             "ppo": {
                 "digest": policy.digest, "prompts": 64, "samples": 64, "gold": interval(2.0), "tokens": interval(30),
                 "kl": interval(9.0, kind="estimate"), "win_rate": interval(0.7, against="sft", prompts=64), "entropy": 0.5,
+                "sources": {"a/b.c": {"prompts": 12, "gold": {"mean": 3.0}, "kl": interval(2.0, prompts=12)}},
             },
         },
         "lineage": [
@@ -106,6 +107,19 @@ def test_by_option_there_is_a_folder_for_the_hub_with_weights_and_card(shop, inp
     assert card.text.strip().startswith("# support")
     ref, _ = shop.run("publish", PublishConfig(gate=GOOD), inputs)
     assert not (shop.store.path(ref) / "hub").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "least", "found"),
+    [
+        ("sources/a/b.c/kl/high", 6, [(2.1, True)]),
+        ("sources.a/b.c.kl.high", 13, [(2.1, True), (12.0, False)]),  # of the source, of all there are 64
+        ("sources/a/b.c/gold/high", 6, [(None, False)]),
+    ],
+)
+def test_a_condition_may_be_on_the_prompts_of_a_source(shop, inputs, path, least, found):
+    gate, *_ = publish(shop, inputs, gate=[{"metric": path, "op": "<", "value": 5}], least_prompts=least)
+    assert [(check["value"], check["pass"]) for check in gate["checks"]] == found
 
 
 def with_champion(
@@ -272,6 +286,7 @@ def test_the_card_says_what_the_policy_was_made_from_and_how_good_it_is(shop, in
         "| gold | 2 | 1.9 to 2.1 |",
         "| win_rate against sft | 0.7 | 0.6 to 0.8 |",
         "| entropy | 0.5 | |",
+        "| gold of a/b.c | 3 | not known |",
         "## Intended use\n\nReplies of a support desk.",
         "## License\n\nApache-2.0",
     ):
@@ -294,6 +309,10 @@ def test_gate_and_card_reach_the_tracker(shop, inputs):
         ),
         ({"gate": [{"metric": "gold", "op": ">", "value": 1}]}, "is not a number; add one of mean, low, high"),
         ({"gate": [{"metric": "gold/mean", "op": ">", "than": "dpo"}]}, r"no policy 'dpo' \(sft, ppo\)"),
+        (
+            {"gate": [{"metric": "sources/a/b/kl/mean", "op": ">", "value": 1}]},
+            r"ppo has no 'a/b/kl/mean' there \(a/b.c\)",
+        ),
         ({"policy": "dpo"}, r"publish.policy = 'dpo': is not in the report \(sft, ppo\)"),
         ({"policy": "sft"}, "the report evaluates other weights under this name"),
     ],

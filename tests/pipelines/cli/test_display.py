@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from pipelines.cli.common import key_metric
-from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, print_decisions, results_table
+from pipelines.cli.display import LiveDisplay, PlainDisplay, open_display, print_decisions, results_tables
 from pipelines.execution.plan import Outlook, PlannedStage
 from rlhf_core.stage.decision import Decision
 from tests.support.toy_stage import toy_spec
@@ -22,6 +22,10 @@ REPORT = {
             "gold": {"mean": 2.0, "low": 1.9, "high": 2.1},
             "kl": {"mean": 1.2044, "low": 1.2, "high": 1.2, "kind": "bound"},
             "win_rate": {"mean": 0.7, "low": 0.65, "high": 0.75, "against": "sft"},
+            "sources": {
+                "sums": {"gold": {"mean": 0.5, "low": 0.4, "high": 0.6}, "kl": {"mean": 9.0}},
+                "desk": {"gold": {"mean": 3.5}},
+            },
         },
     },
 }
@@ -34,13 +38,16 @@ def printed(thing: object) -> str:
 
 
 def test_results_have_a_row_per_policy_with_intervals():
-    lines = printed(results_table(REPORT)).splitlines()
+    lines = printed(results_tables(REPORT)).splitlines()
     assert lines[2].split() == ["sft", "1.23", "[1.10,", "1.36]", "0.00", "31.3", "0.52"]
     assert lines[3].split()[-6:] == ["2.10]", "<=", "1.20", "0.70", "[0.65,", "0.75]"]
+    assert "gold reward by source" in lines[-4]  # as wide as its table
+    assert lines[-2].split() == ["policy", "sums", "desk"]
+    assert lines[-1].split() == ["best-of-8", "(sft)", "0.50", "[0.40,", "0.60]", "3.50"]
 
 
 def test_a_measure_that_no_policy_has_gets_no_column():
-    assert "RM score" not in printed(results_table(REPORT))
+    assert "RM score" not in printed(results_tables(REPORT))
 
 
 def test_the_number_that_says_most_is_shown():
@@ -159,7 +166,7 @@ def test_brackets_are_shown_as_they_are():
     print_decisions([("s[0]", decision)], plain)
     assert f"s[0] {'k' * 12} {said}" in plain.file.getvalue()
     report = {"settings": REPORT["settings"], "policies": {"p[/b]": REPORT["policies"]["sft"]}}
-    assert "p[/b]" in printed(results_table(report))
+    assert "p[/b]" in printed(results_tables(report))
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
     with open_display(console) as display:
         display.planned("waits", Decision("RUN", "[/b]", "k" * 64, None))

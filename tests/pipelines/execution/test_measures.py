@@ -29,4 +29,11 @@ def test_metrics_called_low_and_high_are_the_interval_of_the_one_without():
 def test_a_report_gives_the_measures_of_every_policy(tmp_path):
     (tmp_path / "report.json").write_text(json.dumps(REPORT))
     assert of_report(read_report(tmp_path)) == {"ppo/gold": Measure(2.0, 1.0, 3.0), "ppo/kl": Measure(0.5, 0.4, 0.6)}
+    row = {"gold": {"mean": 1.0}, "entropy": 0.5}
+    by_source = {"policies": {"ppo": {"gold": {"mean": 2.0}, "sources": {"a/b": row, "c": {"kl": {"mean": 0.5}}}}}}
+    assert [(name, one.mean) for name, one in of_report(by_source).items()] == [
+        ("ppo/gold", 2.0),
+        ("ppo/source/a/b/gold", 1.0),
+        ("ppo/source/c/kl", 0.5),
+    ]
     assert of_report({"accuracy": 0.7}) == of_report(read_report(tmp_path / "none")) == {}

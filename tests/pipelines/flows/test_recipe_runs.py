@@ -143,6 +143,16 @@ route = {sums = ["arithmetic"], desk = ["support"]}
 [recipe.merged]
 stage = "merge"
 weights = {sums = 1.0, student = 1.0}
+[publish]
+policy = "student"
+least_prompts = 4
+gate = [{metric = "sources/arithmetic/tokens/mean", op = "<=", value = 8}]
+[[gates]]
+after = "evaluate"
+metric = "policies/student/sources/support/gold/mean"
+op = ">"
+value = -100
+least_prompts = 4
 """
 
 
@@ -178,7 +188,7 @@ SHAPES = {
         36,
     ),
     "RL in three domains": (profile(RM, DOMAINS), ["base", "sft", "sums", "form", "desk"], 12),
-    "specialists, student and merge": (profile(RM, BRANCHES), ["base", "sft", "sums", "desk", "student", "merged"], 14),
+    "specialists, student and merge": (profile(RM, BRANCHES), ["base", "sft", "sums", "desk", "student", "merged"], 15),
 }
 
 

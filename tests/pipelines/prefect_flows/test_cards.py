@@ -69,10 +69,12 @@ def test_the_card_of_a_running_stage_is_made_once_and_then_rewritten(monkeypatch
     card = cards.ProgressCard("ppo", cards.Curves(lambda: tmp_path))
     for step in (1, 2, 3):
         with file.open("a") as stream:
-            stream.write(json.dumps({"step": step, "values": {"ppo/reward/mean": float(step)}}) + "\n")
+            values = {"ppo/source/a/b/reward": 2.0, "ppo/reward/mean": float(step), "ppo/source/a/b/length": 1.0}
+            stream.write(json.dumps({"step": step, "values": values}) + "\n")
         card.show(step, 9, "")
     assert [place for place, _ in shown] == ["live-ppo", 7]
     assert shown[1][1].startswith("# ppo: 3 of 9\n") and "| reward | 1 | **3** | ▁" in shown[1][1]
+    assert "| reward, a/b | 2 | **2** |" in shown[1][1] and "length" not in shown[1][1]
 
 
 def test_a_card_asks_as_often_as_said_with_the_other_settings_as_they_are():

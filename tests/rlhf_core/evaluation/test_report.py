@@ -23,6 +23,7 @@ REPORT: dict[str, Any] = {
         "ppo": {
             "digest": "d2", "prompts": 64, "samples": 128, "gold": interval(2.0), "kl": interval(9.0, kind="estimate"),
             "win_rate": interval(0.7, against="sft", prompts=64),
+            "sources": {"sums": {"gold": interval(0.5)}, "desk": {"gold": {"mean": 3.5}}},
         },
     },
     "lineage": [{"label": "sft", "digest": "d" * 64, "parents": ["prepare_data"], "config": {}, "key": "k", "stage": "sft"}],
@@ -63,8 +64,14 @@ def test_the_page_asks_the_network_for_nothing_and_adapts_to_phones_and_the_dark
 
 def test_a_policy_has_one_color_in_tables_and_samples():
     of_ppo = re.findall(r'style="background:(#\d)"></i>ppo<', page())
-    assert of_ppo == ["#2"] * 3  # two tables and a sample
-    assert page().count("background:#2") == 5  # and the two parts of its bar
+    assert of_ppo == ["#2"] * 4  # three tables and a sample
+    assert page().count("background:#2") == 6  # and the two parts of its bar
+
+
+def test_policies_are_compared_by_source_too():
+    (table,) = re.findall(r"<h2>By source: gold reward</h2>.*?</table>", page(), re.DOTALL)
+    assert re.findall(r">(sums|desk)</th>", table) == ["sums", "desk"]
+    assert re.findall(r"<td><span>(.*?)</span>", table) == ["0.500", "3.500"] and "0.400 … 0.600" in table
 
 
 def test_text_of_prompts_and_answers_is_escaped():
