@@ -12,11 +12,13 @@ in `algorithms.advantage`, with the losses in `algorithms.policy`. One step, top
 How a step is sampled (ahead of the training, in parts, in several rounds) is chosen by `open_rollouts`.
 """
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.agents.process import Environments
@@ -26,7 +28,7 @@ from rlhf_core.config.rewards import check_sources
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import rows_at, shuffled_indices
 from rlhf_core.data.shards import Drawn, RolloutLog
-from rlhf_core.data.tables import read_demonstrations, read_prompts
+from rlhf_core.data.tables import DIFFICULTY, read_demonstrations, read_prompts
 from rlhf_core.errors import ConfigError, DataError, nearest
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
@@ -162,7 +164,10 @@ def open_parts(
     folder = context.path(policy)
     chat = ChatTemplate.load(folder)
     ends = stop_token_ids(folder, tokenizer_eos=chat.eos_id)
-    rows, held_out = split_prompts(config, read_prompts(context.path(prompts)), key=context.label)
+    folder_of_prompts = context.path(prompts)
+    rows, held_out = split_prompts(config, read_prompts(folder_of_prompts), key=context.label)
+    if config.order == "easy_first":
+        rows = easy_first(rows, folder_of_prompts / DIFFICULTY, key=f"{context.label}.order")
     context.tracker.dataset("prompts", prompts.digest, "training")
     context.tracker.input_model(policy.digest)
     demonstrated = token_samples(config.ptx, chat, demonstrations, context)
@@ -216,6 +221,15 @@ def split_prompts(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> 
         rule = f"holds out all prompts of the source {source}"
         raise ConfigError(f"{key}.evaluate.prompts", len(held_out), rule, "lower it, or take its share away")
     return rows, held_out
+
+
+def easy_first(prompts: Sequence[Prompt], difficulty: Path, *, key: str) -> list[Prompt]:
+    """Return the prompts, those with the highest mean reward first; ConfigError if they were not selected by it."""
+    if not difficulty.is_file():
+        rule = "the prompts come without their difficulty"
+        raise ConfigError(key, "easy_first", rule, 'take those of a select stage with type = "prompts"')
+    means = {row["id"]: row["mean"] for row in json.loads(difficulty.read_text(encoding="utf-8"))["prompts"]}
+    return sorted(prompts, key=lambda prompt: -means[prompt.id])
 
 
 def sources_used(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> list[Prompt]:
@@ -282,7 +296,7 @@ def open_rollouts(
     ahead, groups, size = config.ahead, config.prompts_per_step, config.samples_per_prompt
     drawn: dict[str, Any] = {"engine": engine, "chat": chat, "prompts": prompts, "sampling": config.sampling}
     drawn["mixture"] = config.mixture
-    drawn |= {"groups": groups, "group_size": size, "seed": seed}
+    drawn |= {"groups": groups, "group_size": size, "seed": seed, "shuffles": config.order == "shuffled"}
     whole = WholeAnswers(**drawn, environments=environments)
     draw: DrawAnswers = whole
     dynamic: DynamicScoring | None = None

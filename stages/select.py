@@ -11,7 +11,14 @@ from typing import Any, TypeAlias, TypeVar
 from rlhf_core.data.chat import answer_message
 from rlhf_core.data.mixing import held_out
 from rlhf_core.data.shards import read_rollouts
-from rlhf_core.data.tables import Demonstration, Preference, write_demonstrations, write_preferences, write_prompts
+from rlhf_core.data.tables import (
+    DIFFICULTY,
+    Demonstration,
+    Preference,
+    write_demonstrations,
+    write_preferences,
+    write_prompts,
+)
 from rlhf_core.errors import DataError, nearest
 from rlhf_core.interfaces import Metrics
 from rlhf_core.stage.context import StageContext
@@ -121,7 +128,7 @@ def select_prompts(config: PromptsInBand, groups: Sequence[Group], context: Stag
     rows = [{"id": prompt.id, "source": prompt.source, "mean": mean, "answers": len(group)}
             for (prompt, mean), group in zip(means.items(), groups, strict=True)]  # fmt: skip
     report = {"sources": sources, "prompts": rows}
-    (context.out / "difficulty.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (context.out / DIFFICULTY).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     totals = {name: float(sum(counts[name] for counts in sources.values())) for name in DIFFICULTIES}
     return context.commit(PromptsRef, metrics={"prompts": float(len(means))} | totals)
 

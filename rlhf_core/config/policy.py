@@ -196,6 +196,9 @@ class PPOConfig(RenamedConfig):
     mixture: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = added_option({})
     """Share of the prompts of each step by their source, as `{gsm8k = 0.7, support = 0.3}`; they are divided by their sum.
     Sources without a share are left out. Without a table, prompts come in the proportions of the data."""
+    order: Literal["shuffled", "given", "easy_first"] = added_option("shuffled")
+    """Order of the prompts in each epoch: another one each time, that of the data, or those first that the policy answered
+    best when a `select` stage of type `prompts` measured them."""
     sampling: SamplingConfig = SamplingConfig()
     agent: AgentConfig | None = None
     """Agent that turns every answer into an episode of turns with an environment, tools or a program."""
@@ -264,6 +267,14 @@ class PPOConfig(RenamedConfig):
     def _check_mixture(self) -> PPOConfig:
         if self.mixture and not any(self.mixture.values()):
             raise ValueError("mixture = {...}: no source has a share; give one a positive share, or remove the table")
+        return self
+
+    @model_validator(mode="after")
+    def _check_order(self) -> PPOConfig:
+        if self.order != "shuffled" and isinstance(self.ahead, DynamicSampling):
+            raise ValueError(
+                f"order = {self.order!r}: ahead.type = 'dynamic' draws other prompts in each round of a step; remove one of them"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ import math
 import random
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, TypeVar, get_args
 
 from rlhf_core.config.data import Use
@@ -101,31 +101,43 @@ def rows_at(step: int, rows: Sequence[T], *, count: int, seed: int) -> list[T]:
     return rows_from(step * count, rows, count=count, seed=seed)
 
 
-def rows_from(first: int, rows: Sequence[T], *, count: int, seed: int) -> list[T]:
-    """Return `count` rows (at least one) from position `first` of the endless sequence of epochs."""
+def rows_from(first: int, rows: Sequence[T], *, count: int, seed: int, shuffles: bool = True) -> list[T]:
+    """Return `count` rows (at least one) from position `first` of the endless sequence of epochs.
+
+    Each epoch has another order or, unless it `shuffles`, that of the rows.
+    """
     size = len(rows)
     positions = range(first, first + count)
+    if not shuffles:
+        return [rows[position % size] for position in positions]
     epochs = range(positions[0] // size, positions[-1] // size + 1)
     orders = {epoch: shuffled_indices(size, derive_seed(seed, "prompts", epoch)) for epoch in epochs}
     return [rows[orders[position // size][position % size]] for position in positions]
 
 
 def mixed_rows(
-    first: int, rows: Mapping[str, Sequence[T]], shares: Mapping[str, float], *, count: int, block: int, seed: int
+    first: int,
+    rows: Mapping[str, Sequence[T]],
+    shares: Mapping[str, float],
+    *,
+    count: int,
+    block: int,
+    seed: int,
+    shuffles: bool = True,
 ) -> list[T]:
     """Return `count` rows from position `first` of an endless sequence in which each source has its share of every `block`.
 
     The number of a source in a block differs from its share by less than 1, and is its share on average. Within a source,
     rows come in epochs, as in `rows_from`. The sequence depends only on rows, shares, block and seed.
     """
-    found: list[T] = []
+    found, order = list[T](), partial(rows_from, shuffles=shuffles)
     for number in range(first // block, (first + count - 1) // block + 1):
         taken, upto = (taken_before(one, tuple(shares.items()), block, seed) for one in (number, number + 1))
         drawn = [
             row
             for source, begin, end in zip(shares, taken, upto, strict=True)
             if begin < end
-            for row in rows_from(begin, rows[source], count=end - begin, seed=derive_seed(seed, "source", source))
+            for row in order(begin, rows[source], count=end - begin, seed=derive_seed(seed, "source", source))
         ]
         found += shuffled(drawn, seed=derive_seed(seed, "block", number))
     begin = first % block

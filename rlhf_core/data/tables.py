@@ -18,6 +18,8 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.types import Message, Prompt, TokenSample
 
 PROMPTS_FILE = "prompts.parquet"
+DIFFICULTY = "difficulty.json"
+"""Beside prompts that were selected by the mean of a reward: what that mean was."""
 
 
 @dataclass(frozen=True, slots=True)

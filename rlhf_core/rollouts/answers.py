@@ -130,13 +130,17 @@ class Draw:
     group_size: int
     """Number of answers to each."""
     seed: int
+    shuffles: bool = True
+    """Whether each epoch of the prompts has another order."""
 
     def drawn(self, first: int, count: int, seed: int) -> list[Prompt]:
         """Return `count` prompts from position `first` of the endless sequence that the steps draw from."""
         if not self.mixture:
-            return rows_from(first, self.prompts, count=count, seed=seed)
+            return rows_from(first, self.prompts, count=count, seed=seed, shuffles=self.shuffles)
         shares = dict(sorted(self.mixture.items()))  # keys are in no order
-        return mixed_rows(first, self.by_source, shares, count=count, block=self.groups, seed=seed)
+        return mixed_rows(
+            first, self.by_source, shares, count=count, block=self.groups, seed=seed, shuffles=self.shuffles
+        )
 
     @cached_property
     def by_source(self) -> dict[str, list[Prompt]]:

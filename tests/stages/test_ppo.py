@@ -1,5 +1,6 @@
 """Policy optimisation: the order of prompts, the first ratio, learning, and a killed run's bytes."""
 
+import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,7 +21,7 @@ from rlhf_core.rollouts.answers import WholeAnswers
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.types import Generation, Message, Prompt, PromptsRef
-from stages.ppo import Models, PPOConfig, sources_used, split_prompts, update
+from stages.ppo import Models, PPOConfig, easy_first, sources_used, split_prompts, update
 from tests.support.training import (
     demonstrations,
     killed_and_resumed,
@@ -426,6 +427,18 @@ def test_sources_that_do_not_fit_the_prompts_are_refused_before_a_model_is_loade
     with pytest.raises(ConfigError, match=message):
         sources_used(config(**changes), prompts, key="ppo")
     assert [one.id for one in sources_used(config(mixture={"sums": 1.0, "desk": 0.0}), prompts, key="ppo")] == ["a"]
+
+
+def test_the_prompts_that_were_answered_best_come_first(tmp_path) -> None:
+    prompts = [Prompt(name, (), "", "sums") for name in "abcd"]
+    file = tmp_path / "difficulty.json"
+    with pytest.raises(
+        ConfigError, match=r"ppo\.order = 'easy_first': the prompts come without their difficulty; take"
+    ):
+        easy_first(prompts, file, key="ppo.order")
+    means = {"a": 0.25, "b": 0.5, "c": 0.25, "d": 1.0, "dropped": None}
+    file.write_text(json.dumps({"prompts": [{"id": name, "mean": mean} for name, mean in means.items()]}))
+    assert [one.id for one in easy_first(prompts, file, key="ppo.order")] == ["d", "b", "a", "c"]
 
 
 def test_a_source_of_which_all_prompts_are_held_out_is_refused() -> None:

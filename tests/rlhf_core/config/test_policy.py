@@ -46,6 +46,10 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
             {"rewards": {"terms": {"rm": {"type": "reward_model", "normalize": "group"}}}},
             'samples_per_prompt = 1: rewards.terms.rm.normalize = "group" compares',
         ),
+        (
+            {"ahead": DYNAMIC, "samples_per_prompt": 2, "order": "given"},
+            r"order = 'given': ahead\.type = 'dynamic' draws",
+        ),
         ({"ahead": DYNAMIC | {"max_rounds": 1}, "samples_per_prompt": 2}, "greater than or equal to 2"),
         ({"ptx": {"coef": 0}}, "greater than 0"),
         (

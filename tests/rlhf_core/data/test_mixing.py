@@ -18,6 +18,7 @@ from rlhf_core.data.mixing import (
     mixed_rows,
     place,
     rows_at,
+    rows_from,
     shuffled,
     shuffled_indices,
     table_of,
@@ -169,6 +170,14 @@ def test_a_mixture_can_be_continued_anywhere(first, count):
         == whole[first : first + count]
     )
     assert mixed_rows(0, OF_SOURCES, {"a": 0.6, "c": 0.4}, count=60, block=8, seed=2) != whole
+
+
+def test_rows_keep_their_order_if_asked():
+    assert rows_from(3, ROWS, count=4, seed=1, shuffles=False) == ["d", "e", "a", "b"]
+    rows = mixed_rows(0, OF_SOURCES, {"a": 1.0, "b": 1.0}, count=40, block=4, seed=1, shuffles=False)
+    for number in range(10):  # two rows of each source
+        found = sorted(row for row in rows[4 * number : 4 * number + 4] if row[0] == "a")
+        assert found == sorted(f"a{at % 7}" for at in (2 * number, 2 * number + 1))
 
 
 def test_steps_do_not_count_all_blocks_before_them_again(monkeypatch):
