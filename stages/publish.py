@@ -340,10 +340,10 @@ def _measure_lines(row: Mapping[str, Any], of: str) -> list[str]:
             lines += [line for source, part in value.items() for line in _measure_lines(part, f" of {source}")]
         elif isinstance(value, Mapping):
             against = f" against {value['against']}" if "against" in value else ""
-            interval = f"{value['low']:.4g} to {value['high']:.4g}" if "low" in value else "not known"
-            lines.append(f"| {name}{of}{against} | {value['mean']:.4g} | {interval} |")
+            interval = f"{readable(value['low'])} to {readable(value['high'])}" if "low" in value else "not known"
+            lines.append(f"| {name}{of}{against} | {readable(value['mean'])} | {interval} |")
         elif isinstance(value, float):
-            lines.append(f"| {name}{of} | {value:.4g} | |")
+            lines.append(f"| {name}{of} | {readable(value)} | |")
     return lines
 
 

@@ -72,7 +72,7 @@ class Curves:
         """Return first and last values and a curve of each of `CURVES` that was recorded; "" without one."""
         self._update()
         shown = [
-            [title, f"{values[0]:.3g}", f"**{values[-1]:.3g}**", sparkline(values)]
+            [title, readable(values[0], 3), f"**{readable(values[-1], 3)}**", sparkline(values)]
             for title, values in self._titled()
             if len(values) > 1
         ]
