@@ -7,7 +7,7 @@ demonstrations, or (`on_policy`) of the student's own answers, drawn anew with i
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -237,7 +237,7 @@ def shown(
     splits = {}
     for split in ("train", "eval"):
         rows = read_demonstrations(context.path(ref) / f"{split}.parquet")
-        check_route(config, {row.source for row in rows}, context)
+        config.check_sources({row.source for row in rows}, key=context.label)
         splits[split] = [
             method.routed(one, row.source)
             for row in rows
@@ -253,20 +253,12 @@ def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageConte
     rows = read_prompts(context.path(ref))
     if not rows:
         raise DataError(f"{context.label}.prompts", 0, "there are no prompts to answer", "prepare more prompts")
-    check_route(config, {row.source for row in rows}, context)
+    config.check_sources({row.source for row in rows}, key=context.label)
     evaluation = held_out((row.id for row in rows), fraction=config.eval_fraction, seed=context.seed)
     return {
         "train": [Draw(row, epoch) for epoch in range(config.loop.epochs) for row in rows if row.id not in evaluation],
         "eval": [Draw(row, 0) for row in rows if row.id in evaluation],
     }
-
-
-def check_route(config: DistillConfig, sources: Collection[str], context: StageContext) -> None:
-    """Raise ConfigError for a source of the data without a teacher."""
-    known = {source for named in config.route.values() for source in named}
-    for source in sorted(set(sources) - known) if config.route else ():
-        rule = "no teacher teaches prompts of this source"
-        raise ConfigError(f"{context.label}.route", source, rule, "add it to one of them, or leave it out of the data")
 
 
 def on(config: DistillConfig) -> str:

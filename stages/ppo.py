@@ -15,15 +15,25 @@ How a step is sampled (ahead of the training, in parts, in several rounds) is ch
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.agents.process import Environments
+from rlhf_core.algorithms.distillation import normalized_weights
 from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL
-from rlhf_core.config.policy import DynamicSampling, KLAsLoss, KLInReward, PartialRollouts, PPOConfig, PtxConfig
+from rlhf_core.config.policy import (
+    Advantage,
+    DynamicSampling,
+    KLAsLoss,
+    KLInReward,
+    PartialRollouts,
+    PolicyDistillation,
+    PPOConfig,
+    PtxConfig,
+)
 from rlhf_core.config.rewards import check_sources
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import rows_at, shuffled_indices
@@ -31,6 +41,7 @@ from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.data.tables import DIFFICULTY, read_demonstrations, read_prompts
 from rlhf_core.errors import ConfigError, DataError, nearest
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
+from rlhf_core.models.loading import shared_vocabulary
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import (
     AheadSampler,
@@ -51,12 +62,14 @@ from rlhf_core.training.adamw import scheduled_rate
 from rlhf_core.training.batching import averaged
 from rlhf_core.training.experience import (
     Experience,
+    Lesson,
     estimate_advantages,
     policy_samples,
     sampled_logprobs,
     token_sample,
     trained_on,
     value_samples,
+    with_lessons,
 )
 from rlhf_core.training.moving_reference import MovingReference
 from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
@@ -93,6 +106,8 @@ class Models:
     reference: Trainer | MovingReference | None
     value_model: Trainer | None
     scorer: Scorer
+    teachers: Mapping[str, Trainer]
+    """Of a run with `distill`."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,8 @@ class Parts:
     sampler: StepSampler
     score: StepScorer
     guard: RunGuard
+    estimator: Advantage | None
+    """Of the rewards; None if only teachers are learned from."""
     estimator_function: UserFunction | None
     turn_weight: float
     """Weight of a turn's reward that is assigned to the turn itself."""
@@ -123,12 +140,15 @@ def run(
     prompts: PromptsRef,
     reward_models: dict[str, RewardModelRef],
     demonstrations: DemonstrationsRef | None = None,
+    teachers: dict[str, PolicyRef] | None = None,
     context: StageContext,
 ) -> PolicyRef:
-    """Optimize `policy` on `prompts` for the rewards, held near `reference`; return the new policy."""
+    """Optimize `policy` on `prompts` for the rewards, or to be like `teachers`, held near `reference`; return the new policy."""
     await_decision(context)
     with ExitStack() as leases:
-        parts = open_parts(config, policy, reference, prompts, reward_models, demonstrations, context, leases)
+        parts = open_parts(
+            config, policy, reference, prompts, reward_models, demonstrations, teachers or {}, context, leases
+        )
         models, sampler, guard = parts.models, parts.sampler, parts.guard
         first, kl, metrics = start_or_resume(parts)
         for step in guard.steps(first):
@@ -157,6 +177,7 @@ def open_parts(
     prompts: PromptsRef,
     reward_models: dict[str, RewardModelRef],
     demonstrations: DemonstrationsRef | None,
+    teachers: Mapping[str, PolicyRef],
     context: StageContext,
     leases: ExitStack,
 ) -> Parts:
@@ -173,7 +194,7 @@ def open_parts(
     demonstrated = token_samples(config.ptx, chat, demonstrations, context)
     # First, since a mistake in them shows in a second; the models take minutes.
     environments = open_environments(config.agent, folder, leases, context)
-    models = lease_models(config, policy, reference, reward_models, context, leases)
+    models = lease_models(config, policy, reference, reward_models, teachers, context, leases)
     rollouts = open_rollouts(
         config,
         models.sampler,
@@ -205,6 +226,7 @@ def open_parts(
         sampler=sampler,
         score=score,
         guard=guard,
+        estimator=config.estimator,
         estimator_function=context.user_function(config.advantage),
         turn_weight=config.turn_weight,
         objective=objective,
@@ -241,6 +263,8 @@ def sources_used(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> l
             raise ConfigError(f"{key}.mixture.{source} = {config.mixture[source]}: {rule}")
     used = {source for source, share in config.mixture.items() if share} or sources
     check_sources(config.rewards, used, known=sources, key=f"{key}.rewards")
+    if config.distill:
+        config.distill.check_sources(used, key=f"{key}.distill")
     return [prompt for prompt in prompts if prompt.source in used]
 
 
@@ -249,15 +273,18 @@ def lease_models(
     policy: PolicyRef,
     reference: PolicyRef,
     reward_models: dict[str, RewardModelRef],
+    teachers: Mapping[str, PolicyRef],
     context: StageContext,
     leases: ExitStack,
 ) -> Models:
     """Lease the engines: the value model starts from a reward model if there is one, else from the policy."""
+    weighted = config.distill.teachers if config.distill else {}
+    taught = {name: named_teacher(name, teachers, policy, context) for name in weighted}
     folder = str(context.path(policy))
     actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
     critic: Trainer | None = None
     frozen: Trainer | MovingReference | None = None
-    if config.advantage.uses_values:
+    if config.uses_values:
         # By name, and not by the order of a mapping, which does not survive a file.
         names = sorted(reward_models, key=lambda name: (isinstance(reward_models[name], ProcessRewardModelRef), name))
         start = str(context.path(reward_models[names[0]])) if names else folder
@@ -272,7 +299,23 @@ def lease_models(
         spec = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
         frozen = leases.enter_context(context.runtime.trainer("reference", spec, None))
     scorer = leases.enter_context(open_scorer(config.rewards, reward_models, context))
-    return Models(sampler=sampler, policy=trained, reference=frozen, value_model=critic, scorer=scorer)
+    teaching = {
+        name: leases.enter_context(context.runtime.trainer("teacher", spec, None)) for name, spec in taught.items()
+    }
+    return Models(
+        sampler=sampler, policy=trained, reference=frozen, value_model=critic, scorer=scorer, teachers=teaching
+    )
+
+
+def named_teacher(name: str, teachers: Mapping[str, PolicyRef], policy: PolicyRef, context: StageContext) -> ModelSpec:
+    """Return the model of a teacher; ConfigError if it is missing, or if its vocabulary is not that of `policy`."""
+    key = f"{context.label}.distill.teachers.{name}"
+    if name not in teachers:
+        raise ConfigError(key, None, "is not among the given teachers", "give a policy of this name")
+    folder = context.path(teachers[name])
+    shared_vocabulary(context.path(policy), folder, key=key)
+    context.tracker.input_model(teachers[name].digest)
+    return ModelSpec(path=str(folder), head="lm", lora=None, seed=context.seed)
 
 
 @contextmanager
@@ -390,7 +433,7 @@ def sampling_metrics(parts: Parts, step: int, drawn: Drawn, rollouts: Sequence[R
 def with_baseline(parts: Parts, step: int, rollouts: list[Rollout]) -> tuple[list[Rollout], tuple[float, ...]]:
     """Return the rollouts that have the baseline of their estimator, and the greedy rewards of one that compares with them."""
     config, models, failed = parts.config, parts.models, parts.context.failed
-    if not config.advantage.asks_greedy:
+    if parts.estimator is None or not parts.estimator.asks_greedy:
         return rollouts, ()
     size = config.samples_per_prompt
     return with_greedy_rewards(
@@ -404,6 +447,7 @@ def measure(parts: Parts, rollouts: Sequence[Rollout]) -> Experience:
     samples = tuple(token_sample(rollout) for rollout in rollouts)
     temperature = config.sampling.temperature
     bypass = config.correction.pi_old == "sampler"
+    lessons = lessons_of(config.distill, models.teachers, rollouts, samples, temperature) if config.distill else ()
     old = sampled_logprobs(rollouts) if bypass else models.policy.logprobs(samples, temperature=temperature)
     return Experience(
         rollouts=tuple(rollouts),
@@ -411,7 +455,27 @@ def measure(parts: Parts, rollouts: Sequence[Rollout]) -> Experience:
         old_logprobs=tuple(old),
         ref_logprobs=tuple(models.reference.logprobs(samples, temperature=temperature)) if models.reference else (),
         values=tuple(models.value_model.values(samples)) if models.value_model else (),
+        lessons=lessons,
     )
+
+
+def lessons_of(
+    config: PolicyDistillation,
+    teachers: Mapping[str, Trainer],
+    rollouts: Sequence[Rollout],
+    samples: Sequence[TokenSample],
+    temperature: float,
+) -> tuple[Lesson, ...]:
+    """Return the log-probs of each teacher for the samples that it teaches: all, or those of its sources."""
+    lessons = []
+    for name, weight in normalized_weights(config.teachers):
+        sources = config.route.get(name, ())
+        rows = [at for at, one in enumerate(rollouts) if not config.route or one.prompt.source in sources]
+        made = teachers[name].logprobs([samples[at] for at in rows], temperature=temperature) if rows else []
+        logprobs = dict(zip(rows, made, strict=True))
+        taught = tuple(tuple(logprobs[at]) if at in logprobs else () for at in range(len(samples)))
+        lessons.append(Lesson(name, 1.0 if config.route else weight, taught))
+    return tuple(lessons)
 
 
 def estimate(
@@ -421,7 +485,7 @@ def estimate(
     config = parts.config
     advantages = estimate_advantages(
         experience,
-        estimator=config.advantage,
+        estimator=parts.estimator,
         group_size=config.samples_per_prompt,
         kl_coef=kl_coef if isinstance(config.kl, KLInReward) else 0.0,
         kl_credit=config.kl.credit if isinstance(config.kl, KLInReward) else "token",
@@ -429,6 +493,8 @@ def estimate(
         function=parts.estimator_function,
         greedy=greedy,
     )
+    if config.distill:
+        advantages = with_lessons(advantages, experience, reward_weight=config.distill.reward_weight)
     choice_seed = derive_seed(parts.context.seed, "loss_choice", step)
     masks = config.truncated_answers == "mask"
     experience, advantages = trained_on(experience, advantages, config.loss, masks=masks, seed=choice_seed)

@@ -529,10 +529,13 @@ def ppo(
     demonstrations: Annotated[
         DemonstrationsRef | None, From("prepare_data.demonstrations", when=lambda config: config.ptx is not None)
     ] = None,
+    teachers: Annotated[
+        Mapping[str, PolicyRef] | None, From({"sft": "sft"}, when=lambda config: config.distill is not None)
+    ] = None,
 ) -> PolicyRef:
     """Policy optimization of `policy` on `prompts`, kept close to `reference`, which is not needed if no setting uses it.
 
-    `demonstrations` are for `config.ptx`."""
+    `demonstrations` are for `config.ptx`, `teachers` for `config.distill`."""
 
 
 @stage(

@@ -27,6 +27,7 @@ from pipelines.flows.sections import (
     RewardModelSection,
 )
 from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.policy import PPOConfig, Teachers
 from rlhf_core.config.rewards import EnsembleReward, ProcessRewardModelReward, RewardModelReward, RewardsConfig
 from rlhf_core.errors import explain, nearest
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
@@ -243,7 +244,8 @@ def section_steps(profile: GraphConfig) -> Iterator[Step]:
         first = models.get("reward_model", "")
         yield step("online", policy=profile.online.start_from, reward_start=start, first_reward_model=first)
     if profile.ppo:
-        yield step("ppo", policy=profile.ppo.start_from, reference=profile.ppo.start_from, reward_models=models)
+        start, teachers = profile.ppo.start_from, {name: name for name in teachers_in(profile.ppo)}
+        yield step("ppo", policy=start, reference=start, reward_models=models, teachers=teachers)
     if profile.distill:
         outside = {name: f"distill/{name}/import" for name in profile.distill.external}
         for name, model in profile.distill.external.items():
@@ -262,11 +264,17 @@ def recipe_step(name: str, config: RecipeStep, others: Collection[str]) -> Step:
             inputs[followed] = inputs["policy"]
     if "reward_models" in inputs:
         inputs["reward_models"] = reward_models(step, inputs["reward_models"], others)
-    if "teachers" in inputs:  # with their weights
-        inputs["teachers"] = {teacher: teacher for teacher in inputs["teachers"]}
+    if "teachers" in step.kinds:
+        inputs["teachers"] = {teacher: teacher for teacher in teachers_in(config)}
     if isinstance(config, MergeStep):
         inputs["policies"] = {policy: policy for policy in config.weights}
     return replace(step, inputs={kind: without_prefix(names) for kind, names in inputs.items()})
+
+
+def teachers_in(config: Config) -> Mapping[str, float]:
+    """Return the teachers of a distillation, and of a policy optimization that learns from some, with their weights."""
+    taught = config.distill if isinstance(config, PPOConfig) else config
+    return taught.teachers if isinstance(taught, Teachers) else {}
 
 
 def without_prefix(names: Names) -> Names:
@@ -313,6 +321,8 @@ def check(steps: Sequence[Step]) -> None:
     made = {name: step for step in steps for name in step.made}
     for step in steps:
         if not step.key.startswith("recipe."):
+            for teacher in teachers_in(step.config) if step.stage == "ppo" else ():
+                check_input(step, "teachers", teacher, made)
             continue
         if step.name in RESERVED:
             raise ValueError(f"{step.key} = {{...}}: this name has another meaning; give the step another one")
@@ -342,7 +352,8 @@ def warn_unread(key: str) -> None:
 def check_input(step: Step, name: str, read: str, made: Mapping[str, Step]) -> None:
     """Raise ValueError unless `read` names an artifact of the kind that the input `name` needs."""
     option = {"policies": f"weights.{read}", "teachers": f"teachers.{read}"}.get(name, name)
-    wanted, key = step.kinds[name], f"{step.key}.{option}"
+    option = f"distill.{option}" if name == "teachers" and step.stage == "ppo" else option
+    wanted, key = step.kinds[name], f"{step.path}.{option}"
     if read.startswith(STORED) and not re.fullmatch("[0-9a-f]{8,64}", read.removeprefix(STORED)):
         raise ValueError(explain(key, read, "must be a digest of at least 8 digits", "`rlhf store ls` lists them"))
     if read.startswith((STORED, REGISTERED)):

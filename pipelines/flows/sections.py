@@ -7,11 +7,11 @@ from typing import Annotated, Literal, TypeAlias, get_args
 from pydantic import Field, model_validator
 
 from rlhf_core.config.engines import PretrainedModel
-from rlhf_core.config.policy import PPOConfig, check_best
+from rlhf_core.config.policy import PPOConfig, TeacherName, check_best
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from stages.config.collect_preferences import CollectPreferencesConfig
 from stages.config.condition import ConditionConfig
-from stages.config.distill import DistillConfig, TeacherName
+from stages.config.distill import DistillConfig
 from stages.config.dpo import DPOConfig
 from stages.config.evaluate import EvaluateConfig
 from stages.config.evaluate_harness import HarnessSuite
@@ -157,6 +157,8 @@ class OnlineRounds(Config):
         if (self.dpo is None) == (self.ppo is None):
             found = "neither" if self.dpo is None else "both"
             raise ValueError(f"the profile has {found} of [online.dpo] and [online.ppo]; give one of them")
+        if self.ppo is not None and self.ppo.distill is not None:
+            raise ValueError("ppo.distill = {...}: rounds have no teachers; distill in a step of its own")
         if self.refresh and not self.collect.eval_fraction:
             raise ValueError(
                 "collect.eval_fraction = 0.0: each refreshed reward model is compared with the one before on held-out "

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.config.rewards import RewardsConfig, what_moves_rewards
+from rlhf_core.config.rewards import Rewards, RewardsConfig, what_moves_rewards
 from rlhf_core.errors import nearest
 from rlhf_core.monitoring.agreement import KLEstimate, Mismatch
 from rlhf_core.monitoring.bands import INDEPENDENT, PROXY, Band, Collapse, Drift, OverOptimization
@@ -49,7 +49,7 @@ def step_metrics(rewards: RewardsConfig, *, custom_loss: bool) -> tuple[str, ...
         *(f"mismatch/{name}" for name in MISMATCH),
         *(f"rollout/{name}" for name in ROLLOUT),
         *(f"reward_{kind}/{name}" for kind in ("component", "constant", "failed") for name in terms),
-        *("ptx/nll", "reward_extra/*", "episode/*", "source/*"),
+        *("ptx/nll", "teacher/kl", "teacher/kl/*", "reward_extra/*", "episode/*", "source/*"),
     )
 
 
@@ -110,7 +110,7 @@ class HeldOutConfig(Config):
     """Number of prompts that are held out of the training prompts by their content; the same in every run on the data."""
     samples: int = Field(1, ge=1)
     """Number of answers per held-out prompt, with the same seeds at every evaluation."""
-    independent: RewardsConfig | None = None
+    independent: Rewards | None = None
     """Rewards that only judge held-out answers and never train: a gold reward, a judge, an ensemble of reward models."""
     metric: str = ""
     """Metric, the higher the better, by which the best checkpoint is chosen: `eval/independent/mean` or, without
@@ -134,6 +134,7 @@ def check_watched(
     custom_loss: bool,
     uses_reference: bool,
     uses_values: bool,
+    uses_teachers: bool,
     late: str,
 ) -> None:
     """Raise ValueError for monitors that could never find anything or act; `late` is a setting that samples ahead."""
@@ -157,7 +158,9 @@ def check_watched(
                 'none; add [ppo.evaluate], or choose "warn"'
             )
         for name in monitor.reads():
-            missing = _never_logged(name, evaluate, uses_reference=uses_reference, uses_values=uses_values)
+            missing = _never_logged(
+                name, evaluate, uses_reference=uses_reference, uses_values=uses_values, uses_teachers=uses_teachers
+            )
             if missing:
                 raise ValueError(f"{where}.metric = {name!r}: is never logged, {missing}")
             if not is_named(name, known):
@@ -175,12 +178,16 @@ def check_watched(
         raise ValueError(f"evaluate.metric = {evaluate.metric!r}: evaluations have no such metric; {near}")
 
 
-def _never_logged(name: str, evaluate: HeldOutConfig | None, *, uses_reference: bool, uses_values: bool) -> str:
+def _never_logged(
+    name: str, evaluate: HeldOutConfig | None, *, uses_reference: bool, uses_values: bool, uses_teachers: bool
+) -> str:
     """Return why a metric is never logged, with the remedy; "" if it may be logged."""
     if name.startswith("kl/") and not uses_reference:
         return "because there is no reference; set kl.coef above 0"
     if name.startswith("value/") and not uses_values:
         return 'because there is no value model; use advantage = "gae"'
+    if name.startswith("teacher/") and not uses_teachers:
+        return "because there are no teachers; add [ppo.distill]"
     if name.startswith("eval/") and evaluate is None:
         return "because nothing is evaluated; add [ppo.evaluate]"
     if name.startswith("eval/independent") and evaluate is not None and evaluate.independent is None:

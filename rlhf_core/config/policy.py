@@ -9,7 +9,8 @@ Each loss is a class in `rlhf_core.algorithms.preference` with its options, form
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
@@ -30,6 +31,7 @@ from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.former_names import recorded, renamed
 from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
 from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig, what_compares_answers, what_moves_rewards
+from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import OPERATIONAL, Config, RenamedConfig, added_option, by_type
 
 # ---------------------------------------------------------------- the methods, by their type
@@ -155,6 +157,82 @@ class DynamicSampling(Config):
 
 Ahead = Annotated[Staleness | PartialRollouts | DynamicSampling, Field(discriminator="type"), BeforeValidator(by_type)]
 
+# ---------------------------------------------------------------- teachers
+
+TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Teachers(Config):
+    """Policies that teach, by name: the checks of the options `teachers` and `route`."""
+
+    if TYPE_CHECKING:
+        teachers: dict[TeacherName, Weight]
+        route: dict[TeacherName, tuple[str, ...]]
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if self.teachers and not sum(self.teachers.values()) > 0:
+            raise ValueError(
+                f"teachers = {toml(self.teachers)}: the weights add up to 0; give one of them a positive weight"
+            )
+        if not math.isfinite(sum(self.teachers.values())):
+            raise ValueError(
+                f"teachers = {toml(self.teachers)}: the sum of the weights is too large; give smaller ones"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_route(self) -> Self:
+        if not self.route:
+            return self
+        for name in sorted(self.route.keys() ^ self.teachers.keys()):
+            rule = "is no teacher; add teachers." if name in self.route else "has no sources; add route."
+            raise ValueError(f"route.{name}: {rule}{name}")
+        if len(set(self.teachers.values())) > 1:
+            raise ValueError(
+                f"teachers = {toml(self.teachers)}: with route a prompt has one teacher; give equal weights"
+            )
+        sources = [source for named in self.route.values() for source in named]
+        for source in sources:
+            if sources.count(source) > 1:
+                raise ValueError(
+                    f"route = {{...}}: {source!r} has {sources.count(source)} teachers; leave it to one of them"
+                )
+        return self
+
+    def check_sources(self, sources: Collection[str], *, key: str) -> None:
+        """Raise ConfigError for a source of the data without a teacher."""
+        known = {source for named in self.route.values() for source in named}
+        for source in sorted(set(sources) - known) if self.route else ():
+            rule, remedy = (
+                "no teacher teaches prompts of this source",
+                "add it to one of them, or leave it out of the data",
+            )
+            raise ConfigError(f"{key}.route", source, rule, remedy)
+
+
+def toml(table: Mapping[str, float]) -> str:
+    """Return a table as a profile has it.
+
+    >>> toml({"sft": 1.0})
+    '{sft = 1.0}'
+    """
+    return "{" + ", ".join(f"{name} = {value}" for name, value in table.items()) + "}"
+
+
+class PolicyDistillation(Teachers):
+    """On-policy distillation: the advantage of a token is log pi_teacher - log pi_old, minus the reverse KL's k1."""
+
+    teachers: dict[TeacherName, Weight] = Field(min_length=1)
+    """Weights of the teachers by name; they are divided by their sum, and 0 only measures."""
+    route: dict[TeacherName, tuple[str, ...]] = {}
+    """Sources of the prompts that each teacher teaches alone, as in `[distill]`."""
+    reward_weight: float = Field(0.0, ge=0)
+    """Weight of the rewards' advantages, which are added to those of the teachers. With 0 the rewards are only measured, and
+    may be left out."""
+
+
 # ---------------------------------------------------------------- the stage
 
 
@@ -218,6 +296,8 @@ class PPOConfig(RenamedConfig):
     entropy_coef: float = 0.0
     ptx: PtxConfig | None = None
     """Demonstrations to mix into the updates."""
+    distill: PolicyDistillation | None = added_option(None)
+    """Teachers whose log-probs at the policy's own tokens are advantages (on-policy distillation)."""
     ahead: Ahead | None = None
     """Another way to sample than one round of whole answers per step by its own weights: the next steps while this one
     trains (`staleness`), in parts (`partial`), or again for groups that carry no gradient (`dynamic`)."""
@@ -254,10 +334,24 @@ class PPOConfig(RenamedConfig):
             case _:
                 return 0
 
+    @property
+    def estimator(self) -> Advantage | None:
+        """Return the estimator of the rewards' advantages, None if only teachers are learned from."""
+        return None if self.distill and not self.distill.reward_weight else self.advantage
+
+    @property
+    def uses_values(self) -> bool:
+        """Return whether a value model is trained."""
+        return self.estimator is not None and self.estimator.uses_values
+
     @model_validator(mode="before")
     @classmethod
     def _read_former_names(cls, table: Any) -> Any:
-        return renamed(table, below={}) if isinstance(table, Mapping) else table
+        if not isinstance(table, Mapping):
+            return table
+        taught = table.get("distill")
+        alone = isinstance(taught, Mapping) and not taught.get("reward_weight")
+        return ({"rewards": {"terms": {}}} if alone else {}) | dict(renamed(table, below={}))
 
     def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
         """Return the fields under the names that results were recorded with."""
@@ -278,16 +372,37 @@ class PPOConfig(RenamedConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_distillation(self) -> PPOConfig:
+        kl = self.kl
+        if self.distill is None or self.distill.reward_weight:
+            if not self.rewards.terms:
+                raise ValueError(
+                    "rewards.terms = {}: there is nothing to learn from; add a term, or [ppo.distill] alone"
+                )
+        elif isinstance(kl, KLInReward) and kl.coef:
+            raise ValueError(
+                f"kl.coef = {kl.coef}: a penalty in the reward is not learned from where distill.reward_weight is 0; set it "
+                'to 0, or kl.in = "loss"'
+            )
+        elif isinstance(self.ahead, DynamicSampling):
+            raise ValueError(
+                "ahead.type = 'dynamic': leaves out prompts by rewards, which are not learned from where "
+                "distill.reward_weight is 0; remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_minibatches(self) -> PPOConfig:
         rollouts = self.prompts_per_step * self.samples_per_prompt
         if self.minibatches > rollouts:
             raise ValueError(
                 f"minibatches = {self.minibatches}: must be <= the {rollouts} rollouts of a step; lower it"
             )
-        if isinstance(self.advantage, GroupAdvantage) and self.samples_per_prompt < self.advantage.least_group:
+        estimator = self.estimator
+        if isinstance(estimator, GroupAdvantage) and self.samples_per_prompt < estimator.least_group:
             raise ValueError(
-                f"samples_per_prompt = {self.samples_per_prompt}: {self.advantage.type} compares the samples of a prompt and needs "
-                f"at least {self.advantage.least_group}; raise it, or use gae or reinforce++"
+                f"samples_per_prompt = {self.samples_per_prompt}: {estimator.type} compares the samples of a prompt and needs "
+                f"at least {estimator.least_group}; raise it, or use gae or reinforce++"
             )
         return self
 
@@ -391,7 +506,7 @@ class PPOConfig(RenamedConfig):
 
     @model_validator(mode="after")
     def _check_greedy_answers(self) -> PPOConfig:
-        if not self.advantage.asks_greedy:
+        if self.estimator is None or not self.estimator.asks_greedy:
             return self
         moved, compared = what_moves_rewards(self.rewards), what_compares_answers(self.rewards)
         found = ["agent"] * (self.agent is not None) + [f"ahead.type = {one.type!r}" for one in [self.ahead] if one]
@@ -408,7 +523,7 @@ class PPOConfig(RenamedConfig):
 
     @model_validator(mode="after")
     def _check_value_warmup(self) -> PPOConfig:
-        if self.advantage.uses_values and self.value.warmup_steps >= self.steps:
+        if self.uses_values and self.value.warmup_steps >= self.steps:
             raise ValueError(
                 f"value.warmup_steps = {self.value.warmup_steps}: must be < steps = {self.steps}, or the policy is never "
                 "trained; lower it, or raise steps"
@@ -462,7 +577,8 @@ class PPOConfig(RenamedConfig):
             self.rewards,
             custom_loss=self.loss.type == "custom",
             uses_reference=self.uses_reference,
-            uses_values=self.advantage.uses_values,
+            uses_values=self.uses_values,
+            uses_teachers=self.distill is not None,
             late=late,
         )
         chooses = self.evaluate is not None and (

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, FunctionName, HttpAddress, RenamedConfig, added_option
@@ -317,7 +317,7 @@ class TruncatedReward(Config):
 class RewardsConfig(RenamedConfig):
     """Terms, each normalized and clipped -> composition -> running normalization -> clip -> penalties for length."""
 
-    terms: dict[str, RewardSpec] = Field(default={"reward_model": RewardModelReward()}, min_length=1)
+    terms: dict[str, RewardSpec] = {"reward_model": RewardModelReward()}
     """Terms of the reward by name; `reward_components` keeps their raw values."""
     composition: Composition = WeightedSum()
     """Combination of the terms into one reward."""
@@ -343,7 +343,8 @@ class RewardsConfig(RenamedConfig):
             raise ValueError(
                 f"composition.gates = {unknown}: must be names of terms; the terms are {sorted(self.terms)}"
             )
-        if not any(spec.weight or spec.weight_end for name, spec in self.terms.items() if name not in gates):
+        weights = [spec.weight or spec.weight_end for name, spec in self.terms.items() if name not in gates]
+        if self.terms and not any(weights):
             raise ValueError("terms = {...}: no term has a weight, so every reward would be equal; give one a weight")
         own = sorted(name for name, spec in self.terms.items() if spec.normalize != "none")
         if isinstance(self.composition, Gdpo) and own:
@@ -352,6 +353,16 @@ class RewardsConfig(RenamedConfig):
         if scaled:
             raise ValueError(f"terms.{scaled[0]}.normalize: a gate must stay in [0, 1]; remove it")
         return self
+
+
+def _some_terms(rewards: RewardsConfig) -> RewardsConfig:
+    if not rewards.terms:
+        raise ValueError("terms = {}: there is nothing to score with; add a term")
+    return rewards
+
+
+Rewards = Annotated[RewardsConfig, AfterValidator(_some_terms)]
+"""Rewards with a term. A policy that learns from teachers alone has none, and each of its rewards is 0."""
 
 
 def what_moves_rewards(rewards: RewardsConfig) -> str:
@@ -381,7 +392,7 @@ def check_sources(
     gates = rewards.composition.gates if isinstance(rewards.composition, GatedProduct) else ()
     terms = {name: term for name, term in rewards.terms.items() if name not in gates}
     counting = [term for term in terms.values() if term.weight or term.weight_end]
-    for source in sorted(sources):
+    for source in sorted(sources) if rewards.terms else ():
         if not any(not term.sources or source in term.sources for term in counting):
             rule, remedy = (
                 "no term with a weight applies to prompts of this source",

@@ -186,7 +186,7 @@ class Scorer:
         rewards = self._composed(outcomes, weights, [one.prompt.id for one in shown])
         reasons = [self._reason(at, outcomes, weights, rewards[at]) for at in range(len(shown))]
         shaped = iter(self._shaped([reward for reward, why in zip(rewards, reasons, strict=True) if not why]))
-        scores = self._scores(outcomes, weights)
+        scores = self._scores(outcomes, weights) or (None,) * len(shown)
         rollouts = {
             at: _rollout(one, next(shaped) if not why else math.nan, _components(outcomes, i), why, scores[i])
             for i, (at, one, why) in enumerate(zip(sent, shown, reasons, strict=True))
@@ -276,8 +276,7 @@ class Scorer:
     def _scores(self, outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float]) -> Sequence[float | None]:
         """Return the scores that the only term with a weight gave beside its values; of several none is the reward's."""
         only = next(iter(weights)) if len(weights) == 1 else None
-        given = outcomes[only].scores if only else ()
-        return given or (None,) * max((len(outcome.values) for outcome in outcomes.values()), default=0)
+        return outcomes[only].scores if only else ()
 
     def _weights(self) -> dict[str, float]:
         """Return the weights of the terms that count; one whose schedule is at 0 now still applies."""
@@ -287,6 +286,8 @@ class Scorer:
     def _composed(
         self, outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float], groups: Sequence[str]
     ) -> list[float | None]:
+        if not self._config.terms:  # of a policy that learns from teachers alone
+            return [0.0] * len(groups)
         scaled = {
             name: self._scaled(name, spec, outcomes[name].values, groups) for name, spec in self._config.terms.items()
         }

@@ -32,6 +32,17 @@ class Experience:
     """One row per sample, or empty if there is no reference."""
     values: tuple[tuple[float, ...], ...]
     """One row per sample, or empty if there is no value model."""
+    lessons: tuple["Lesson", ...] = ()
+    """What each teacher makes of the samples, if there are any."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The log-probs of one teacher, with its weight; an empty row for a sample that it does not teach."""
+
+    name: str
+    weight: float
+    logprobs: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,7 @@ def completion_tensor(rows: Sequence[Sequence[float]], experience: Experience) -
 def estimate_advantages(
     experience: Experience,
     *,
-    estimator: Advantage,
+    estimator: Advantage | None,
     group_size: int,
     kl_coef: float,
     kl_credit: KLCredit = "token",
@@ -77,15 +88,13 @@ def estimate_advantages(
     penalty enters:
 
     `token`: A_t = (reward after the group's baseline) - kl_coef * (sum of k1 from t on). The baseline contains rewards
-    only, and each token pays the undiscounted penalty from itself on, as in OpenRLHF's `compute_advantages_and_returns`.
-    REINFORCE++ (arXiv 2501.03262) has the penalty per token, too.
+    only, and each token pays the undiscounted penalty from itself on, as in OpenRLHF and REINFORCE++ (arXiv 2501.03262).
 
     `answer`: A_t = (reward - kl_coef * sum of k1) after the group's baseline, the same on every token. The penalty is a
-    part of the answer's reward and therefore of the baseline. This is RLOO (arXiv 2402.14740, whose baseline is of
-    r - beta log(pi/pi_ref) of the whole answer), as in TRL's RLOO and verl (`apply_kl_penalty`).
+    part of the answer's reward and so of the baseline, as in RLOO (arXiv 2402.14740), TRL and verl (`apply_kl_penalty`).
 
     reinforce++-baseline whitens the result. `function` is that of a custom estimator, `greedy` the rewards of greedy
-    answers, for remax. Raises ConfigError for groups of fewer than two, and for a penalty without a reference.
+    answers, for remax; without an `estimator` advantages are 0. Raises ConfigError for groups of fewer than two, and for a penalty without a reference.
     """
     mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
     old_BT = completion_tensor(experience.old_logprobs, experience)
@@ -96,7 +105,9 @@ def estimate_advantages(
     if kl_coef and not distance:
         rule = "the log-probs of a reference are missing"
         raise ConfigError("ppo.kl.coef", kl_coef, rule, "compute them, or set it to 0")
-    if isinstance(estimator, GroupAdvantage):
+    if estimator is None:
+        advantages_BT = returns_BT = torch.zeros_like(old_BT)
+    elif isinstance(estimator, GroupAdvantage):
         # Computed from the scores, not from sums of token rewards, whose rounding errors look like a spread of the group.
         answers_B = scores_B - kl_coef * kl_BT.sum(dim=1) if kl_credit == "answer" else scores_B  # R - kl_coef * sum k1
         returns_BT = _compared(estimator, answers_B, mask_BT, group_size, function)
@@ -118,6 +129,28 @@ def estimate_advantages(
         if values_BT is not None:
             metrics["value/explained_variance"] = float(explained_variance(values_BT, returns_BT, mask_BT))
     return Advantages(advantages_BT, returns_BT, metrics)
+
+
+def with_lessons(advantages: Advantages, experience: Experience, *, reward_weight: float) -> Advantages:
+    """Return the advantages of on-policy distillation, beside which those of the rewards have `reward_weight`.
+
+    A_t = sum_m w_m (log pi_m - log pi_old) + reward_weight * A_t(rewards), with the teachers pi_m. Over the policy's own
+    tokens the gradient is that of sum_m w_m KL(pi || pi_m) at each token, the tokens before it being given (arXiv
+    2306.13649 with the reverse KL). `teacher/kl` is the mean over the tokens of -A_t, `teacher/kl/<name>` that of one teacher.
+    """
+    mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
+    old_BT = completion_tensor(experience.old_logprobs, experience)
+    total_BT, metrics = torch.zeros_like(old_BT), dict[str, float]()
+    for lesson in experience.lessons:
+        taught = torch.tensor([bool(row) for row in lesson.logprobs])
+        rows = [row or old for row, old in zip(lesson.logprobs, experience.old_logprobs, strict=True)]
+        gap_BT = (completion_tensor(rows, experience) - old_BT) * mask_BT  # log pi_m - log pi_old
+        total_BT = total_BT + lesson.weight * gap_BT
+        if bool(taught.any()):
+            metrics[f"teacher/kl/{lesson.name}"] = float(-gap_BT.sum() / masked_count(mask_BT[taught]))
+    metrics["teacher/kl"] = float(-total_BT.sum() / masked_count(mask_BT))
+    mixed_BT = total_BT + reward_weight * advantages.advantages_BT
+    return Advantages(mixed_BT, advantages.returns_BT, advantages.metrics | metrics)
 
 
 def trained_on(

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
-from rlhf_core.config.policy import LoopConfig, check_best
+from rlhf_core.config.policy import LoopConfig, TeacherName, Teachers, Weight, check_best
 from rlhf_core.schema.base import Config, added_option
-
-TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class DivergenceConfig(Config):
@@ -32,7 +27,7 @@ class DivergenceConfig(Config):
     vocabulary, at its cost."""
 
 
-class DistillConfig(Config):
+class DistillConfig(Teachers):
     """Distillation of one or several teachers into a student."""
 
     divergence: DivergenceConfig = DivergenceConfig()
@@ -74,37 +69,10 @@ class DistillConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _check_route(self) -> DistillConfig:
-        if not self.route:
-            return self
-        for name in sorted(self.route.keys() ^ self.teachers.keys()):
-            rule = "is no teacher; add teachers." if name in self.route else "has no sources; add route."
-            raise ValueError(f"route.{name}: {rule}{name}")
-        if len(set(self.teachers.values())) > 1:
-            raise ValueError(
-                f"teachers = {toml(self.teachers)}: with route a prompt has one teacher; give equal weights"
-            )
-        if self.divergence.kind in ("uld", "uld_text"):
+    def _check_routed_divergence(self) -> DistillConfig:
+        if self.route and self.divergence.kind in ("uld", "uld_text"):
             raise ValueError(
                 f"route = {{...}}: {self.divergence.kind} compares with all teachers; choose another divergence.kind"
-            )
-        sources = [source for named in self.route.values() for source in named]
-        for source in sources:
-            if sources.count(source) > 1:
-                raise ValueError(
-                    f"route = {{...}}: {source!r} has {sources.count(source)} teachers; leave it to one of them"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_weights(self) -> DistillConfig:
-        if self.teachers and not sum(self.teachers.values()) > 0:
-            raise ValueError(
-                f"teachers = {toml(self.teachers)}: the weights add up to 0; give one of them a positive weight"
-            )
-        if not math.isfinite(sum(self.teachers.values())):
-            raise ValueError(
-                f"teachers = {toml(self.teachers)}: the sum of the weights is too large; give smaller ones"
             )
         return self
 
@@ -117,12 +85,3 @@ class DistillConfig(Config):
                 f'{instead}set divergence.kind = "uld_text"'
             )
         return self
-
-
-def toml(table: Mapping[str, float]) -> str:
-    """Return a table as a profile has it.
-
-    >>> toml({"sft": 1.0})
-    '{sft = 1.0}'
-    """
-    return "{" + ", ".join(f"{name} = {value}" for name, value in table.items()) + "}"

@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from rlhf_core.algorithms.merging import LinearMerge, Merge, OfChanges, SlerpMerge
+from rlhf_core.config.policy import TeacherName
 from rlhf_core.schema.base import Config
-from stages.config.distill import TeacherName
 
 
 class MergeConfig(Config):

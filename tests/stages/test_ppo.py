@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
+from rlhf_core.config.policy import PolicyDistillation
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.errors import ConfigError
@@ -20,7 +21,7 @@ from rlhf_core.interfaces import Metrics, ModelSpec, Role, Trainer
 from rlhf_core.rollouts.answers import WholeAnswers
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.training.objectives.base import PolicyObjective
-from rlhf_core.types import Generation, Message, Prompt, PromptsRef
+from rlhf_core.types import Generation, Message, PolicyRef, Prompt, PromptsRef
 from stages.ppo import Models, PPOConfig, easy_first, sources_used, split_prompts, update
 from tests.support.training import (
     demonstrations,
@@ -32,6 +33,7 @@ from tests.support.training import (
 )
 from tests.support.workshop import RUNTIME, Workshop
 
+TAUGHT = {"teachers": {"a": 1.0}}
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]
 
 
@@ -190,7 +192,7 @@ class Scripted:
 
 
 def parts_of(config: PPOConfig, trainer: Any) -> Any:
-    models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, scorer=trainer)
+    models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, scorer=trainer, teachers={})
     context, guard = SimpleNamespace(seed=17, label="ppo"), SimpleNamespace(learning_rate_scale=1.0)
     objective = PolicyObjective(ClipLoss(), 6, 1.0, 0.0, 0.0, CorrectionConfig())
     return SimpleNamespace(config=config, context=context, models=models, guard=guard, objective=objective)
@@ -267,6 +269,14 @@ def test_a_group_estimator_needs_a_group_and_minibatches_need_rollouts():
         (
             {"advantage": {"type": "grpo"}, "kl": {"coef": 0.1}},
             r"kl.in = 'reward': grpo divides by .*set kl.in = \"loss\"",
+        ),
+        ({"distill": TAUGHT, "kl": {"coef": 0.1}}, r"kl\.coef = 0\.1: a penalty in the reward is not learned from"),
+        ({"distill": TAUGHT, "ahead": {"type": "dynamic"}}, r"ahead\.type = 'dynamic': leaves out prompts by rewards"),
+        ({"rewards": {"terms": {}}}, r"rewards\.terms = \{\}: there is nothing to learn from"),
+        ({"distill": {"teachers": {"a": 0.0}}}, r"teachers = \{a = 0\.0\}: the weights add up to 0"),
+        (
+            {"monitors": [{"type": "band", "metric": "teacher/kl", "high": 1.0}]},
+            r"'teacher/kl': is never logged, because there are no teachers",
         ),
         ({"steps": 4, "value": {"warmup_steps": 4}}, r"value.warmup_steps = 4: must be < steps = 4.*; lower it"),
     ],
@@ -410,6 +420,45 @@ def test_a_mixture_of_sources_with_terms_of_their_own_continues_after_a_kill(tmp
     assert all(len(found) == 4 for found in lengths), "each step of four prompts has three sums and one of the desk"
     killed, inputs = of_two_sources(tmp_path / "killed", policy)
     assert killed_and_resumed(killed, "ppo", mixed, inputs, at=3).digest == expected.digest
+
+
+def test_the_policy_comes_nearer_to_its_teacher_and_continues_after_a_kill(tmp_path, policy):
+    trained, inputs = of_two_sources(tmp_path / "teacher", policy)
+    fast = OptimizerConfig(learning_rate=2e-2, schedule="constant")
+    ref, _ = trained.run("ppo", config(steps=8, advantage="rloo", optimizer=fast, checkpoint_every=8), inputs)
+
+    def opened(name: str) -> tuple[Workshop, dict[str, Any]]:
+        shop, given = of_two_sources(tmp_path / name, policy)
+        far = shop.store.external(PolicyRef, trained.store.path(ref))
+        return shop, given | {"teachers": {"far": far, "own": given["policy"]}}
+
+    alone = {
+        "distill": {"teachers": {"far": 1.0, "own": 0.0}},
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
+        "checkpoint_every": 8,
+    }
+    shop, inputs = opened("whole")
+    shop.run(
+        "ppo",
+        PPOConfig(**(config().model_dump(exclude={"rewards"}) | alone | {"steps": 8, "samples_per_prompt": 32})),
+        inputs,
+    )
+    far = series(shop, "teacher/kl/far")
+    assert far == series(shop, "teacher/kl") and far[-1] < far[0] / 3  # over 768 tokens a step
+    assert series(shop, "reward/mean") == [0.0] * 8 and not series(shop, "value/loss")
+
+    route = {"teachers": {"far": 1.0, "own": 1.0}, "route": {"far": ("sums",), "own": ("desk",)}}
+    mixed = config(advantage="rloo", distill=route | {"reward_weight": 0.5}, mixture={"sums": 0.5, "desk": 0.5})
+    shop, inputs = opened("by source")
+    expected, _ = shop.run("ppo", mixed, inputs)
+    assert series(shop, "teacher/kl/own")[0] == 0.0 != series(shop, "teacher/kl/far")[0]
+    killed, inputs = opened("killed")
+    assert killed_and_resumed(killed, "ppo", mixed, inputs, at=3).digest == expected.digest
+    with pytest.raises(ConfigError, match=r"distill\.route = 'sums': no teacher teaches prompts of this source"):
+        sources_used(config(distill=ONE_SOURCE), [Prompt("a", (), "", "sums")], key="ppo")
+
+
+ONE_SOURCE = PolicyDistillation(teachers={"own": 1.0}, route={"own": ("desk",)})
 
 
 @pytest.mark.parametrize(

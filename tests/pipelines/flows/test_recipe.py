@@ -140,6 +140,22 @@ def test_answers_are_sampled_scored_and_selected_step_by_step():
     assert read(found["dpo"], "preferences") == "pending://pairs" and read(found["ppo"], "prompts") == "pending://hard"
 
 
+def test_policy_optimization_may_learn_from_teachers_alone_in_a_recipe_and_as_a_section():
+    taught = {"steps": 2, "kl": {"coef": 0.0}, "distill": {"teachers": {"one": 1.0}}}
+    one = {"one": {"stage": "sft", "policy": "base"}}
+    tree = small(**one, student={"stage": "ppo", "policy": "base", **taught}) | {
+        "ppo": {"start_from": "base", **taught}
+    }
+    found = specs(tree)
+    assert found["student"].inputs.keys() == {"policy", "reference", "prompts", "reward_models", "teachers"}
+    assert read(found["student"], "teachers") == read(found["ppo"], "teachers") == {"one": "pending://one"}
+    assert keyed(found["student"].config)["rewards"]["terms"] == {}
+    with pytest.raises(ConfigError, match=r"ppo\.distill\.teachers\.one = 'one': there is no such step"):
+        parse(small() | {"ppo": tree["ppo"]}, origin="")
+    with pytest.raises(ConfigError, match=r"recipe\.a\.rewards\.terms = \{\}: there is nothing to score with"):
+        specs(small(a={"stage": "score", "generations": "b", "rewards": {"terms": {}}}))
+
+
 def test_a_step_of_a_recipe_may_read_a_section_and_is_compared_with_its_start():
     tree = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
     tree["recipe"] = {"polish": {"stage": "sft", "policy": "ppo", "loop": {"batch_size": 4}}}
@@ -222,6 +238,13 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
             "t": {"stage": "sft", "policy": "base"},
         },
         r"recipe\.a\.teacher = 't': is not read beside teachers",
+    ),
+    "policy optimization with a teacher that there is not": (
+        {
+            "a": {**PPO, "policy": "base", "kl": {"coef": 0.0}, "distill": {"teachers": {"sfft": 1.0}}},
+            "sft": {"stage": "sft", "policy": "base"},
+        },
+        r"recipe\.a\.distill\.teachers\.sfft = 'sfft': there is no such step; did you mean sft\?",
     ),
     "merge without a base": (
         {

@@ -50,7 +50,6 @@ def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"terms": {}}, "at least 1"),
         ({"terms": {"all": {"type": "ensemble", "models": ["one"]}}}, "at least 2"),
         ({"terms": {"steps": {"type": "process_reward_model", "reduce": "max"}}}, "'product'"),
         ({"terms": {"form": FORM | {"function": "no_colon"}}}, "must read package.module:function"),

@@ -18,6 +18,7 @@ from rlhf_core.algorithms.policy.clip import ClipCovLoss, ClipLoss
 from rlhf_core.errors import ConfigError
 from rlhf_core.training.experience import (
     Experience,
+    Lesson,
     completion_tensor,
     estimate_advantages,
     policy_samples,
@@ -25,6 +26,7 @@ from rlhf_core.training.experience import (
     token_sample,
     trained_on,
     value_samples,
+    with_lessons,
     with_loss_choice,
     without_truncated,
 )
@@ -288,6 +290,22 @@ def test_masked_answers_are_in_the_baseline_and_in_no_row():
     assert rows == [expected[0], *expected[2:]]
     assert rows[0].advantages[1] == SCORES[0] - SCORES[1], "the answer that was cut off is its baseline"
     assert len(kept.ref_logprobs) == 3 and value_samples(kept, advantages)[0] == value_samples(made, whole)[0]
+
+
+def test_teachers_add_their_log_probs_to_the_advantages_of_the_rewards():
+    made = experience(rollout((1, 2), (3, 4), 1.0), rollout((1,), (5,), 0.0), old=-0.5, ref=-0.5, value=0.0)
+    both = Lesson("both", 0.75, ((0.0, 0.0, -0.1, -0.9), (0.0, -2.5)))
+    first = Lesson("first", 0.25, ((0.0, 0.0, -1.5, -0.5), ()))  # does not teach the second answer
+    rewarded = estimate_advantages(made, estimator=DrGRPOAdvantage(), group_size=2, kl_coef=0.0)  # 0.5 and -0.5
+    taught = with_lessons(rewarded, replace(made, lessons=(both, first)), reward_weight=2.0)
+    # log pi_m - log pi_old: of both 0.4, -0.4 and -2; of first -1 and 0
+    by_hand = [[0.75 * 0.4 - 0.25 * 1 + 1, 0.75 * -0.4 + 1], [0.75 * -2 - 1, 0.0]]
+    assert taught.advantages_BT.tolist() == [pytest.approx(row, abs=1e-6) for row in by_hand]
+    assert taught.metrics["teacher/kl/both"] == pytest.approx(2 / 3, abs=1e-6)
+    assert taught.metrics["teacher/kl/first"] == pytest.approx(1 / 2, abs=1e-6)  # over two tokens
+    assert taught.metrics["teacher/kl"] == pytest.approx((0.75 * 2 + 0.25 * 1) / 3, abs=1e-6)
+    alone = estimate_advantages(made, estimator=None, group_size=2, kl_coef=0.0)
+    assert alone.advantages_BT.tolist() == [[0.0, 0.0], [0.0, 0.0]] and alone.metrics["reward/mean"] == 0.5
 
 
 def test_where_every_answer_was_cut_off_nothing_is_left():

@@ -23,10 +23,18 @@ from rlhf_core.models.lora import weights_digest
 from rlhf_core.store.checkpoints import wait_for_parts
 from rlhf_core.training.batching import reduce
 from rlhf_core.training.engines.base import TorchEngine, open_engine
+from rlhf_core.training.experience import (
+    Experience,
+    Lesson,
+    estimate_advantages,
+    policy_samples,
+    token_sample,
+    with_lessons,
+)
 from rlhf_core.training.objectives.base import BradleyTerryObjective, PolicyObjective, SftObjective, ValueObjective
 from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.trainer import LocalTrainer, WeightAverage, average_of, check_updated, count_skipped
-from rlhf_core.types import PolicySample, RewardPair, TokenSample
+from rlhf_core.types import Completion, PolicySample, Prompt, RewardPair, Rollout, TokenSample
 from tests.rlhf_core.training.conftest import TINY
 from tests.support.tolerances import near, of_model, of_training
 
@@ -73,6 +81,48 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_or_on_the_shards(policy
     assert float((whole - budget).abs().max() / whole.abs().max()) < of_model(TINY)
     assert float((whole - single).abs().max() / whole.abs().max()) < of_model(TINY)
     assert float((whole - ranks).abs().max() / whole.abs().max()) < of_model(TINY)
+
+
+def test_the_gradient_of_teachers_is_that_of_the_reverse_kl(policy_spec, optimizer):
+    """In float64 but for log pi_old: rounded to float32 it is off by |log pi| 2^-24, less than 1e-6 for |log pi| < 16."""
+    engines = [open_engine(policy_spec, optimizer, TORCH) for _ in range(2)]
+    student, teacher = (LocalTrainer(policy_spec, optimizer, TORCH, engine=engine) for engine in engines)
+    for engine in engines:
+        engine.module.double()
+    nn.init.normal_(
+        engines[1].module.get_input_embeddings().weight, std=0.3, generator=torch.Generator().manual_seed(5)
+    )
+    prompts, tokens = [(11,), (12, 40, 7)], range(TINY.vocab_size)
+    rollouts = tuple(
+        Rollout(Prompt("p", (), "", "test"), prompt, Completion((token,), (0.0,), "", "stop", 0, 0), 0.0, {})
+        for prompt in prompts
+        for token in tokens
+    )
+    samples = tuple(map(token_sample, rollouts))
+    old, taught = (tuple(one.logprobs(samples, temperature=0.7)) for one in (student, teacher))
+    made = Experience(rollouts, samples, old, (), (), (Lesson("teacher", 1.0, taught),))
+    alone = estimate_advantages(made, estimator=None, group_size=1, kl_coef=0.0)
+    rows = policy_samples(made, with_lessons(alone, made, reward_weight=0.0))
+    drawn = [  # the mean over all tokens, each V pi(token) times, is the expectation
+        replace(
+            row,
+            rollout_logprobs=p,
+            advantages=(*row.advantages[:-1], row.advantages[-1] * len(tokens) * math.exp(p[-1])),
+        )
+        for row, p in zip(rows, old, strict=True)
+    ]
+    student.forward_backward(drawn, replace(POLICY, kl_coef=0.0))
+    found = [weights.grad.clone() for weights in engines[0].module.parameters() if weights.grad is not None]
+    engines[0].module.zero_grad()
+    for prompt in prompts:
+        logits = (engine.module(input_ids=torch.tensor([prompt])).logits[0, -1] for engine in engines)
+        student_V, teacher_V = ((one / 0.7).log_softmax(-1) for one in logits)
+        ((student_V.exp() * (student_V - teacher_V.detach())).sum() / len(prompts)).backward()  # KL(pi || pi_teacher)
+    by_hand = [weights.grad for weights in engines[0].module.parameters() if weights.grad is not None]
+    largest = max(float(one.abs().max()) for one in by_hand)
+    assert len(found) == len(by_hand) and largest > 0.01
+    for one, other in zip(found, by_hand, strict=True):
+        assert float((one - other).abs().max()) < 1e-6
 
 
 def test_metrics_of_shards_add_up_to_those_of_the_whole_batch(policy_spec, policy_samples):
