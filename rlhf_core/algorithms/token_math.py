@@ -172,8 +172,6 @@ class AdaptiveKL:
         return replace(self, coef=self.coef * (1 + error * samples / self.horizon))  # arXiv 1909.08593 section 2.2
 
 
-KLController: TypeAlias = FixedKL | AdaptiveKL
-
 # ---------------------------------------------------------------- correction for the sampler
 
 # mu = the sampler's log-probs, pi_old = the trainer's for the same tokens before the update, q = pi_old / mu. They differ

@@ -96,11 +96,6 @@ def write_judgments(folder: Path, rows: Sequence[Judgment]) -> None:
     write_rows(folder / JUDGMENTS_FILE, JUDGMENTS_SCHEMA, rows)
 
 
-def read_judgments(folder: Path) -> list[Judgment]:
-    """Return the rows of `folder/judgments.parquet`, in order."""
-    return read_rows(folder / JUDGMENTS_FILE, JUDGMENTS_SCHEMA, Judgment)
-
-
 # ---------------------------------------------------------------- candidates
 
 

@@ -24,7 +24,7 @@ from rlhf_core.algorithms.advantage.base import GroupAdvantage, TokenAdvantage
 from rlhf_core.algorithms.advantage.token import GAEAdvantage
 from rlhf_core.algorithms.methods import one_of
 from rlhf_core.algorithms.policy.clip import ClipLoss, PolicyMethod
-from rlhf_core.algorithms.preference.base import PreferenceMethod, ReferenceFreeMethod
+from rlhf_core.algorithms.preference.base import PreferenceMethod
 from rlhf_core.algorithms.token_math import CorrectionConfig, KLInLoss
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
@@ -601,7 +601,6 @@ def _what_compares_groups(rewards: RewardsConfig) -> list[str]:
 
 # ---------------------------------------------------------------- preference
 
-REFERENCE_FREE = tuple(kind for kind in preference.METHODS if issubclass(kind, ReferenceFreeMethod))
 if TYPE_CHECKING:
     PreferenceLoss: TypeAlias = PreferenceMethod
 else:

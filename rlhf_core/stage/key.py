@@ -102,13 +102,8 @@ def key_payload(
     return payload
 
 
-def stage_key(spec: StageSpec, *, strict_code: bool = False) -> str:
-    """Return the key of the stage: 64 hexadecimal digits."""
-    return payload_key(key_payload(spec, strict_code=strict_code))
-
-
 def payload_key(payload: Mapping[str, Any]) -> str:
-    """Return the key of a payload."""
+    """Return the key of a payload: 64 hexadecimal digits."""
     return sha256_text(canonical_json(payload))
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import OPERATIONAL, Config
+from rlhf_core.schema.base import OPERATIONAL, RenamedConfig
+
+RESAMPLES = 2000
 
 
-class EvaluateConfig(Config):
+class EvaluateConfig(RenamedConfig):
     """The measures of the evaluation and the comparisons between policies."""
 
     gold: str = ""
@@ -21,21 +23,31 @@ class EvaluateConfig(Config):
     """Name in the pipeline of the policy to which KL is measured and, unless `parents` sets another, win rates are
     computed against. If the reference input is another evaluated policy, its name is used instead."""
     parents: dict[str, str] = {}
-    """Opponent of each policy in its win rate, by the policy's name. A profile that takes a policy away may keep its entry
+    """Opponent of each policy in its win rate, by the policy's name. A profile that removes a policy may keep its entry
     here and in `best_of`."""
     best_of: dict[str, int] = {}
     """Number n by policy: adds a row with the answer that the reward model ranks best among each prompt's first n."""
     level: float = Field(0.95, gt=0, lt=1)
     """Confidence level of the intervals."""
-    resamples: Literal[2000] = 2000
-    """Has no effect: intervals are computed, and no longer drawn by resampling. It stays because it is in keys."""
     samples_shown: int = Field(16, ge=0)
     """Number of prompts whose answers are shown side by side."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_resamples(cls, table: Any) -> Any:
+        # Intervals were once drawn by resampling. The option is gone, and results are recorded with its only value.
+        given = isinstance(table, Mapping) and table.get("resamples") == RESAMPLES
+        return {name: one for name, one in table.items() if name != "resamples"} if given else table
+
+    def recorded(self, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields under the names, and in the order, that results were recorded with."""
+        shown = table.pop("samples_shown")
+        return super().recorded(table) | {"resamples": RESAMPLES, "samples_shown": shown}
 
     def of(self, policies: Collection[str]) -> EvaluateConfig:
         """Return this configuration without the parents and best-of rows of policies that are not among `policies`.
 
-        A profile that takes a section of another one away inherits what was said of its policy. Without its opponent (the
+        A profile that removes a section of another one inherits the entries of its policy. Without its opponent (the
         champion, while there is none), a policy is compared with the reference.
         """
         there = [(ours, theirs) for ours, theirs in self.parents.items() if ours in policies]

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from rlhf_core.annotation.proposing import Comparison, read_judgments, write_comparisons
+from rlhf_core.annotation.proposing import JUDGMENTS_FILE, JUDGMENTS_SCHEMA, Comparison, Judgment, write_comparisons
+from rlhf_core.data.shards import read_rows
 from rlhf_core.data.tables import read_preferences
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message
@@ -91,6 +92,6 @@ def test_a_waiting_run_goes_on_when_a_person_has_judged_in_the_page(tmp_path, ho
     folder = ArtifactStore(home.store).path(record.handle)
     pairs = read_preferences(folder / "train.parquet")
     assert len(pairs) == 3 and all(pair.chosen[0].content.startswith("Hello Maria") for pair in pairs)
-    judgments = read_judgments(folder)
+    judgments = read_rows(folder / JUDGMENTS_FILE, JUDGMENTS_SCHEMA, Judgment)
     assert {(one.annotator, one.reason) for one in judgments} == {("ada", "It apologizes and helps.")}
     assert json.loads((folder / "report.json").read_text())["review"]["sources"] == ["default"]

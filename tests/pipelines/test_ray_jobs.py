@@ -17,11 +17,10 @@ import pytest
 from pipelines.services.home import Home
 from rlhf_core.runtime.cluster import free_port
 from rlhf_core.runtime.jobs import Job, Jobs, open_jobs
-from rlhf_core.stage.key import stage_key
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.leases import living_owner
-from tests.support.toy_stage import ToyConfig, toy_spec
+from tests.support.toy_stage import ToyConfig, stage_key, toy_spec
 
 ROOT = Path(__file__).parents[2]
 PATIENT = {"RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300", "RAY_NUM_REDIS_GET_RETRIES": "120"}

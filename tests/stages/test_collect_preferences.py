@@ -8,8 +8,16 @@ import pytest
 
 from rlhf_core.annotation.annotators import EXPORT, IMPORT
 from rlhf_core.annotation.judge import read_verdicts
-from rlhf_core.annotation.proposing import Choice, Comparison, Judgment, read_judgments, write_comparisons
+from rlhf_core.annotation.proposing import (
+    JUDGMENTS_FILE,
+    JUDGMENTS_SCHEMA,
+    Choice,
+    Comparison,
+    Judgment,
+    write_comparisons,
+)
 from rlhf_core.config.annotators import FileAnnotator, JudgeAnnotator, ProgramAnnotator
+from rlhf_core.data.shards import read_rows
 from rlhf_core.data.tables import read_preferences
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.stage.stopping import StageWaiting
@@ -61,7 +69,7 @@ def test_the_stage_writes_pairs_judgments_and_the_report(tmp_path, store):
     for row in train + held_out:
         assert row.chosen[0].content.startswith("long answer") and row.rejected[0].content == "short"
         assert row.margin == 1.0
-    assert len(read_judgments(folder)) == 12
+    assert len(read_rows(folder / JUDGMENTS_FILE, JUDGMENTS_SCHEMA, Judgment)) == 12
     report = json.loads((folder / "report.json").read_text())
     assert report["attention"]["mean"] == 1.0 and report["judgments"] == 12
     metrics = shop.metrics(decision)

@@ -12,7 +12,7 @@ from rlhf_core.interfaces import ModelSpec, RegistryState, Role, Sampler, Traine
 from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config
 from rlhf_core.stage.context import StageContext
 from rlhf_core.stage.decision import Decision
-from rlhf_core.stage.key import StageSpec
+from rlhf_core.stage.key import StageSpec, key_payload, payload_key
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateDecisions, Question
@@ -111,6 +111,11 @@ def toy_spec(config: ToyConfig | None = None, **changes: Any) -> StageSpec:
         "engines": {},
     }
     return StageSpec(**(fields | changes))
+
+
+def stage_key(spec: StageSpec, *, strict_code: bool = False) -> str:
+    """Return the key of the stage: 64 hexadecimal digits."""
+    return payload_key(key_payload(spec, strict_code=strict_code))
 
 
 class NoEngines:

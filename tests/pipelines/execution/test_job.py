@@ -34,13 +34,13 @@ from pipelines.services.home import Home
 from rlhf_core.errors import ArtifactError, RewardError, RlhfError
 from rlhf_core.stage import stopping
 from rlhf_core.stage.decision import Decision
-from rlhf_core.stage.key import StageSpec, Strictness, key_payload, stage_key
+from rlhf_core.stage.key import StageSpec, Strictness, key_payload
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import write_json
 from tests.support.forks import forked
 from tests.support.listener import Notes
 from tests.support.small_pipeline import write_mini
-from tests.support.toy_stage import ToyConfig, toy_spec
+from tests.support.toy_stage import ToyConfig, stage_key, toy_spec
 
 
 @pytest.fixture(autouse=True)

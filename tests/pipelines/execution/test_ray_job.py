@@ -20,7 +20,7 @@ from rlhf_core.annotation.proposing import Comparison, write_comparisons
 from rlhf_core.config.annotators import FileAnnotator
 from rlhf_core.errors import ConfigError, RlhfError, TrainingError, WorkerLostError
 from rlhf_core.stage import stopping
-from rlhf_core.stage.key import StageSpec, stage_key
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store import attempts
 from rlhf_core.store.gate_decisions import GateDecisions
@@ -31,7 +31,7 @@ from stages.table import STAGES
 from tests.support.forked_jobs import ForkedJobs
 from tests.support.listener import Notes
 from tests.support.small_pipeline import two_toys, write_mini
-from tests.support.toy_stage import NoEngines, ToyConfig, toy_spec
+from tests.support.toy_stage import NoEngines, ToyConfig, stage_key, toy_spec
 
 SLOW = ToyConfig(steps=40, seconds_a_step=0.2)
 SPEC_OF_A_TOY = toy_spec(ToyConfig(), label="a/toy")

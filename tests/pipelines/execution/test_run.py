@@ -19,7 +19,7 @@ from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.services.home import Home
 from pipelines.services.user_servers import tracking_uri
 from rlhf_core.errors import ConfigError
-from rlhf_core.stage.key import StageSpec, stage_key
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.leases import living_owner
@@ -27,7 +27,7 @@ from rlhf_core.tracking.memory import MemoryStageTracker, MemoryTracker
 from rlhf_core.types import ArtifactRef, PolicyRef
 from tests.support.listener import Notes
 from tests.support.small_pipeline import two_toys, write_mini
-from tests.support.toy_stage import NoEngines, ToyConfig, toy_spec
+from tests.support.toy_stage import NoEngines, ToyConfig, stage_key, toy_spec
 
 FORK = multiprocessing.get_context("fork")
 

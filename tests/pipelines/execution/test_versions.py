@@ -2,12 +2,11 @@ import json
 from pathlib import Path
 
 from pipelines.execution.plan import input_versions, version_lines
-from rlhf_core.stage.key import stage_key
 from rlhf_core.stage.run import execute
 from rlhf_core.store import records
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef
-from tests.support.toy_stage import NoEngines, RecordingTracker, toy_spec
+from tests.support.toy_stage import NoEngines, RecordingTracker, stage_key, toy_spec
 
 
 def policy(store: ArtifactStore, folder: Path, *, template: str, tokens: str = "{}") -> PolicyRef:

@@ -10,8 +10,8 @@ from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import as_table, find_profile, load_profile, parse, profile_names, with_overrides
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import FIELD_OF, Config, tag_of
-from rlhf_core.stage.key import stage_key
 from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import stage_key
 
 
 @pytest.mark.parametrize("name", profile_names())

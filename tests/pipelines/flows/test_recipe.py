@@ -12,10 +12,10 @@ from pipelines.flows.profile import load_profile, parse, shipped_profiles, with_
 from pipelines.flows.recipe import drawn, warn_unread
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import keyed
-from rlhf_core.stage.key import StageSpec, stage_key
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
-from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, toy_spec
+from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, stage_key, toy_spec
 
 MODELS = {"reward_models": ["reward_model"]}
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from pipelines.services.home import Home
 from pipelines.services.reconcile import reconcile_all, reconcile_mlflow, reconcile_store
 from rlhf_core.stage.decision import decide, remember, target_of
-from rlhf_core.stage.key import Strictness, stage_key
+from rlhf_core.stage.key import Strictness
 from rlhf_core.store import attempts, leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.mlflow import Ended
-from tests.support.toy_stage import toy_spec
+from tests.support.toy_stage import stage_key, toy_spec
 
 KILLED = """
 import os, sys

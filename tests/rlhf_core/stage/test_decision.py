@@ -15,14 +15,14 @@ from rlhf_core.secrets.redaction import ErrorWithoutSecrets, know
 from rlhf_core.stage import context
 from rlhf_core.stage import decision as deciding
 from rlhf_core.stage.decision import Decision, decide, differences, last_record
-from rlhf_core.stage.key import StageSpec, Strictness, payload_key, stage_key
+from rlhf_core.stage.key import StageSpec, Strictness, payload_key
 from rlhf_core.stage.stopping import StageWaiting
 from rlhf_core.store import records
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.store.layout import remove_tree, write_json
 from tests.support import toy_stage
-from tests.support.toy_stage import Inner, ToyConfig, run_toy, toy_spec
+from tests.support.toy_stage import Inner, ToyConfig, run_toy, stage_key, toy_spec
 
 
 def _run(store: ArtifactStore, spec: StageSpec, **options: Any) -> Decision:

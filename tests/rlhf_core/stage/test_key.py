@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.stage.key import key_payload, payload_key, stage_key, stage_module
+from rlhf_core.stage.key import key_payload, payload_key, stage_module
 from rlhf_core.store.fingerprint import code_digest
 from rlhf_core.types import PolicyRef
 from tests.support import toy_stage
-from tests.support.toy_stage import Inner, ToyConfig, toy_spec
+from tests.support.toy_stage import Inner, ToyConfig, stage_key, toy_spec
 
 POLICY = PolicyRef(uri="store://aa", digest="aa11", parents=("p",))
 OTHER = PolicyRef(uri="store://bb", digest="bb22")

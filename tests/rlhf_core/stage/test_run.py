@@ -12,14 +12,14 @@ import pytest
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.decision import Decision
-from rlhf_core.stage.key import StageSpec, stage_key
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.store import attempts, leases
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.store.leases import living_owner
 from rlhf_core.types import ArtifactRef, PolicyRef, PreparedDataRef
 from tests.support.forks import soon
-from tests.support.toy_stage import RecordingTracker, ToyConfig, run_toy, toy_spec
+from tests.support.toy_stage import RecordingTracker, ToyConfig, run_toy, stage_key, toy_spec
 
 FORK = multiprocessing.get_context("fork")
 

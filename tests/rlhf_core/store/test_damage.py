@@ -7,12 +7,12 @@ import pytest
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.decision import decide
-from rlhf_core.stage.key import StageSpec, stage_key
+from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.store.object_check import CLOCKS_APART_S, last_good, quarantine_object
 from rlhf_core.types import ArtifactRef, PolicyRef
-from tests.support.toy_stage import ToyConfig, run_toy, toy_spec
+from tests.support.toy_stage import ToyConfig, run_toy, stage_key, toy_spec
 
 
 def _make(store: ArtifactStore, spec: StageSpec, **options: Any) -> PolicyRef:
