@@ -77,13 +77,16 @@ def explain(key: str, value: object, rule: str, remedy: str) -> str:
     return f"{key} = {value!r}: {rule}; {remedy}"
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
+def nearest(name: str, names: Sequence[str], *, ending: str = "") -> str:
     """Return the remedy for a misspelled name: the one of `names` that was probably meant, else all of them.
+
+    `ending` is shown behind each name, and not compared.
 
     >>> nearest("finl_number", ["final_number", "finished"])
     'did you mean final_number?'
     """
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if near:
-        return f"did you mean {near[0]}?"
-    return f"choose from {', '.join(sorted(names))}" if names else "check the spelling"
+        return f"did you mean {near[0]}{ending}?"
+    known = ", ".join(f"{one}{ending}" for one in sorted(names))
+    return f"choose from {known}" if names else "check the spelling"

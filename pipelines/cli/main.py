@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
+from typing import Any
 
 from rlhf_core.errors import RlhfError, nearest
 from rlhf_core.processes.large_imports import skip_last_collections
@@ -30,8 +31,8 @@ PACKAGE = "rlhf-lifecycle"
 DESCRIPTION = """Train language models from human feedback as cached, resumable stages. A profile (a TOML file) holds all
 settings of a pipeline; `--set KEY=VALUE` changes one of them."""
 EPILOG = """`rlhf COMMAND --help` describes a command, `rlhf --version` prints the version. Exit status: 0 success,
-2 invalid input, 69 budget spent, 75 waiting for a person, 77 blocked by a gate, 130 interrupted, 141 reader of a pipe
-has ended."""
+1 a difference (`reproduce`) or a failure (`sweep`, `status`, `doctor`), 2 invalid input, 69 budget spent, 75 waiting for a
+person, 77 blocked by a gate, 130 interrupted, 141 reader of a pipe has ended."""
 EXAMPLES = """examples:
   rlhf init my_desk              a folder with a profile, a reward, rows and a README
   rlhf plan tiny/full            which stages would run, and why
@@ -132,8 +133,42 @@ def show_warnings() -> None:
         warnings.simplefilter("default")
 
 
+class _Once(argparse.Action):
+    """Store the value of an option, and refuse a second one, which would replace the first."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        assert isinstance(parser, _Parser)
+        if option is not None and self.dest in parser.given:
+            raise argparse.ArgumentError(self, "is there twice, and takes one value; remove one of them")
+        parser.given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that suggests the nearest command or choice for a misspelled one."""
+    """An argument parser that suggests the nearest command, option or choice for a misspelled one."""
+
+    given: set[str]
+    """Options that the words parsed so far have given a value."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register("action", None, _Once)  # for all arguments that name no other action
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:  # type: ignore[override]
+        if not names[0].startswith("-") and "choices" not in settings:
+            settings = {"metavar": names[0].upper(), **settings}
+        return super().add_argument(*names, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        self.given = set()
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # refused here, where the usage is that of the command
+            options = [name for name in self._option_string_actions if name.startswith("--")]
+            misspelled = unknown[0].startswith("-") and nearest(unknown[0].partition("=")[0], options)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {misspelled}" if misspelled else ""))
+        return found, unknown
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:

@@ -5,6 +5,7 @@ import argparse
 from pipelines.cli.common import console, print_line, store_folder
 from pipelines.services.home import Home
 from pipelines.services.reconcile import reconcile_all, some_prefect, was_used
+from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 
 
@@ -21,6 +22,10 @@ def resume(options: argparse.Namespace) -> None:
     """Run an unfinished run again."""
     home = Home.here()
     if not was_used(home):
+        if options.run:
+            raise ConfigError(
+                "resume", options.run, f"no run was started yet in {home.root}", "list runs with `rlhf runs`"
+            )
         console.print(f"nothing was run yet in {home.root}: `rlhf run tiny/full` is a start", highlight=False)
         return
     with some_prefect(home) as served:

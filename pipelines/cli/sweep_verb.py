@@ -229,6 +229,8 @@ def listed_points(options: argparse.Namespace) -> list[Point]:
     if options.random is None and options.range:
         rule = "needs --random N or --optuna N"
         raise ConfigError("--range", options.range[0], rule, "give the number of points to draw")
+    if options.random is not None and not (options.range or options.grid):
+        raise ConfigError("--random", options.random, "there is no key to draw", "add --range KEY=LOW..HIGH or --grid")
     if options.random is not None:
         points = random_points(options.random, options.range, options.grid, seed=options.sweep_seed or 0)
         if len(points) < options.random:

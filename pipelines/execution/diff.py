@@ -10,10 +10,10 @@ from pipelines.execution.opening import store_of
 from pipelines.execution.plan import DIGITS, PENDING, PlannedStage, plan
 from pipelines.execution.summary import Measure, stage_measures
 from pipelines.flows.inputs import find_artifact
-from pipelines.flows.profile import find_profile, load_profile
+from pipelines.flows.profile import find_profile, load_profile, profile_names
 from pipelines.services.home import Home
 from rlhf_core.data.shards import read_generations
-from rlhf_core.errors import ArtifactError, ConfigError
+from rlhf_core.errors import ArtifactError, ConfigError, nearest
 from rlhf_core.evaluation.lineage import handles, lineage
 from rlhf_core.stage.decision import changed_modules, differences
 from rlhf_core.stage.key import key_payload
@@ -77,16 +77,20 @@ def side_of(name: str, overrides: Sequence[str], store: ArtifactStore, home: Hom
     """
     try:
         find_profile(name)
-    except ConfigError as no_profile:
+    except ConfigError:
         if overrides:
             rule = f"{name!r} is no profile, and nothing else can be changed"
             raise ConfigError("--set", overrides[0], rule, "name a profile, or leave it out") from None
         try:
             return of_artifact(name, store)
-        except ArtifactError as no_artifact:
+        except ArtifactError:
             run = find_run(uri, name)
             if run is None:
-                raise ConfigError(f"{no_profile}; {no_artifact}; and MLflow has no run of this name or id") from None
+                rule = "is no profile, no label or digest of an artifact, no folder, and no name or id of an MLflow run"
+                known = [*profile_names(), *{record.label for record in store.records()}]
+                near = nearest(name, known)
+                remedy = near if near.startswith("did you") else "see `rlhf runs`, `rlhf store ls` and `rlhf profiles`"
+                raise ConfigError("diff", name, rule, remedy) from None
             records = {label: store.record(key) for label, key in run.keys.items()}
             stages = {label: of_record(record) for label, record in records.items() if record is not None}
             gone = tuple(label for label, record in records.items() if record is None)

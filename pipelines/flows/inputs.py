@@ -56,10 +56,21 @@ def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
     }
     remedy = nearest(name, sorted(names)) if names else "the store has none: run `rlhf run tiny/full` first"
     other = next((record for record in store.records() if name in (record.label, record.handle.digest)), None)
-    rule = f"no {kind.__name__} has this label or digest, and no folder has this path"
+    rule = f"is neither label nor digest of {title(kind)}, nor the path of a folder"
     if other is not None:
-        rule = f"is a {type(other.handle).__name__}, and a {kind.__name__} is needed"
+        rule = f"is {title(type(other.handle))}, and must be {title(kind)}"
     raise ArtifactError("input", name, rule, remedy)
+
+
+def title(kind: type[ArtifactRef]) -> str:
+    """Return a kind of artifact in words.
+
+    >>> title(PolicyRef), title(ArtifactRef)
+    ('a policy', 'an artifact')
+    """
+    words = "".join(f" {one.lower()}" if one.isupper() else one for one in kind.__name__.removesuffix("Ref")).strip()
+    article = "" if words.endswith("s") else "an " if words[0] in "aeiou" else "a "
+    return f"{article}{words}"
 
 
 def parts(ref: ArtifactRef) -> list[ArtifactRef]:

@@ -10,8 +10,9 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from rlhf_core.config.former_names import FORMER
 from rlhf_core.errors import ConfigError, nearest
-from rlhf_core.schema.base import FIELD_OF, tag_of
+from rlhf_core.schema.base import FIELD_OF, SPELLINGS, tag_of
 from rlhf_core.secrets.redaction import hidden
 
 _LONGEST_SHOWN = 500
@@ -175,18 +176,30 @@ def _real_keys(location: Sequence[int | str], tree: Any, model: type[BaseModel])
 
 
 def _nearest(keys: Sequence[str], model: type[BaseModel]) -> str:
-    beside = sorted({name for one in models_at(keys[:-1], model) for name in fields_of(one)})
-    near = difflib.get_close_matches(keys[-1], beside, n=1, cutoff=0.6)
+    """Return the option that a misspelled key probably means: beside it, below its section, or in any; "" for none."""
+    here = [fields_of(one) for one in models_at(keys[:-1], model)]
+    beside = {name: (name,) for fields in here for name in fields}
+    former = {name: path for name, path in FORMER.items() if any(path[0] in fields for fields in here)}
+    spelled = {name: (present,) for name, present in SPELLINGS.items() if present in beside}
+    near = difflib.get_close_matches(keys[-1], sorted(former | spelled | beside), n=1, cutoff=0.6)
     if near:
-        return ".".join([*keys[:-1], near[0]])
-    known = {
-        tuple(key if part == ANY else part for part, key in zip(name, (*keys, *name[len(keys) :]), strict=False))
-        for name in _names(model)
-    }
-    dotted = ".".join(keys)
-    others = sorted(name for name in map(".".join, known) if not name.startswith(f"{dotted}."))
-    anywhere = difflib.get_close_matches(dotted, others, n=1, cutoff=0.6)
-    return anywhere[0] if anywhere else ""
+        return ".".join([*keys[:-1], *(former | spelled | beside)[near[0]]])
+    dotted, section = ".".join(keys), tuple(keys[:-1])
+    known = {_with_names(name, keys) for name in _names(model)}
+    others = sorted(name for name in known if ANY not in name and name[: len(keys)] != tuple(keys))
+    below = {name[-1]: name for name in others if section and name[: len(section)] == section}
+    inside = difflib.get_close_matches(keys[-1], sorted(below), n=1, cutoff=0.7)
+    anywhere = difflib.get_close_matches(dotted, sorted(map(".".join, others)), n=1, cutoff=0.6)
+    return ".".join(below[inside[0]]) if inside else "".join(anywhere)
+
+
+def _with_names(name: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
+    """Return an option with the names that `keys` have in place of `ANY`, if it has as many parts."""
+    return (
+        tuple(key if part == ANY else part for part, key in zip(name, keys, strict=True))
+        if len(name) == len(keys)
+        else tuple(name)
+    )
 
 
 def _is_name(keys: Sequence[str], name: Sequence[str]) -> bool:

@@ -13,6 +13,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
+from pipelines.flows.inputs import title
 from pipelines.flows.sections import (
     ConditionalSFTConfig,
     DistillationConfig,
@@ -379,19 +380,6 @@ def check_distillation(steps: Sequence[Step]) -> None:
         for name in (*teacher, *teachers):
             if name == step.inputs["policy"]:
                 raise ValueError(explain(f"{step.key}.policy", name, "is a teacher, too", "name another student"))
-
-
-def title(kind: type[ArtifactRef]) -> str:
-    """Return a kind of artifact in words.
-
-    >>> title(RewardModelRef)
-    'a reward model'
-    """
-    words = "".join(
-        f" {letter.lower()}" if letter.isupper() else letter for letter in kind.__name__.removesuffix("Ref")
-    )
-    plural = words.endswith("s")
-    return words.strip() if plural else f"a{words}"
 
 
 def in_order(steps: Sequence[Step]) -> list[Step]:

@@ -79,7 +79,7 @@ def file_type(source: Source) -> str:
         elif source.path.count("/") == 1 and not source.path.startswith((".", "/", "~")):
             kind = "hub"
         else:
-            rule = f"neither a folder, a Hub name, nor a file ending in {sorted(_SUFFIXES)}"
+            rule = f"neither a folder, a Hub name, nor a file ending in {', '.join(sorted(_SUFFIXES))}"
             raise ConfigError(at_path(source, rule, "check the path, or set `file_type`"))
     if kind == "hub" and not re.fullmatch(r"[0-9a-f]{40}", source.revision):
         rule = f"must be the full commit of the Hub data set {source.path!r}, since branches and tags move"
@@ -137,7 +137,7 @@ def _type_of_files(source: Source) -> str:
         return "saved_dataset"
     kinds = sorted({_SUFFIXES[suffix] if (suffix := _suffix(one)) else "other" for one in files})
     if not files:
-        raise ConfigError(at_path(source, f"no file there ends in {sorted(_SUFFIXES)}", "check the path"))
+        raise ConfigError(at_path(source, f"no file there ends in {', '.join(sorted(_SUFFIXES))}", "check the path"))
     if len(kinds) > 1:
         remedy = "name those of one with a pattern, such as '*.jsonl'"
         raise ConfigError(at_path(source, f"has files of several types, {kinds}", remedy))

@@ -130,7 +130,7 @@ def unpin(layout: StoreLayout, target: str) -> None:
     try:
         path.unlink()
     except FileNotFoundError:
-        remedy = f"the pins are {sorted(pins(layout))}"
+        remedy = f"the pins are {', '.join(sorted(pins(layout))) or 'none'}"
         raise ArtifactError("unpin", target, "is not pinned", remedy) from None
     with suppress(OSError):  # a pin that a power cut brings back keeps too much
         fsync_path(path.parent)

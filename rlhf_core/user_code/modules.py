@@ -272,9 +272,9 @@ class UserFile:
 
     def __init__(self, key: str, path: Path, *, code: Mapping[str, str] = NO_DIGESTS, notes: str = "") -> None:
         if not path.is_file():
-            files = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+            files = [other.stem for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
             rule = f"there is no file {path} (seen from {Path.cwd()})"
-            raise ConfigError(key, str(path), rule, nearest(path.name, files))
+            raise ConfigError(key, str(path), rule, nearest(path.stem, files, ending=".py"))
         self._key, self._path = key, path
         self._modules = Modules(key, str(path), code=code, notes=notes)
 

@@ -63,7 +63,13 @@ def test_a_reader_that_ends_ends_the_command_as_other_tools(tmp_path):
         ),
         (["plan", "tiny/nothing_like_it_at_all"], "profile = 'tiny/nothing_like_it_at_all': no such file"),
         (["explain", "sfft"], "explain 'sfft': no such stage; did you mean sft?; this pipeline has prepare_data, sft"),
-        (["chat", "ppo", "--once", "hello"], "input = 'ppo': no PolicyRef has this label"),
+        (
+            ["chat", "ppo", "--once", "hello"],
+            "input = 'ppo': is neither label nor digest of a policy, nor the path of a folder",
+        ),
+        (["resume", "xyz"], "resume = 'xyz': no run was started yet in "),
+        (["sweep", "tiny/full", "--random", "3"], "--random = 3: there is no key to draw; add --range KEY=LOW..HIGH"),
+        (["diff", "a", "b"], "diff = 'a': is no profile, no label or digest of an artifact, no folder"),
     ],
 )
 def test_what_is_refused_takes_one_line_and_status_2(here, capsys, arguments, line):
@@ -280,6 +286,14 @@ def test_without_a_command_the_commands_are_listed_in_groups_with_examples(capsy
         (["store", "lss"], 2, "invalid choice: 'lss'; did you mean ls?\n"),
         (["sweep", "tiny/full", "--direction", "mim"], 2, "invalid choice: 'mim'; did you mean min?\n"),
         (["zzz"], 2, "invalid choice: 'zzz'; choose from approve, "),
+        (
+            ["plan", "p", "--sett", "a=b"],
+            2,
+            "rlhf plan: error: unrecognized arguments: --sett a=b; did you mean --set?\n",
+        ),
+        (["store", "ls", "--jsn"], 2, "usage: rlhf store ls "),
+        (["plan", "p", "--until", "sft", "--until=ppo"], 2, "argument --until: is there twice, and takes one value; "),
+        (["plan", "--help"], 0, "PROFILE"),
         (["--version"], 0, f"rlhf {version('rlhf-lifecycle')}\n"),
     ],
 )

@@ -73,5 +73,5 @@ def test_what_nothing_means_is_refused_with_what_there_is(tmp_path):
 def test_an_artifact_of_another_kind_is_not_taken(tmp_path):
     store = ArtifactStore(tmp_path)
     make(store, "sft", ToyConfig())
-    with pytest.raises(ArtifactError, match=r"input = .sft.: is a PolicyRef, and a PromptsRef is needed"):
+    with pytest.raises(ArtifactError, match=r"input = .sft.: is a policy, and must be prompts"):
         find_artifact(store, PromptsRef, "sft")

@@ -37,6 +37,8 @@ def test_an_override_of_none_takes_a_section_away():
     [
         ("ppo.kl_coeff=0.1", "ppo.kl_coeff = 0.1: unknown key; did you mean ppo.kl.coef?"),
         ("sft.loop.epoch=2", "sft.loop.epoch = 2: unknown key; did you mean sft.loop.epochs?"),
+        ("ppo.stalenes=2", "ppo.stalenes = 2: unknown key; did you mean ppo.ahead.steps?"),
+        ("ppo.partial=true", "ppo.partial = True: unknown key; did you mean ppo.ahead.tokens?"),
         ("pppo.steps=2", "pppo = {'steps': 2}: unknown key; did you mean ppo?"),
         (
             "runtime.sampler.kv_cash_gib=2",
