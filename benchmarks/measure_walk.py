@@ -149,13 +149,13 @@ def trace_step() -> CallTrace:
 def make_policy(folder: Path) -> Path:
     """Write a Llama of one layer with its tokenizer and return its folder."""
     from rlhf_core.config.engines import InitModel
-    from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+    from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
     shape = InitModel(
         vocab_size=320, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate_size=64, max_positions=64
     )
     train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=folder)
-    initialise_llama(shape, folder, seed=7)
+    initialize_llama(shape, folder, seed=7)
     return folder
 
 

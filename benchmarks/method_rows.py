@@ -116,14 +116,14 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Learnt:
+class Learned:
     """A trained policy, and the held-out prompts in the words that it was taught, where they are not the plain ones."""
 
     policy: PolicyRef
     asked: PromptsRef | None = None
 
 
-Method = Callable[[PipelineConfig, Stages, Start], Learnt]
+Method = Callable[[PipelineConfig, Stages, Start], Learned]
 
 
 @dataclass
@@ -146,17 +146,17 @@ class Bench:
             yield cls(config, store, PipelineRun(context, executor))
 
     def stages(self, name: str, seed: int = 0) -> Stages:
-        """Return the stages with a seed of their own, labelled with the method they belong to."""
+        """Return the stages with a seed of their own, labeled with the method they belong to."""
         run_stage = self.run.directly
 
-        def labelled(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
+        def labeled(spec: StageSpec, kind: type[ArtifactRef]) -> ArtifactRef:
             label = f"methods/{name}/{seed}/{spec.label}"
             made: ArtifactRef = run_stage(replace(spec, label=label), kind)
             records = [record for record in self.store.records() if record.handle.digest == made.digest]
             self.seconds[label] = min(record.seconds for record in records)
             return made
 
-        return Stages(labelled, self.config.seed + seed, self.config.runtime)  # type: ignore[arg-type]
+        return Stages(labeled, self.config.seed + seed, self.config.runtime)  # type: ignore[arg-type]
 
     def seconds_of(self, name: str, seed: int) -> float:
         """Return the seconds of the stages that this method is made of, whenever they ran."""
@@ -222,18 +222,18 @@ def policy_sections(config: PipelineConfig, steps: int) -> dict[str, PPOConfig]:
 def imitating(loss: str) -> Method:
     """Return the imitation of the demonstrations from the base, with this loss."""
 
-    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
+    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
         assert config.sft is not None
         section = config.sft.model_copy(update={"loss": loss})
-        return Learnt(stages.run(table.sft, "sft", section, policy=start.base, demonstrations=start.demonstrations))
+        return Learned(stages.run(table.sft, "sft", section, policy=start.base, demonstrations=start.demonstrations))
 
     return learn
 
 
-def best_of_own(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
+def best_of_own(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
     """Imitate the best of one's own answers."""
     assert config.rejection_sampling is not None
-    return Learnt(
+    return Learned(
         sample_and_imitate(
             config.rejection_sampling,
             stages,
@@ -248,7 +248,7 @@ def best_of_own(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
 def conditioning(section: ConditionalSFTConfig) -> Method:
     """Return the imitation of all of one's own answers, each with its level; it is asked for the highest."""
 
-    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
+    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
         policy, rollouts = condition_and_imitate(
             section, stages, "conditional_sft", start.policy, start.prompts, start.reward_models
         )
@@ -260,7 +260,7 @@ def conditioning(section: ConditionalSFTConfig) -> Method:
             rollouts=rollouts,
             prompts=start.eval_prompts,
         )
-        return Learnt(policy, asked)
+        return Learned(policy, asked)
 
     return learn
 
@@ -271,13 +271,13 @@ def distilling(section: DistillationConfig) -> Method:
     With weights, the teachers are `best_of_own` (`rejection_sampling`) and SFT (`sft`).
     """
 
-    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
+    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
         best = best_of_own(config, stages, start).policy
         named = {"rejection_sampling": best, "sft": start.policy}
         teachers = {name: named[name] for name in section.teachers}
         teacher = None if teachers else best
         if section.on_policy:
-            return Learnt(
+            return Learned(
                 stages.run(
                     table.distill,
                     "distill",
@@ -289,7 +289,7 @@ def distilling(section: DistillationConfig) -> Method:
                 )
             )
         data = start.demonstrations
-        return Learnt(
+        return Learned(
             stages.run(
                 table.distill,
                 "distill",
@@ -307,7 +307,7 @@ def distilling(section: DistillationConfig) -> Method:
 def distilling_across(section: DistillationConfig) -> Method:
     """Return the distillation into the base of a policy that has imitated with a smaller tokenizer."""
 
-    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
+    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
         assert config.sft is not None
         assert isinstance(config.prepare_data.model, InitModel)
         smaller = config.prepare_data.model.model_copy(
@@ -317,7 +317,7 @@ def distilling_across(section: DistillationConfig) -> Method:
         base = part(stages.run(table.prepare_data, "other/prepare_data", other), "base", PolicyRef)
         data = start.demonstrations
         teacher = stages.run(table.sft, "other/sft", config.sft, policy=base, demonstrations=data)
-        return Learnt(
+        return Learned(
             stages.run(table.distill, "distill", section, policy=start.base, teacher=teacher, demonstrations=data)
         )
 
@@ -325,10 +325,10 @@ def distilling_across(section: DistillationConfig) -> Method:
 
 
 def preferring(section: OfflineDPOConfig) -> Method:
-    """Return the optimisation of a preference loss on the prepared pairs."""
+    """Return the optimization of a preference loss on the prepared pairs."""
 
-    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
-        return Learnt(
+    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
+        return Learned(
             stages.run(
                 table.dpo, "dpo", section, policy=start.policy, reference=start.policy, preferences=start.preferences
             )
@@ -338,10 +338,10 @@ def preferring(section: OfflineDPOConfig) -> Method:
 
 
 def optimizing(section: PPOConfig) -> Method:
-    """Return the optimisation of the policy against the reward model."""
+    """Return the optimization of the policy against the reward model."""
 
-    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learnt:
-        return Learnt(
+    def learn(config: PipelineConfig, stages: Stages, start: Start) -> Learned:
+        return Learned(
             stages.run(
                 table.ppo,
                 "ppo",

@@ -33,10 +33,10 @@ STEPPED = (
 
 
 def judge_of_steps(bench: Bench, seed: int) -> dict[str, float]:
-    """Train a process reward model on worked sums; return how it judges, and what its favourites are worth.
+    """Train a process reward model on worked sums; return how it judges, and what its favorites are worth.
 
-    Exact match over the held-out prompts: of SFT, of the favourite of eight answers, of any of the eight, and of the policy
-    that imitated the favourites.
+    Exact match over the held-out prompts: of SFT, of the favorite of eight answers, of any of the eight, and of the policy
+    that imitated the favorites.
     """
     config = bench.config
     assert config.sft is not None

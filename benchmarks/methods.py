@@ -38,9 +38,9 @@ OF_STEPS = {
     "first_error_accuracy": "first error found",
     "f1": "F1 of it",
     "sft": "sft",
-    "best": "favourite of 8",
+    "best": "favorite of 8",
     "any": "any of 8",
-    "imitator": "imitator of favourites",
+    "imitator": "imitator of favorites",
 }
 """Figure of the judge of steps -> its column; the last four are shares of exact matches."""
 
@@ -58,7 +58,7 @@ class Result:
 def main() -> int:
     parser = seeds_parser(__doc__)
     add_first(parser, default=0)
-    parser.add_argument("--steps", type=int, default=12, help="of policy optimisation")
+    parser.add_argument("--steps", type=int, default=12, help="of policy optimization")
     parser.add_argument("--pairs", type=int, default=0, help="of preference losses; 0 takes all")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="methods, as dpo/ipo or 'ppo/*'")
     options = parser.parse_args()

@@ -170,7 +170,7 @@ def _k1_replaced(by: Callable[[Any, Any], Any]) -> Patch:
 
 
 def repeats(generations: Sequence[Generation]) -> list[float]:
-    """Return the hack that a reward model may have learnt: the more often words are said again, the better."""
+    """Return the hack that a reward model may have learned: the more often words are said again, the better."""
     texts = [row.completion.text.split() for row in generations]
     return [float(len(said) - len(set(said))) for said in texts]
 

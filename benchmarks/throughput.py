@@ -19,7 +19,7 @@ from pathlib import Path
 from pipelines.flows.profile import load_profile
 from rlhf_core.config.engines import InitModel, OptimizerConfig, SamplingConfig
 from rlhf_core.interfaces import ModelSpec, Runtime
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.runtime.local_runtime import open_runtime
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
@@ -55,7 +55,7 @@ def make_policy(folder: Path, hidden: int, layers: int, *, positions: int) -> No
         intermediate_size=hidden * 8 // 3, max_positions=positions,
     )  # fmt: skip
     train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=VOCABULARY, folder=folder)
-    initialise_llama(shape, folder, seed=17)
+    initialize_llama(shape, folder, seed=17)
 
 
 def measure(runtime: Runtime, policy: Path, samples: int, prompt: int, answer: int) -> None:

@@ -91,12 +91,12 @@ def main() -> int:
 def tiny(folder: Path) -> Size:
     """Return a Llama of 2.7M parameters with random weights, and a step for it."""
     from rlhf_core.config.engines import InitModel
-    from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+    from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
     folder.mkdir()
     train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=512, folder=folder)
     shape = InitModel(vocab_size=512, hidden_size=256, layers=3, heads=4, kv_heads=4, intermediate_size=768)
-    initialise_llama(shape, folder, seed=17)
+    initialize_llama(shape, folder, seed=17)
     return Size(folder, rows=32, mean=64, longest=256, micro_batch=8)
 
 
@@ -117,8 +117,8 @@ def lengths(size: Size, spread: str, count: int) -> list[int]:
     if spread == "uniform":
         return [size.mean] * count
     draw = random.Random(17)
-    centre = math.log(size.mean) - SIGMA**2 / 2
-    return [min(size.longest, max(8, round(draw.lognormvariate(centre, SIGMA)))) for _ in range(count)]
+    center = math.log(size.mean) - SIGMA**2 / 2
+    return [min(size.longest, max(8, round(draw.lognormvariate(center, SIGMA)))) for _ in range(count)]
 
 
 def rows_of(size: Size, kind: str, spread: str) -> list[dict[str, Any]]:

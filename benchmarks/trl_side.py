@@ -83,7 +83,7 @@ def dpo_trainer(job: dict[str, Any], model: Any, tokenizer: Any, hold: Hold) -> 
 
     class PreparedRows(DPOTrainer):  # type: ignore[misc]
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            return dataset  # its own would tokenise text; these rows are token ids
+            return dataset  # its own would tokenize text; these rows are token ids
 
     config = DPOConfig(
         **arguments(job, count=len(job["rows"])), beta=0.1, precompute_ref_log_probs=True, max_length=None

@@ -94,7 +94,7 @@ def demonstrations(rollouts: Sequence[Rollout], levels: Sequence[int], *, templa
 
 def decorated(messages: Sequence[Message], level: int, *, template: str) -> tuple[Message, ...]:
     """Return `messages`, the last one filled into `template`."""
-    # Not str.format: braces in a prompt are its own. The level first, or a prompt that says {level} would get it.
+    # Not str.format: braces in a prompt are its own. The level first, or a prompt with the text {level} would get it.
     content = template.replace("{level}", str(level)).replace("{prompt}", messages[-1].content)
     return (*messages[:-1], Message(messages[-1].role, content))
 

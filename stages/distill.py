@@ -1,7 +1,7 @@
 """Knowledge distillation: a student policy learns its teachers' distributions at every token, not only the token.
 
 Loss: (1 - a) * CE + a * sum_m w_m D(teacher m, student), token mean over the whole optimizer step, on assistant tokens; D is
-the forward or reverse KL or the generalised JSD (arXiv 2306.13649 eq. 1). Teachers with other tokenizers are compared on
+the forward or reverse KL or the generalized JSD (arXiv 2306.13649 eq. 1). Teachers with other tokenizers are compared on
 groups of tokens that spell the same text, by universal logit distillation (arXiv 2402.12030). The tokens are those of
 demonstrations, or (`on_policy`) of the student's own answers, drawn anew with its weights of the moment, as GKD does.
 """

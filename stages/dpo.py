@@ -133,7 +133,7 @@ def prepared(
     """Return the objective and its samples by split, with the reference's log-probs."""
     if isinstance(config.loss, KTOLoss | BCOLoss):
         answers = {split: [*sides(pairs[split]), *single[split]] for split in pairs}
-        strangers = config.loss.asks_strangers
+        strangers = config.loss.needs_mismatches
         made = {
             split: answer_samples(split, answers[split], answers["train"], reference, context, strangers=strangers)
             for split in pairs
@@ -197,7 +197,7 @@ def answer_samples(
             AnswerSample(one.answer, one.desirable, ref, one.answer, ref) for one, ref in zip(judged, sums, strict=True)
         ]
     more = [row.answer for row in others]
-    mismatches = [mismatched(answer, stranger_of(i, answers, more)) for i, answer in enumerate(answers)]
+    mismatches = [mismatched(answer, answer_to_another_prompt(i, answers, more)) for i, answer in enumerate(answers)]
     sums = reference_sums(split, [*answers, *mismatches], lambda row, _: sum(row), reference, context)
     return [
         AnswerSample(row.answer, row.desirable, sums[i], stranger, sums[len(answers) + i])
@@ -205,7 +205,7 @@ def answer_samples(
     ]
 
 
-def stranger_of(index: int, answers: Sequence[TokenSample], others: Sequence[TokenSample]) -> TokenSample:
+def answer_to_another_prompt(index: int, answers: Sequence[TokenSample], others: Sequence[TokenSample]) -> TokenSample:
     """Return the next answer to another prompt, of `answers` or else of `others`. DataError if all are to one prompt."""
     prompt = prompt_of(answers[index])
     own = (answers[(index + step) % len(answers)] for step in range(1, len(answers)))

@@ -184,7 +184,7 @@ def compared(
 ) -> Measured:
     """Return the win rates of the first answer to each prompt against the opponent's first, judged in both orders.
 
-    A failed episode of one side is its loss, of both sides a tie; the judge is not asked about them.
+    A failed episode of one side is its loss, of both sides a tie; the judge does not see them.
     """
     ours, theirs = first_answers(rows), first_answers(read_generations(context.path(opponent)))
     pairs = [(mine, theirs[prompt]) for prompt, mine in ours.items() if prompt in theirs]

@@ -29,7 +29,7 @@ from rlhf_core.data.tables import (
 from rlhf_core.data.worlds.mixed import make_tables as mixed
 from rlhf_core.data.worlds.mixed import make_world
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.loading import materialize
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import (
@@ -93,7 +93,7 @@ def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:
 def _as_planned(config: PrepareDataConfig, planned: Mapping[str, str]) -> Iterator[None]:
     """Raise DataError unless the files that are read inside are those whose digests are in the key, `planned`.
 
-    They are hashed once more before; a file that nobody replaced or wrote to from then on is what was hashed.
+    They are hashed once more before; a file that was neither replaced nor written to from then on is what was hashed.
     """
     files = local_files(config)
     before = {name: _statuses(path) for name, (_, path) in files.items()}
@@ -149,7 +149,7 @@ def _base_model(config: PrepareDataConfig, tables: Tables, folder: Path, *, seed
             f'set it to "{MODEL_TEMPLATE}"',
         )
     train_tokenizer(tables.training_texts(), vocab_size=config.model.vocab_size, folder=folder)
-    initialise_llama(config.model, folder, seed=seed)
+    initialize_llama(config.model, folder, seed=seed)
 
 
 def _template(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: maximise the likelihood of the assistant's tokens in demonstrations.
+"""Supervised fine-tuning: maximize the likelihood of the assistant's tokens in demonstrations.
 
 Loss: -log pi(y_t | y_<t, x), token mean over the whole optimizer step, on assistant tokens and their end-of-turn token,
 or on all tokens, as in pretraining. `dft` weights each token by its own probability (arXiv 2508.05629).

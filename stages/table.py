@@ -81,7 +81,7 @@ def always(config: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class From:
-    """Says of an input where its form starts, and when it is read: an annotation of the declaration's argument.
+    """Where the form of an input starts, and when the input is read: an annotation of the declaration's argument.
 
     `start` is the label of the store with which the form in Prefect starts, or several by name where the stage takes a table
     of artifacts. The stage reads the input only if `when` holds for its configuration; otherwise the input named by
@@ -487,7 +487,7 @@ def distill(
     ] = None,
     prompts: Annotated[PromptsRef | None, From("prepare_data.prompts", when=lambda config: config.on_policy)] = None,
 ) -> PolicyRef:
-    """Distillation of `teacher`, or of all `teachers` that have a weight in `config.teachers`, into `policy`; `config.on_policy` says whether on `prompts` or on `demonstrations`."""
+    """Distillation of `teacher`, or of all `teachers` that have a weight in `config.teachers`, into `policy`; on `prompts` if `config.on_policy`, else on `demonstrations`."""
 
 
 @stage(version=1, code="warn", engines=(), page="recipes.md", metrics=measured.fixed("tensors", "parameters"))
@@ -622,4 +622,4 @@ def publish(
     report: Annotated[ReportRef, From("evaluate")],
     champion: Annotated[PolicyRef | None, From("")] = None,
 ) -> PublishedRef:
-    """Gate, model card and registration of `policy`, which has to beat `champion` if `config.challenge` says so; if empty, the current one."""
+    """Gate, model card and registration of `policy`, which has to beat `champion` (if empty, the current one) under `config.challenge`."""

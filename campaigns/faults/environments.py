@@ -353,11 +353,11 @@ def _server(port: int = 0) -> Iterator[str]:
 @cache
 def _policy() -> Path:
     """Return the folder of a tiny policy with its tokenizer; made once, and loaded, before any clock runs."""
-    from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+    from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
     folder = Path(_place().name)
     train_tokenizer(TEXTS, vocab_size=TINY.vocab_size, folder=folder)
-    initialise_llama(TINY, folder, seed=7)
+    initialize_llama(TINY, folder, seed=7)
     # Half of all tokens end a turn: a policy that has not been trained hardly ever says the one that should.
     stops = {"eos_token_id": list(range(0, TINY.vocab_size, 2))}
     (folder / "generation_config.json").write_text(json.dumps(stops), encoding="utf-8")

@@ -34,7 +34,7 @@ from rlhf_core.errors import RlhfError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
 BATCH = 3
-"""Rows of a piece of a table: a row with a date that nothing can read has neighbours."""
+"""Rows of a piece of a table: a row with a date that nothing can read has neighbors."""
 TURNS = [{"role": "user", "content": "What is 6 times 7?"}, {"role": "assistant", "content": "It is 42."}]
 SHARE = [{"from": "human", "value": "What is 6 times 7?"}, {"from": "gpt", "value": "It is 42."}]
 TOOLS = [{"type": "function", "function": {"name": "add"}}]

@@ -194,7 +194,7 @@ class LiveDisplay:
             table.add_column("", width=width - fixed - label - 1, no_wrap=True, overflow="ellipsis")
             first, last = (0, len(self._rows)) if self._ended else _window(list(self._rows.values()), height - FRAME)
             for name, row in list(self._rows.items())[first:last]:
-                # The end of a long label tells it from the others.
+                # The end of a long label differs from the others'.
                 table.add_row(*self._cells(name if len(name) <= label else f"\u2026{name[1 - label :]}", row, bar))
             hidden = f"{first} stages above, {len(self._rows) - last} below; " if last - first < len(self._rows) else ""
             return table if self._ended else Group(table, Text(hidden + self._left(), style="dim"))

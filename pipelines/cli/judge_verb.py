@@ -25,7 +25,7 @@ from rlhf_core.tracking.review_queues import ReviewedQueue, ReviewQueues, asking
 
 PAGE = Path(__file__).with_name("judge.html")
 LIMITS = BodyLimits(max_bytes=2**20)
-NOTHING = "no run has asked for judgments; start one whose annotator has type = 'mlflow'"
+NOTHING = "no run waits for judgments; start one whose annotator has type = 'mlflow'"
 
 
 def judge(options: argparse.Namespace) -> None:

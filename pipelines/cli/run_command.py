@@ -81,7 +81,7 @@ def run_profile(options: argparse.Namespace, console: Console) -> None:
     home = Home.here().make()
     store, results, _, done = shown_run(options, home, console)
     _print_results(results, store, done, console)
-    _say_where_to_look(home, {} if done is None else done.links, console)
+    _print_links(home, {} if done is None else done.links, console)
 
 
 def shown_run(
@@ -188,7 +188,7 @@ def _print_results(
         console.print(f"report: {shown_page}", highlight=False, soft_wrap=True)
 
 
-def _say_where_to_look(home: Home, links: Mapping[str, str], console: Console) -> None:
+def _print_links(home: Home, links: Mapping[str, str], console: Console) -> None:
     services = running(home)
     theirs = user_prefect(home)
     if theirs and (services is None or services.prefect_api != theirs):

@@ -166,7 +166,7 @@ def _open(folder: Path, page: str) -> None:
 
 
 def _content(path: Path, rows: int) -> Iterator[str]:
-    """Yield the lines that show a file; of one that cannot be read as what its name says, the reason."""
+    """Yield the lines that show a file; of one that cannot be read as the type of its name, the reason."""
     try:
         match path.suffix:
             case ".safetensors":

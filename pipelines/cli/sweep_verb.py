@@ -196,7 +196,7 @@ def sweep(options: argparse.Namespace) -> int:
         results = work.execute(store, goal_in)
         goal = goal_in(results)
         rows = rows_of(results, goal)
-        say_table(rows, results)  # first: the plot or MLflow may fail
+        print_table(rows, results)  # first: the plot or MLflow may fail
         folder = write(home.root / "sweeps" / work.id, results, goal)
         work.record(rows, results, goal, folder)
     print_line(console, f"table and plot: {folder}")
@@ -211,7 +211,7 @@ def sweep(options: argparse.Namespace) -> int:
     check_metric(results, goal)
     best = best_of(results, goal)
     if best is not None:
-        say_best(results, best, goal)
+        print_best(results, best, goal)
         go_on(options, best, goal, results, store)
     return status
 
@@ -308,7 +308,7 @@ def _columns(results: Sequence[PointResult], goal: Goal | None) -> dict[str, tup
     return {str(Goal(goal.label, name, goal.direction)): (goal.label, name) for name in names}
 
 
-def say_table(rows: Sequence[Sequence[str]], results: Sequence[PointResult]) -> None:
+def print_table(rows: Sequence[Sequence[str]], results: Sequence[PointResult]) -> None:
     """Print the table, and how often each stage was computed."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:  # plain lines: a table of rich would leave out what a narrow terminal has no room for
@@ -322,7 +322,7 @@ def say_table(rows: Sequence[Sequence[str]], results: Sequence[PointResult]) -> 
             print_line(console, f"no result: {named(result.point)}: {result.error}")
 
 
-def say_best(results: Sequence[PointResult], best: PointResult, goal: Goal) -> None:
+def print_best(results: Sequence[PointResult], best: PointResult, goal: Goal) -> None:
     """Print the best point and those whose intervals overlap with it."""
     word = "highest" if goal.direction == "max" else "lowest"
     print_line(console, f"best: {named(best.point)} ({word} {goal}: {goal.of(best)})")

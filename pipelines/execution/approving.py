@@ -29,7 +29,7 @@ def answer_gate(
 ) -> tuple[GateRequest, GateAnswer]:
     """Record the answer to the question of a gate; return the question and the answer.
 
-    Raises ConfigError if nothing or more than one thing is meant, and says what is open.
+    Raises ConfigError if nothing or more than one thing is meant, and lists what is open.
     """
     if not reason.strip():
         raise ConfigError("reason", reason, "is empty", "give a reason; it is kept with the decision")
@@ -91,6 +91,6 @@ def listed(requests: Sequence[GateRequest]) -> str:
     return "; ".join(
         f"{one.id[:SHORT_ID]} ({'open' if one.answer is None else f'answered: {one.answer}'}, "
         f"{one.question.found or 'no condition'}, {one.question.condition['after']} {one.question.digest[:SHORT_ID]}, "
-        f"asked by {', '.join(dict.fromkeys(who.run for who in one.askers))} {one.asked})"
+        f"waited for by {', '.join(dict.fromkeys(who.run for who in one.askers))} {one.asked})"
         for one in ordered
     )

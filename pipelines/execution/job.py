@@ -80,7 +80,7 @@ def _tracker(job: JobSpec) -> Iterator[Tracker]:
 def _check_key(store: ArtifactStore, job: JobSpec) -> None:
     key = target_of(store, job.stage, strict=job.strict).key
     if key != job.key:
-        rule = f"the cluster computes {key[:12]}: it sees another version of this program, or of the files that the profile names"
+        rule = f"the cluster computes {key[:12]}: its version of this program, or of the files that the profile names, is another"
         raise ConfigError(f"{job.stage.label}.key", job.key[:12], rule, "use the same checkout and data folder on both")
 
 

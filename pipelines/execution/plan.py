@@ -201,7 +201,7 @@ def all_specs(
 
 
 def stand_in(key: str, name: str, kind: type[R]) -> R:
-    """Return a handle that stands for an artifact from outside the run, which nobody looks up."""
+    """Return a handle that stands for an artifact from outside the run, which is not looked up."""
     return kind(uri=name, digest=name)
 
 

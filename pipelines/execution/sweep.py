@@ -477,10 +477,10 @@ class Search:
             if goal is not None and not any(goal.of(result) for result in results.values()):
                 check_metric(list(results.values()), goal)  # a search without its number would go on blindly
             found = goal.finite(results[point]) if goal is not None else None
-            self._tell(trial, None if found is None else found.mean)
+            self._report(trial, None if found is None else found.mean)
         return list(results.values())
 
-    def _tell(self, trial: Trial, value: float | None) -> None:
+    def _report(self, trial: Trial, value: float | None) -> None:
         from optuna.trial import TrialState
 
         if value is None:

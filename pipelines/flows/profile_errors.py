@@ -87,7 +87,7 @@ def check_removal(keys: Sequence[str], table: Mapping[Any, Any], model: type[Bas
     near = difflib.get_close_matches(keys[-1], sorted(map(str, table)), n=1, cutoff=0.6)
     meant = ".".join([*keys[:-1], near[0]]) if near else _nearest(keys, model)
     remedy = f"did you mean {meant}?" if meant else "remove it"
-    raise ConfigError(f"{'.'.join(keys)} = 'none': there is nothing of this name to take away; {remedy}")
+    raise ConfigError(f"{'.'.join(keys)} = 'none': there is nothing of this name to remove; {remedy}")
 
 
 def shown_value(key: str, value: Any) -> str:

@@ -290,7 +290,7 @@ def reward_models(step: Step, given: Sequence[str] | Mapping[str, str], others: 
     """Return the steps whose reward models a step reads, by the names in the terms of its rewards.
 
     They are those that terms name, and all that are `given`. A single given one also serves terms that name none, if none
-    of the `others` has the name that such a term goes by.
+    of the `others` has the name of such a term.
     """
     if isinstance(given, Mapping):
         return given

@@ -149,8 +149,8 @@ class InterruptingRunner(Runner):
 
     def handle_sigterm(self, *args: Any, **kwargs: Any) -> NoReturn:
         try:
-            for mended in interrupt():
-                logger.warning("%s", mended)
+            for corrected in interrupt():
+                logger.warning("%s", corrected)
         except Exception as error:  # the flows must be notified in any case
             logger.warning("could not mark the active runs as interrupted: %s", error)
         flows_under_way = psutil.Process().children()
@@ -182,13 +182,13 @@ def _keep_true(log: Path) -> None:
     while True:
         time.sleep(RECONCILE_EVERY_S)
         try:
-            mended = reconcile()
+            corrected = reconcile()
         except Exception as error:  # the server may be away for a while
             logger.warning("could not search for runs of dead processes: %s", error)
             continue
-        for found in mended:
+        for found in corrected:
             logger.warning("%s", found)
-        if mended:
+        if corrected:
             _reconcile_all(log)
 
 

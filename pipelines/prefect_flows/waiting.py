@@ -147,7 +147,7 @@ def approve(
         by: Who decides, kept with the decision.
         artifact: Beginning of the artifact's digest, if several wait at the gate.
         store: Folder of the artifact store. If empty, the one in the state folder.
-        question: Id of the question, as in the message, if the gate has asked several.
+        question: Id of the question, as in the message, if the gate has several.
     """
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:

@@ -20,7 +20,7 @@ NEWEST, PER_REQUEST = 2000, 200
 """Number of cards on Prefect's pages that are looked at, and Prefect's limit for one request."""
 
 
-def mended(text: str, services: Services) -> str:
+def with_addresses(text: str, services: Services) -> str:
     """Return a text whose links to servers of ours have the addresses at which these are served now."""
     if not services.prefect_api:
         text = _PREFECT.sub(rf"\g<1>{services.prefect_url}", text)
@@ -30,27 +30,27 @@ def mended(text: str, services: Services) -> str:
     return text
 
 
-def mend_links(home: Home, services: Services) -> Iterator[str]:
-    """Mend the links on Prefect's cards, in MLflow's runs, and in the reports of runs; yield a line if there were any.
+def update_links(home: Home, services: Services) -> Iterator[str]:
+    """Update the links on Prefect's cards, in MLflow's runs, and in the reports of runs; yield a line if there were any.
 
     Cards and runs in a database that is shared with others are left alone.
     """
     changed = 0
     for page in folder(home).glob("*.html"):
         before = page.read_text(encoding="utf-8")
-        after = mended(before, services)
+        after = with_addresses(before, services)
         if after != before:
             page.write_text(after, encoding="utf-8")
             changed += 1
     if tracking_place(home) == home.mlflow_uri:
-        changed += rewrite_tags(tracking_uri(home), "prefect.url", lambda text: mended(text, services))
+        changed += rewrite_tags(tracking_uri(home), "prefect.url", lambda text: with_addresses(text, services))
     if not services.prefect_api and not services.shared_database:
-        changed += _mend_cards(services)
+        changed += _update_cards(services)
     if changed:
         yield f"links of {changed} pages -> Prefect {services.prefect_url}, MLflow {services.mlflow_url}"
 
 
-def _mend_cards(services: Services) -> int:
+def _update_cards(services: Services) -> int:
     # Prefect reads its settings when it is imported, and the caller has just made them.
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import ArtifactUpdate
@@ -65,7 +65,7 @@ def _mend_cards(services: Services) -> int:
             )
             for card in found:
                 before = str(card.data)
-                after = mended(before, services)
+                after = with_addresses(before, services)
                 if after != before:
                     client.update_artifact(card.id, ArtifactUpdate(data=after))
                     changed += 1

@@ -23,7 +23,7 @@ from pipelines.services.home import SERVER_AUTH, SIGN_IN, basic
 from rlhf_core.http.door import Door
 from rlhf_core.http.serving import serve_at
 
-FIRST_MESSAGE_S = 20.0  # after which a connection that says nothing is closed
+FIRST_MESSAGE_S = 20.0  # after which a silent connection is closed
 _PROBES = ("/api/health", "/api/ready")
 _SIGN_IN_PAGE = """<!doctype html><title>Prefect</title>
 <script>localStorage.setItem("prefect-password", location.hash.slice(1)); location.replace("/")</script>

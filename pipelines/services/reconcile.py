@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipelines.services.home import Home, has_prefect_database
-from pipelines.services.links import mend_links
+from pipelines.services.links import update_links
 from pipelines.services.running import ServiceError, proven, running
 from pipelines.services.servers import private_server
 from pipelines.services.user_servers import connect_user_prefect, tracking_uri, user_prefect
@@ -29,7 +29,7 @@ def reconcile_all(home: Home, stores: list[ArtifactStore]) -> Iterator[str]:
             yield from map(str, reconcile())
             services = running(home)
             if services is not None:
-                yield from mend_links(home, services)
+                yield from update_links(home, services)
 
 
 def reconcile_store(store: ArtifactStore) -> Iterator[str]:

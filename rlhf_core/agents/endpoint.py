@@ -1,8 +1,8 @@
-"""Serve the policy at an OpenAI-compatible endpoint, for agents that only speak that protocol.
+"""Serve the policy at an OpenAI-compatible endpoint, for agents that only know that protocol.
 
-It serves `/session/<id>/v1/chat/completions`, `.../completions` and `.../models` on 127.0.0.1, so that a base URL alone says
-whose episode a request belongs to; the API key is the run's. How tokens are drawn is the stage's configuration: what a client
-says of temperature and the like is ignored with a warning, what would change the answer's form (`n`, `stop`, ...) is refused.
+It serves `/session/<id>/v1/chat/completions`, `.../completions` and `.../models` on 127.0.0.1, so that a base URL alone identifies
+the episode of a request; the API key is the run's. How tokens are drawn is the stage's configuration: a client's temperature
+and the like are ignored with a warning, what would change the answer's form (`n`, `stop`, ...) is refused.
 """
 
 import asyncio

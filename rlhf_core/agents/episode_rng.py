@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-NOBODY = -1  # tickets count from 0
+NO_EPISODE = -1  # tickets count from 0
 
 
 class EpisodeRng:
     """The random states of one episode.
 
-    `mark` is called with the episode's ticket when its code resumes, and with NOBODY when it is suspended.
+    `mark` is called with the episode's ticket when its code resumes, and with NO_EPISODE when it is suspended.
     """
 
     def __init__(self, ticket: int, seed: int, mark: Callable[[int], None]) -> None:
@@ -41,7 +41,7 @@ class EpisodeRng:
 
     def leave(self) -> None:
         self._states = {name: read() for name, (read, _, _) in _generators().items()}
-        self._mark(NOBODY)
+        self._mark(NO_EPISODE)
 
 
 EPISODE_RNG: ContextVar[EpisodeRng | None] = ContextVar("EPISODE_RNG", default=None)

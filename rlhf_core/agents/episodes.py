@@ -169,7 +169,7 @@ class _EpisodePool:
     def _call(self, slot: _Slot, verb: str, arguments: tuple[object, ...]) -> None:
         left = self._config.episode_timeout_s - slot.seconds
         timeout_s = max(min(self._config.step_timeout_s, left), 0.0)
-        self._environments.tell(slot.ticket, verb, *arguments, timeout_s=timeout_s)
+        self._environments.call(slot.ticket, verb, *arguments, timeout_s=timeout_s)
 
     def _failed(self, slot: _Slot, reason: str, *, lost: bool) -> None:
         slot.failures += 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self
 
-from rlhf_core.agents.episode_rng import NOBODY
+from rlhf_core.agents.episode_rng import NO_EPISODE
 from rlhf_core.agents.worker import Call, SessionEvent
 from rlhf_core.config.agents import AgentConfig
 from rlhf_core.errors import AgentError, ConfigError, explain
@@ -90,10 +90,10 @@ class Environments:
         ticket = self._tickets
         self._tickets += 1
         self._homes[ticket] = self._children[ticket % len(self._children)]
-        self.tell(ticket, "begin", prompt, seed, timeout_s=timeout_s)
+        self.call(ticket, "begin", prompt, seed, timeout_s=timeout_s)
         return ticket
 
-    def tell(self, ticket: int, verb: str, *arguments: Any, timeout_s: float) -> None:
+    def call(self, ticket: int, verb: str, *arguments: Any, timeout_s: float) -> None:
         """Call a method of the episode's session; `events` returns its reply or the loss of its process."""
         if ticket in self._homes:
             self._homes[ticket].send(Call(ticket, verb, arguments, timeout_s))
@@ -138,7 +138,7 @@ class Environments:
         status = child.close()
         reason = child.verdict or f"its process ended with status {status}"
         lost = [ticket for ticket, home in self._homes.items() if home is child]
-        blamed = set(child.owed) if running == NOBODY else {running}  # a finished episode can hang while it closes
+        blamed = set(child.owed) if running == NO_EPISODE else {running}  # a finished episode can hang while it closes
         self._children[self._children.index(child)] = fresh = _Child(self._given, self._inbox)
         fresh.ready()
         for ticket in lost:
@@ -167,7 +167,7 @@ class _Child:
         self._started: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._loaded = False
         self._beacon = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        self._beacon.write(struct.pack("q", NOBODY))
+        self._beacon.write(struct.pack("q", NO_EPISODE))
         self._beacon.flush()
         self._host = Host(
             [sys.executable, "-P", "-m", "rlhf_core.agents.worker", str(self._beacon.fileno())],
@@ -211,7 +211,7 @@ class _Child:
         return time.monotonic() - self._last_reply if self.owed else 0.0
 
     def running(self) -> int:
-        """Return the ticket of the episode whose code ran last, NOBODY if none was running."""
+        """Return the ticket of the episode whose code ran last, NO_EPISODE if none was running."""
         return int(struct.unpack("q", os.pread(self._beacon.fileno(), 8, 0))[0])
 
     def kill(self) -> None:

@@ -40,8 +40,8 @@ class ProgramResult:
 
     `rewards` are of the turns that count, in order; of fewer the last stands at the last turn. `token_ids` is the whole
     conversation with the prompt, and `actions` its sampled (start, end) ranges; without them all turns count, and each
-    must have been asked for with what was said before it as the beginning of its prompt. `score` is what dynamic sampling
-    goes by instead of the reward, if it is given.
+    must have been requested with the turns before it as the beginning of its prompt. Dynamic sampling uses `score`, if it is
+    given, in place of the reward.
     """
 
     rewards: tuple[float, ...]

@@ -87,8 +87,8 @@ def whiten(values: Tensor, loss_mask: Tensor) -> Tensor:
     """
     count = masked_count(loss_mask)
     mean = masked_sum(values, loss_mask) / count
-    centred_BL = masked(values - mean, loss_mask)
-    return centred_BL * (centred_BL.square().sum() / count + WHITEN_EPS).rsqrt()  # (x - mean) / sqrt(var + eps)
+    centered_BL = masked(values - mean, loss_mask)
+    return centered_BL * (centered_BL.square().sum() / count + WHITEN_EPS).rsqrt()  # (x - mean) / sqrt(var + eps)
 
 
 # ---------------------------------------------------------------- KL divergence to a reference

@@ -26,7 +26,7 @@ def ask_people(
 ) -> tuple[list[Judgment], dict[str, Any]]:
     """Return people's judgments and their part of the report; raise NotJudgedYet while there are too few.
 
-    `name` tells these comparisons from those of other rounds and runs. `uri` is the address of MLflow, which only
+    `name` distinguishes these comparisons from those of other rounds and runs. `uri` is the address of MLflow, which only
     `mlflow` needs.
     """
     if isinstance(config, FileAnnotator):

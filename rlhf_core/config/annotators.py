@@ -68,7 +68,7 @@ class FileAnnotator(Patience):
 class ReviewAnnotator(Patience):
     """People who judge in MLflow's Review page, each in a queue of their own.
 
-    The run that tracks the stage says which MLflow. Without `rlhf up` the queues are made, and the page is missing.
+    The MLflow is that of the run. Without `rlhf up` the queues are made, and the page is missing.
     """
 
     type: Literal["mlflow"] = "mlflow"

@@ -59,7 +59,7 @@ def misfit(example: Example, table: Table) -> str | None:
     if table == "demonstrations" and not chosen:
         return "no good answer: demonstrations need one"
     if table == "preferences" and not (chosen and rejected) and not example.judged:
-        return "no pair of answers: preferences need a good and a bad one, or one that is labelled good or bad"
+        return "no pair of answers: preferences need a good and a bad one, or one that is labeled good or bad"
     if table in ("prompts", "eval_prompts") and not prompt:
         return "no prompt"
     if table == "steps" and not (prompt and steps):

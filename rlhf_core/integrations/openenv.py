@@ -1,7 +1,7 @@
 """Use environments of an OpenEnv server by its protocol: an episode is a session on `/ws`, the rest is HTTP.
 
 The policy's turn becomes a field of an action, and a field of the observation becomes the next user turn; which fields, the
-server's own schemas say. An action that the server rejects is reported to the policy, and the episode continues.
+server's own schemas define. An action that the server rejects is reported to the policy, and the episode continues.
 """
 
 import contextlib
@@ -137,7 +137,7 @@ class InvalidAction(Exception):
 
 
 def open_agent(config: OpenEnvAgent, **_: Any) -> Callable[[], OpenEnvEpisode]:
-    """Probe the server; return a factory of episodes. ConfigError if it does not speak the protocol or is of another version."""
+    """Probe the server; return a factory of episodes. ConfigError if its protocol is another one or of another version."""
     with httpx.Client(base_url=config.url, headers=authorization(config), timeout=PROBE_TIMEOUT_S) as client:
         health = get_object(client, "/health")
         if health.get("status") != "healthy":
@@ -173,7 +173,7 @@ def wire_of(config: OpenEnvAgent, schema: Mapping[str, Any]) -> Wire:
         actions = own_fields(schema["action"])
         observations = own_fields(schema["observation"])
     except (KeyError, TypeError, AttributeError) as error:
-        problem = f"/schema has no schemas of action and observation ({error!r}): it speaks another version of OpenEnv"
+        problem = f"/schema has no schemas of action and observation ({error!r}): it is of another version of OpenEnv"
         raise ConfigError("agent.url", config.url, problem, "see docs/rewards_and_agents.md") from error
     action = config.action_field or only_text(actions)
     if not action or (action != WHOLE and action not in actions):

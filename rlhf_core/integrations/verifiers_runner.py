@@ -104,7 +104,7 @@ class Current:
         return {"reward": trace.reward, "metrics": dict(trace.metrics)}
 
 
-def say(answers: TextIO, message: dict[str, Any]) -> None:
+def write_message(answers: TextIO, message: dict[str, Any]) -> None:
     """Write a line of JSON, which is sent at once."""
     answers.write(json.dumps(message) + "\n")
     answers.flush()
@@ -122,15 +122,15 @@ async def serve(environment: Legacy | Current, requests: TextIO, answers: TextIO
             played = await environment.play(request)
             if problems:
                 raise RuntimeError("; ".join(problems))
-            say(answers, {"id": request["id"], **played})
+            write_message(answers, {"id": request["id"], **played})
         except Exception:
-            say(answers, {"id": request["id"], "error": traceback.format_exc()[-4000:]})
+            write_message(answers, {"id": request["id"], "error": traceback.format_exc()[-4000:]})
 
     async with environment.serving():
         while line := await loop.run_in_executor(None, requests.readline):
             request = json.loads(line)
             if "ping" in request:
-                say(answers, {"id": request["id"]})
+                write_message(answers, {"id": request["id"]})
                 continue
             os.environ[KEY_VARIABLE] = request["api_key"]
             task = asyncio.create_task(answer(request))
@@ -151,9 +151,9 @@ def main() -> None:
         logging.getLogger("verifiers").addHandler(Overheard(logging.ERROR))
     except Exception as error:
         traceback.print_exc()
-        say(answers, {"refused": f"{type(error).__name__}: {error}"})
+        write_message(answers, {"refused": f"{type(error).__name__}: {error}"})
         return
-    say(answers, {"version": version})
+    write_message(answers, {"version": version})
     asyncio.run(serve(environment, requests, answers))
 
 

@@ -58,7 +58,7 @@ def weights_digest(named_tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------- quantised
+# ---------------------------------------------------------------- quantized
 
 QUANTIZER = "bitsandbytes"
 

@@ -1,6 +1,6 @@
 """Adapt reward functions of several signatures to one: from generations to an outcome.
 
-| protocol | told by | called as |
+| protocol | recognized by | called as |
 |---|---|---|
 | `generations` | its first parameter is `generations`, or it has one parameter of no known name | `f(generations)` |
 | `openrlhf` | a parameter `queries` | `f(queries, prompts, labels)`, lists of text |
@@ -19,7 +19,7 @@ Columns come from the prompt's label. If it is a JSON object, each of its fields
 `finish_reason`.
 
 It returns a list of numbers or None (does not apply), an array, a tensor, or `{"rewards", "scores", "extra_logs"}`:
-rewards are learned from, scores are what dynamic sampling goes by, and the means of scores and the rest are logged. It may
+rewards are learned from, scores are for dynamic sampling, and the means of scores and the rest are logged. It may
 be `async`.
 """
 

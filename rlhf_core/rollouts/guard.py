@@ -225,7 +225,7 @@ class Watch:
         """Monitors whose alarm a person has accepted until it clears."""
 
     @property
-    def honest(self) -> bool:
+    def quiet(self) -> bool:
         """Return whether no acting monitor has an unaccepted alarm at the last step."""
         acting = [name for name, one in self._monitors.items() if one.action != "warn" and name not in self._accepted]
         return not any(self._streaks[name] for name in acting)
@@ -439,7 +439,7 @@ class RunGuard:
     def after_step(self, step: int, metrics: Metrics, weights: Callable[[], Weights]) -> Metrics:
         """Evaluate if due, run the monitors and act on them; return the added metrics of the step.
 
-        Afterwards `target` says where to roll back to, and `steps` ends if the run does.
+        Afterwards `target` is the step to roll back to, and `steps` ends if the run does.
         """
         self.target = None
         if self._idle:
@@ -586,7 +586,7 @@ class RunGuard:
         if name not in metrics:
             rule = f"evaluations have no such metric, but {', '.join(sorted(metrics))}"
             raise ConfigError("ppo.evaluate.metric", name, rule, "choose one of these")
-        after = self._best.after(step, metrics[name] if self._watch.honest else math.nan)
+        after = self._best.after(step, metrics[name] if self._watch.quiet else math.nan)
         self.candidate = after.value if after.step == step else None
         self._best = after
 

@@ -43,7 +43,7 @@ def greet(address: str) -> None:
     except OverflowError as error:  # a port beyond 65535
         raise ValueError(str(error)) from error
     if len(answer) < HTTP2_FRAME_HEADER or answer[3] != HTTP2_SETTINGS:
-        raise ConnectionResetError(f"{address} does not speak HTTP/2")
+        raise ConnectionResetError(f"{address} does not answer in HTTP/2")
 
 
 class CallHangs(TimeoutError):

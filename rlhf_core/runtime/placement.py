@@ -21,7 +21,7 @@ from rlhf_core.runtime.worker_group import WorkerGroup
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0  # between checks whether waiting still makes sense
-SAY_EVERY_S = 30.0
+LOG_EVERY_S = 30.0
 """Seconds between log lines of a reservation that waits."""
 
 Bundle = Mapping[str, float]
@@ -152,7 +152,7 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
 def _wait(group: Any, config: RuntimeConfig, made: Layout, over: Callable[[], str]) -> None:
     """Return once the bundles of `group` are reserved."""
     ready = group.ready()
-    began = said_at = time.monotonic()
+    began = logged_at = time.monotonic()
     while not ray.wait([ready], timeout=LOOK_EVERY_S)[0]:
         now = time.monotonic()
         reason = over()
@@ -162,8 +162,8 @@ def _wait(group: Any, config: RuntimeConfig, made: Layout, over: Callable[[], st
         if now - began > config.placement_timeout_s:
             limit = f"runtime.placement_timeout_s = {config.placement_timeout_s:g}"
             raise _not_there(config, made, f"not all of this became available within {limit} s")
-        if now - said_at > SAY_EVERY_S:
-            said_at = now
+        if now - logged_at > LOG_EVERY_S:
+            logged_at = now
             left = config.placement_timeout_s - (now - began)
             logger.warning("waiting for %s, up to %.0f s more; %s", _spelled(made.bundles), left, _there())
 

@@ -218,7 +218,7 @@ class StageContext:
 
         `children={"base": ("base", PolicyRef)}` sets the field `base` of the handle to a handle of the folder
         `out/base`. `metrics` are the final numbers, kept in the key record. With a
-        note in `pin` the artifact is pinned: what nobody can make again. Raises ArtifactError if an input was found
+        note in `pin` the artifact is pinned, because it cannot be made again. Raises ArtifactError if an input was found
         damaged while the stage read it.
         """
         self.store.check_inputs(self._run.spec.refs())

@@ -136,9 +136,9 @@ def _deliver(number: int) -> None:
 def on_signals() -> Iterator[None]:
     """Let the first SIGTERM, SIGHUP or Ctrl-C end the stage after saving, and the second interrupt it; only in the main thread.
 
-    A SIGHUP is never the second: nobody repeats it, but systemd sends one after its SIGTERM, and a shell may send another.
-    The previous handler gets the signal in the end: after the stage has saved, or at once for the second signal. Where
-    nobody handles SIGHUP, that of SIGTERM gets it.
+    A SIGHUP is never the second: it is not repeated by users, but systemd sends one after its SIGTERM, and a shell may send another.
+    The previous handler gets the signal in the end: after the stage has saved, or at once for the second signal. If
+    SIGHUP has no handler, that of SIGTERM gets it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,8 @@
 """Keep the questions and decisions of gates and pauses: one folder per question, `roots/gates/<id>`.
 
 A question is about one artifact under one gate in runs of one name: an artifact that is made again with other content, or a
-gate with another condition, is asked about again, and the answer for one run lets no other one go on. `question.json` says
-what was found, an `asked-*.json` which run waits for the answer, an `answer-*.json` what a person said; the last answer
+gate with another condition, is asked about again, and the answer for one run lets no other one go on. `question.json` has
+what was found, an `asked-*.json` the run that waits, an `answer-*.json` the answer of a person; the last one
 counts. No file is written twice with another content, so a run that asks while a person answers loses nothing.
 """
 

@@ -84,7 +84,7 @@ class Lease:
         """
         holder = _read(self.folder, self.key)
         if holder is None or holder.token != self.owner.token:
-            taker = "nobody" if holder is None else str(holder)
+            taker = "no process" if holder is None else str(holder)
             raise ArtifactError(
                 f"lease {self.key[:12]}",
                 taker,

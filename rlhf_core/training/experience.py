@@ -168,7 +168,7 @@ def trained_on(
 
 
 def with_loss_choice(advantages: Advantages, experience: Experience, loss: PolicyMethod, *, seed: int) -> Advantages:
-    """Return the advantages without those that `loss` takes away by the step as a whole, and their share as a metric.
+    """Return the advantages without those that `loss` removes by the step as a whole, and their share as a metric.
 
     The share is `policy/dropped_by_loss`, 0 where no token is left; returns stay, as they are the value's.
     """

@@ -33,7 +33,7 @@ def suite_digests(config: WithSuites) -> dict[str, str]:
 def suites_as_planned(config: WithSuites, planned: Mapping[str, str]) -> Iterator[None]:
     """Raise ConfigError unless the suites that are read inside are those whose digests are in the key, `planned`.
 
-    They are hashed once more before; a file that nobody replaced or wrote to from then on is what was hashed.
+    They are hashed once more before; a file that was neither replaced nor written to from then on is what was hashed.
     """
     before = {name: _status(suite) for name, suite in config.suites.items()}
     for name, digest in suite_digests(config).items():

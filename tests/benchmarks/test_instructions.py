@@ -36,7 +36,7 @@ def test_the_table_has_the_base_policy_once_for_each_seed(tmp_path: Path) -> Non
     file = tmp_path / "instructions.jsonl"
     figures = {"base": figures_of(ANSWERS), "ppo": figures_of(ANSWERS[:1] * 3 + ANSWERS)}
     samples = side_by_side({"base": ANSWERS, "ppo": ANSWERS})
-    honest = Result(17, "honest", [], figures | {"sft": figures["base"]}, samples, 30.4)
+    honest = Result(17, "instructions", [], figures | {"sft": figures["base"]}, samples, 30.4)
     lines = [
         replace(honest, minutes=99.0),
         replace(honest, arm="hacked", figures=figures),
@@ -47,17 +47,17 @@ def test_the_table_has_the_base_policy_once_for_each_seed(tmp_path: Path) -> Non
     text = tables(read(file, []))
     assert [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| 17")] == [
         "base",
-        "honest: sft",
-        "honest",
+        "instructions: sft",
+        "instructions",
         "hacked",
     ]
     assert "| 30 |" in text and "| 99 |" not in text
-    assert "> Question 0\n\n- base: rain falls down\n- honest: rain falls down\n- hacked: rain falls down" in text
+    assert "> Question 0\n\n- base: rain falls down\n- instructions: rain falls down\n- hacked: rain falls down" in text
     assert tables([]).count("\n") == 1
 
 
 def test_the_hacked_profiles_pay_for_following_alone_and_answer_the_same_held_out_prompts() -> None:
-    honest, hacked, one_word = (load_profile(PROFILES[name]) for name in ("honest", "hacked", "one_word"))
+    honest, hacked, one_word = (load_profile(PROFILES[name]) for name in ("instructions", "hacked", "one_word"))
     assert honest.ppo is not None and hacked.ppo is not None and one_word.ppo is not None
     assert one_word.ppo.rewards == hacked.ppo.rewards
     assert {monitor.action for monitor in one_word.ppo.monitors} == {"rollback", "stop"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_core.config.engines import InitModel
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
 HERE = Path(__file__).parent
 TEXTS = ["What is 12 + 30? It is 42.", "Name a colour. Blue is a colour."] * 5
@@ -27,5 +27,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def policy(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     train_tokenizer(TEXTS, vocab_size=320, folder=folder)
-    initialise_llama(SMALL, folder, seed=7)
+    initialize_llama(SMALL, folder, seed=7)
     return folder

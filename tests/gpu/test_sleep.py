@@ -5,7 +5,7 @@ import torch
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig, SamplingConfig, TrainerConfig, VllmSamplerConfig
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
@@ -47,7 +47,7 @@ def test_the_memory_of_an_engine_is_free_while_a_model_trains(policy):
 def test_the_memory_of_a_trainer_is_free_while_an_engine_samples(engine, zero, tmp_path):
     shape = SMALL.model_copy(update={"hidden_size": 1024, "intermediate_size": 4096, "layers": 4})
     train_tokenizer(TEXTS, vocab_size=320, folder=tmp_path)
-    initialise_llama(shape, tmp_path, seed=7)
+    initialize_llama(shape, tmp_path, seed=7)
     weights = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     histories = []
     for sleep in (False, True):

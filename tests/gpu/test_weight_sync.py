@@ -7,7 +7,7 @@ import torch
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig, SamplingConfig, TrainerConfig, VllmSamplerConfig
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import SamplingRequest, TokenSample
@@ -55,7 +55,7 @@ def test_a_tensor_larger_than_vllms_own_buffer_goes_by_cuda_ipc(tmp_path):
         pytest.skip("needs a GPU of 40 GiB")
     shape = SMALL.model_copy(update={"vocab_size": 300_000, "hidden_size": 1024})  # an embedding of 1.2 GB in float32
     train_tokenizer(TEXTS, vocab_size=320, folder=tmp_path)
-    initialise_llama(shape, tmp_path, seed=7)
+    initialize_llama(shape, tmp_path, seed=7)
     check_sync(tmp_path, gpus=0.5, engines=1, transfer="ipc")
 
 

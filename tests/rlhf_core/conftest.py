@@ -18,12 +18,12 @@ TINY = InitModel(
 
 @pytest.fixture(scope="session")
 def policies(tmp_path_factory) -> tuple[Path, Path]:
-    from rlhf_core.models.initialise import initialise_llama, train_tokenizer  # imports transformers
+    from rlhf_core.models.initialize import initialize_llama, train_tokenizer  # imports transformers
 
     folders = []
     for seed in (7, 8):
         folder = tmp_path_factory.mktemp("policy")
         train_tokenizer(TEXTS, vocab_size=320, folder=folder)
-        initialise_llama(TINY, folder, seed=seed)
+        initialize_llama(TINY, folder, seed=seed)
         folders.append(folder)
     return folders[0], folders[1]

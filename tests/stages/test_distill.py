@@ -12,7 +12,7 @@ from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.chat import CHATML_LIKE
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.distillation import RoutedSample, RoutedTeachers
 from rlhf_core.types import PolicyRef, TokenSample, TopLogprobs
@@ -129,7 +129,7 @@ def other(tmp_path_factory) -> Path:
 
 def other_policy(folder: Path) -> Path:
     train_tokenizer(["It is what it is: 0 to 9, 12, 30 and so on; is it?"] * 5, vocab_size=400, folder=folder)
-    initialise_llama(SHAPE.model_copy(update={"vocab_size": 400}), folder, seed=7)
+    initialize_llama(SHAPE.model_copy(update={"vocab_size": 400}), folder, seed=7)
     return folder
 
 
@@ -301,7 +301,7 @@ def test_senseless_options_are_refused(options, message):
 def test_a_teacher_with_another_vocabulary_is_refused_with_the_way_across(tmp_path, policy):
     folder = tmp_path / "other"
     train_tokenizer(["Words that the student never saw, many of them."] * 5, vocab_size=320, folder=folder)
-    initialise_llama(SHAPE, folder, seed=7)
+    initialize_llama(SHAPE, folder, seed=7)
     shop, inputs = shop_and_inputs(tmp_path, policy, folder, CONFIG)
     message = (
         r"teacher = .*tokens have other ids than in the student's tokenizer.*divergence\.kind = \"uld_text\" or \"uld\""

@@ -13,7 +13,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.schema.base import CustomFunction
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import PolicyRef, TokenSample
-from stages.dpo import DPOConfig, mismatched, stranger_of
+from stages.dpo import DPOConfig, answer_to_another_prompt, mismatched
 from tests.support.training import killed_and_resumed, preferences, thumbs
 from tests.support.workshop import Workshop
 
@@ -61,11 +61,11 @@ def test_kto_measures_its_kl_on_answers_to_other_prompts():
 
 def test_the_stranger_is_the_next_answer_to_another_prompt():
     one, same, other = (TokenSample(ids, (0, 1, 1)) for ids in ((1, 5, 6), (1, 7, 8), (2, 5, 6)))
-    assert stranger_of(0, [one, same, other], []) is other
-    assert stranger_of(2, [one, same, other], []) is one
-    assert stranger_of(1, [one, same], [one, other]) is other
+    assert answer_to_another_prompt(0, [one, same, other], []) is other
+    assert answer_to_another_prompt(2, [one, same, other], []) is one
+    assert answer_to_another_prompt(1, [one, same], [one, other]) is other
     with pytest.raises(DataError, match="preferences = 2: all answers belong to the same prompt"):
-        stranger_of(0, [one, same], [one])
+        answer_to_another_prompt(0, [one, same], [one])
 
 
 @pytest.mark.parametrize("loss", [KTOLoss(), BCOLoss()], ids=lambda loss: loss.type)

@@ -323,11 +323,11 @@ def test_importing_the_configurations_imports_no_engine_and_no_plotting():
 
 
 def other_policy(folder: Path) -> Path:
-    from rlhf_core.models.initialise import initialise_llama
+    from rlhf_core.models.initialize import initialize_llama
     from tests.support.workshop import SHAPE
 
     make_policy(folder)
-    initialise_llama(SHAPE, folder, seed=8)
+    initialize_llama(SHAPE, folder, seed=8)
     return folder
 
 

@@ -239,7 +239,7 @@ def test_one_of_openrlhf_says_nothing_of_its_outputs_and_is_read_as_it_is(tmp_pa
 
 
 def test_one_with_another_tokenizer_than_the_policys_is_refused_before_anything_is_trained(tmp_path, policy, outside):
-    from rlhf_core.models.initialise import train_tokenizer
+    from rlhf_core.models.initialize import train_tokenizer
 
     train_tokenizer(["quite another text, with other pairs of letters"] * 5, vocab_size=300, folder=outside)
     with pytest.raises(ConfigError, match=r"turns 'What is 12 \+ 30\?' into other tokens than the policy's"):

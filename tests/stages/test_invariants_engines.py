@@ -18,7 +18,7 @@ from rlhf_core.config.engines import (
     VllmSamplerConfig,
 )
 from rlhf_core.interfaces import ModelSpec, Sampler, Trainer, Weights
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.runtime.weight_sync import StoredWeights
@@ -55,7 +55,7 @@ SFT = SftObjective(pack_to=None)
 def policy(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=folder)
-    initialise_llama(SHAPE, folder, seed=7)
+    initialize_llama(SHAPE, folder, seed=7)
     return folder
 
 

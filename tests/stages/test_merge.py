@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.initialise import initialise_llama
+from rlhf_core.models.initialize import initialize_llama
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import MANIFEST
 from rlhf_core.types import PolicyRef
@@ -75,7 +75,7 @@ def test_every_tensor_of_a_policy_is_merged(tmp_path, policy, files, method, exp
 
 def test_policies_that_do_not_belong_together_are_refused(tmp_path, policy):
     wide = make_policy(tmp_path / "wide")
-    initialise_llama(SHAPE.model_copy(update={"hidden_size": 2 * SHAPE.hidden_size}), wide, seed=7)
+    initialize_llama(SHAPE.model_copy(update={"hidden_size": 2 * SHAPE.hidden_size}), wide, seed=7)
     with pytest.raises(
         ConfigError, match=r"merge\.weights = 'wide': .* has shape \[.*\], and \[.*\] in ours; merge policies"
     ):

@@ -71,10 +71,10 @@ class Workshop:
 
 def make_policy(folder: Path) -> Path:
     """Write a Llama of one layer with its tokenizer; 0.1 s."""
-    from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+    from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
     train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=folder)
-    initialise_llama(SHAPE, folder, seed=7)
+    initialize_llama(SHAPE, folder, seed=7)
     return folder
 
 

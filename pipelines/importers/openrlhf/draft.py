@@ -142,7 +142,7 @@ class Sheet:
             self.draft.values[key] = Value(value, self._comment(names, note), bool(given))
         self._record(given, "translated", f"{key} = {_shown(value)}" + (f" ({note})" if note else ""))
 
-    def says(self, name: str, what: str) -> None:
+    def elsewhere(self, name: str, what: str) -> None:
         """Record a flag as translated whose value appears elsewhere in the profile."""
         self._record([name] if self.has(name) else [], "translated", what)
 

@@ -342,7 +342,7 @@ class Arguments:
 def read_arguments(command: Command, *, lenient: bool) -> Arguments:
     """Return the flags of a command; raise ConfigError for words that OpenRLHF would refuse, unless `lenient`."""
     name = COMMANDS[command.module]
-    known = {spelt: flag for flag in FLAGS if name in flag.commands.split() for spelt in _spellings(flag)}
+    known = {spelled: flag for flag in FLAGS if name in flag.commands.split() for spelled in _spellings(flag)}
     given: dict[str, Given] = {}
     repeated, unknown = [], []
     for found in _split(command.words, known):
@@ -363,7 +363,7 @@ def read_arguments(command: Command, *, lenient: bool) -> Arguments:
 
 
 def _spellings(flag: Flag) -> list[str]:
-    return [f"--{spelt}" for spelt in (flag.name, *flag.others)]
+    return [f"--{spelled}" for spelled in (flag.name, *flag.others)]
 
 
 def _remedy(flag: str, known: list[str]) -> str:

@@ -31,11 +31,11 @@ def datasets(one: Sheet, use: str, *, row_format: str, columns: dict[str, str], 
         fields = source(one, path, row_format=row_format, columns=columns)
         split = {"prompt_data": "prompt_split", "pretrain_data": "pretrain_split"}.get(head, "dataset_split")
         fields["split"] = one.text(split)
-        one.says(split, f'split = "{fields["split"]}"')
+        one.elsewhere(split, f'split = "{fields["split"]}"')
         if len(weights) == len(paths) > 1:
             fields["weight"] = weights[number]
         add_source(one, fields, use, f"{one.flag(head)} {path}")
-    one.says(head, f"{', '.join(paths)} for the {use}")
+    one.elsewhere(head, f"{', '.join(paths)} for the {use}")
     if len(weights) > 1:
         one.put("prepare_data.data.mixture", "weights", probabilities)
     one.ignore(probabilities, "one data set is taken whole")
@@ -69,7 +69,7 @@ def source(one: Sheet, path: str, *, row_format: str, columns: dict[str, str]) -
         fields["revision"] = ""
         one.draft.note(f"set `revision` of the source {name} to the commit of {location}, or its path to a local file")
     for ours, flag in columns.items():
-        one.says(flag, f'columns.{ours} = "{one.text(flag)}"')
+        one.elsewhere(flag, f'columns.{ours} = "{one.text(flag)}"')
     own = {ours: one.text(flag) for ours, flag in columns.items()}
     fields["columns"] = {ours: theirs for ours, theirs in own.items() if theirs not in ("", ours)}
     return fields
@@ -105,7 +105,7 @@ def chat(one: Sheet) -> None:
             "tokenizer_chat_template",
             note="in a file of its own",
         )
-        one.says("apply_chat_template", "prepare_data.chat_template")
+        one.elsewhere("apply_chat_template", "prepare_data.chat_template")
     elif one.has("apply_chat_template"):
         one.put("prepare_data.chat_template", "model", "apply_chat_template")
     else:
@@ -266,7 +266,7 @@ def distillation(one: Sheet, section: str) -> None:
     else:
         one.put(f"{section}.teachers.teacher", 1.0, note="the weight of the only teacher")
         external_model(one, f"{section}.external.teacher", "teacher_model")
-    one.refuse("pretrain_mode", "the answers' tokens are learnt", 'sft.train_on = "all", without a teacher')
+    one.refuse("pretrain_mode", "the answers' tokens are learned", 'sft.train_on = "all", without a teacher')
     start_from(one, section, (*STARTS, "dpo", "iterative_dpo"))
     _demonstrations(one, plain_text=False)
     chat(one)
@@ -318,7 +318,7 @@ def _preferences(one: Sheet) -> None:
 def _made_rows(one: Sheet, section: str, columns: tuple[str, ...]) -> None:
     """Record that the flow itself makes the rows."""
     for name in ("dataset", "dataset_probs", "dataset_split", *columns):
-        one.says(name, MADE_BY_SELECTION.format(section=section))
+        one.elsewhere(name, MADE_BY_SELECTION.format(section=section))
     for name in ("max_samples", "eval_dataset", "eval_split", "input_template", "apply_chat_template"):
         one.ignore(name, MADE_BY_SELECTION.format(section=section))
     one.ignore("tokenizer_chat_template", "the flow has the template of its prompts")

@@ -81,7 +81,7 @@ def kl(one: Sheet) -> None:
     elif one.has("use_kl_loss"):
         one.ignore(name, "a coefficient of 0 is no penalty")
     elif estimator == ("k2" if in_loss else "k1"):
-        one.says(name, f"{estimator} is the estimator of ppo.kl.in")
+        one.elsewhere(name, f"{estimator} is the estimator of ppo.kl.in")
     elif in_loss:
         one.refuse(name, f"{estimator} in the reward is no part of {_LOSS_OF_GROUPS}", 'ppo.kl.in = "loss"')
     else:
@@ -145,7 +145,7 @@ def correction(one: Sheet) -> None:
         )
     if one.has(gating) and one.text(gating) != "ratio":
         one.refuse(gating, "weights are judged by their ratio", 'ppo.correction.mode = "mask"')
-    one.says(gating, "the ratio itself is judged")
+    one.elsewhere(gating, "the ratio itself is judged")
     one.ignore("vllm_is_correction_type", "--use_icepop wins")
 
 
@@ -197,7 +197,7 @@ def extras(one: Sheet) -> None:
         one.ignore(name, "there is no value model")
     if one.has("enable_ema"):
         one.put("ppo.optimizer.ema_decay", one.number("ema_beta"), "ema_beta")
-        one.says("enable_ema", "ppo.optimizer.ema_decay")
+        one.elsewhere("enable_ema", "ppo.optimizer.ema_decay")
     one.ignore("ema_beta", "is read only with --enable_ema")
     if one.has("dynamic_filtering"):
         low, high = one.pair("dynamic_filtering_reward_range")
@@ -223,7 +223,7 @@ def base_model(one: Sheet) -> str:
     """Write the model that a command starts from; return the section that made it, "base" for an external model."""
     path = one.needed("pretrain")
     if path in one.draft.made:
-        one.says("pretrain", f"the result of [{one.draft.made[path]}]")
+        one.elsewhere("pretrain", f"the result of [{one.draft.made[path]}]")
         return one.draft.made[path]
     one.put("prepare_data.model.type", "pretrained")
     external_model(one, "prepare_data.model", "pretrain")

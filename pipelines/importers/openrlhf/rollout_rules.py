@@ -128,11 +128,11 @@ def score(one: Sheet, section: str) -> None:
             one.put(f"{section}.select.type", "pairs", "post_processor")
             one.put(f"{section}.select.rule", "max_min", "post_processor")
         case "conditional_sft":
-            one.says(
+            one.elsewhere(
                 "post_processor", "the section [conditional_sft]; the prompt states the reward as one of its levels"
             )
     for name in ("dataset", "dataset_probs", "dataset_split", "input_key", "output_key"):
-        one.says(name, f"the answers of [{section}.generate]")
+        one.elsewhere(name, f"the answers of [{section}.generate]")
     one.put("prepare_data.max_tokens", one.integer("max_len") if one.has("max_len") else 8, "max_len")
     for name in one.arguments.given:
         one.ignore(name, f"the answers of [{section}.generate] are scored as they are")
@@ -164,14 +164,14 @@ def serve(one: Sheet, section: str) -> None:
     path = one.needed("reward_pretrain")
     made = one.draft.made.get(path, path)
     words = ["rlhf serve-reward --reward-model", made, "--port", str(one.integer("port"))]
-    one.says("reward_pretrain", f"--reward-model {made}")
-    one.says("port", f"--port {one.text('port')}")
+    one.elsewhere("reward_pretrain", f"--reward-model {made}")
+    one.elsewhere("port", f"--port {one.text('port')}")
     if one.has("batch_size"):
         words += ["--max-batch", str(one.integer("batch_size"))]
-        one.says("batch_size", f"--max-batch {one.text('batch_size')}")
+        one.elsewhere("batch_size", f"--max-batch {one.text('batch_size')}")
     if one.text("host") not in ("127.0.0.1", "localhost"):
         words += ["--host", one.text("host"), "--token-env", "REWARD_TOKEN"]
-        one.says("host", f"--host {one.text('host')}, for those who have the token in --token-env")
+        one.elsewhere("host", f"--host {one.text('host')}, for those who have the token in --token-env")
     one.ignore("host", "is the default")
     one.refuse("normalize_reward", "scores are served as the model gives them", "ppo.rewards.normalize of the reader")
     one.refuse("max_len", "answers are read up to the length of the reward model", "reward_model.max_length")
@@ -190,7 +190,7 @@ def combine(one: Sheet, section: str) -> None:
     if adapter in one.draft.made:
         made = one.draft.made[out] = one.draft.made[adapter]
         for name in ("model_path", "lora_path", "output_path"):
-            one.says(name, f"[{made}] exports its policy with the adapters merged in")
+            one.elsewhere(name, f"[{made}] exports its policy with the adapters merged in")
         return
     nearest = f"`rlhf serve {base} --adapter {adapter}`, or peft's merge_and_unload() into {out}"
     for name in ("model_path", "lora_path", "output_path"):
@@ -217,8 +217,8 @@ def prefix_caching(one: Sheet) -> None:
 
 
 def _named(one: Sheet) -> None:
-    one.says("eval_task", "the stage of the flow")
-    one.says("output_path", "the artifact that the next stage reads")
+    one.elsewhere("eval_task", "the stage of the flow")
+    one.elsewhere("output_path", "the artifact that the next stage reads")
 
 
 # ---------------------------------------------------------------- rollout rules
@@ -473,8 +473,8 @@ def evaluation(one: Sheet, answer_tokens: int) -> None:
         fields = source(one, path.strip(), row_format="prompt", columns={"prompt": "input_key", "label": "label_key"})
         fields["split"] = one.text("eval_split")
         add_source(one, fields, "eval_prompts", f"{one.flag('eval_dataset')} {path}")
-    one.says("eval_dataset", "a source for the eval_prompts")
-    one.says("eval_split", "split of the source for the eval_prompts")
+    one.elsewhere("eval_dataset", "a source for the eval_prompts")
+    one.elsewhere("eval_split", "split of the source for the eval_prompts")
     key = "evaluate.generate"
     one.put(f"{key}.samples_per_prompt", one.integer("eval_n_samples_per_prompt"), "eval_n_samples_per_prompt")
     one.put(f"{key}.sampling.temperature", one.number("eval_temperature"), "eval_temperature")

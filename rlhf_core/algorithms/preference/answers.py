@@ -25,7 +25,7 @@ class KTOLoss(AnswerMethod):
     desirable_weight: float = Field(1.0, gt=0)
     undesirable_weight: float = Field(1.0, gt=0)
 
-    asks_strangers: ClassVar[bool] = True
+    needs_mismatches: ClassVar[bool] = True
 
     def answer_loss(
         self,

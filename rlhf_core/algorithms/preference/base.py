@@ -97,7 +97,7 @@ class AnswerMethod(ReferencedMethod):
     """A loss on single answers, each labeled desirable or not, that compares them with a number of the whole step."""
 
     looks_ahead: ClassVar[bool] = True
-    asks_strangers: ClassVar[bool] = False
+    needs_mismatches: ClassVar[bool] = False
     """Whether that number is measured on answers to other prompts."""
 
     @property

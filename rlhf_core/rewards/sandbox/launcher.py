@@ -228,7 +228,7 @@ def enter_namespaces(mode: str) -> None:
     if mode == "root":
         check(libc.unshare(flags), "unshare")
         return
-    become_nobody()
+    drop_rights()
     uid, gid = os.geteuid(), os.getegid()
     check(libc.unshare(flags | CLONE_NEWUSER), "unshare")
     Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
@@ -251,7 +251,7 @@ def become_the_program(spec: Spec, given: int, out: int, err: int, trouble: int)
         os.chdir(work)
         Path("main.py").write_text(spec["program"], encoding="utf-8")
         Path("main.py").chmod(0o444)
-        become_nobody()
+        drop_rights()
         check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
         check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")  # for a launcher that is killed itself
         set_limits(spec)
@@ -264,7 +264,7 @@ def become_the_program(spec: Spec, given: int, out: int, err: int, trouble: int)
         os._exit(127)
 
 
-def become_nobody() -> None:
+def drop_rights() -> None:
     """Give up root for good; nothing to do for anybody else."""
     if os.geteuid() != 0:
         return

@@ -89,7 +89,7 @@ def test_the_queue_of_an_annotator_is_the_newest_that_is_not_finished():
 def test_without_judgments_to_make_nothing_is_made(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     assert main(["judge"]) == 2
-    assert "no run has asked for judgments; start one whose annotator" in capsys.readouterr().err
+    assert "no run waits for judgments; start one whose annotator" in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
     assert judge_verb.PAGE.is_file()
 

@@ -160,7 +160,8 @@ def small(runs: Runs, monkeypatch) -> Runs:
 
 
 def swept(folder: Path, *more: str, grid: str = "ppo.kl_coef=0.1,0.2,0.3") -> list[str]:
-    return ["sweep", str(write_mini(folder)), "--grid", grid, "--metric", "second:total", *more]
+    metric = () if "--metric" in more else ("--metric", "second:total")
+    return ["sweep", str(write_mini(folder)), "--grid", grid, *metric, *more]
 
 
 def dies_after(count: int, run: Any) -> Any:

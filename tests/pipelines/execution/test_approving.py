@@ -73,7 +73,7 @@ def test_of_several_questions_the_right_one_must_be_named(trial, home):
     with pytest.raises(
         ConfigError,
         match=rf"gate = 'quality': has 2 questions: {second.id[:12]} \(open, total 1.5 < 2, first "
-        rf"{second.question.digest[:12]}, asked by mini 20\S+\); {first.id[:12]} \(open.*; add --question",
+        rf"{second.question.digest[:12]}, waited for by mini 20\S+\); {first.id[:12]} \(open.*; add --question",
     ):
         answer_gate(Meant("mini", "quality"), "approve", reason="yes")
     for meant in (

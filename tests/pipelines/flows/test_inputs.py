@@ -63,7 +63,7 @@ def test_what_nothing_means_is_refused_with_what_there_is(tmp_path):
     with pytest.raises(ArtifactError, match="the store has none: run `rlhf run tiny/full` first"):
         find_artifact(store, PolicyRef, "sft")
     make(store, "sft", ToyConfig())
-    with pytest.raises(ArtifactError, match=r"input = 'ppo': no PolicyRef .*; choose from sft"):
+    with pytest.raises(ArtifactError, match=r"input = 'ppo': is neither .*; choose from sft"):
         find_artifact(store, PolicyRef, "ppo")
     make(store, "prepare_data", ToyConfig(kl_coef=0.1, trouble="children"))
     with pytest.raises(ArtifactError, match=r"; did you mean prepare_data.base\?"):

@@ -292,7 +292,7 @@ def test_a_profile_changes_and_takes_away_entries_of_a_list_by_their_names(tmp_p
         ("gates.qualty=none", "gates.qualty = 'none': no entry of the list has this name; did you mean quality?"),
         ("gates.7.name=x", "gates.7.name = 'x': no entry of the list has this name; choose from ppo, quality"),
         ("gates.quality.aftr=ppo", "gates.0.aftr = 'ppo': unknown key; did you mean gates.0.after?"),
-        ("gates.quality.aftr=none", "gates.0.aftr = 'none': there is nothing of this name to take away; did you mean gates.0.after?"),
+        ("gates.quality.aftr=none", "gates.0.aftr = 'none': there is nothing of this name to remove; did you mean gates.0.after?"),
         ("publish.gate.gold.value=1", "publish.gate.gold.value = 1: the list has no entries yet; give one with all its keys as [[publish.gate]]"),
     ],
 )  # fmt: skip
@@ -405,7 +405,7 @@ def test_an_override_of_several_lines_is_text_and_changes_nothing_else():
     ],
 )
 def test_a_misspelt_key_is_not_taken_away_in_silence(key, meant, tmp_path):
-    error = f"{key} = 'none': there is nothing of this name to take away; did you mean {meant}[?]"
+    error = f"{key} = 'none': there is nothing of this name to remove; did you mean {meant}[?]"
     with pytest.raises(ConfigError, match=error):
         load_profile("tiny/full", [f"{key}=none"])
     path = tmp_path / "mine.toml"

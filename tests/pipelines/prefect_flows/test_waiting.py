@@ -73,7 +73,7 @@ def test_a_run_that_a_person_cancelled_or_resumed_is_left_alone(home, client, de
 
 def test_reconcile_leaves_a_waiting_run_alone(home, client, deployed):
     run = deployed(halted(WAITS))
-    assert str(run.id) not in [mended.id for mended in reconcile()]
+    assert str(run.id) not in [corrected.id for corrected in reconcile()]
     assert state_of(client, run) == "Waiting"
 
 

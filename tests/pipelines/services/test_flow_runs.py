@@ -93,10 +93,10 @@ def test_a_run_whose_process_is_gone_is_crashed_with_its_tasks_and_others_are_le
     elsewhere = started(client, DEAD | {"owner.host": "elsewhere"})
     waiting = started(client, DEAD, Paused())
     task_run = a_task_of(client, dead)
-    (mended,) = reconcile()
-    assert (mended.id, mended.state) == (str(dead), "Crashed")
-    assert "process 1 on" in str(mended) and "ended without reporting a result; run it again and it resumes" in str(
-        mended
+    (corrected,) = reconcile()
+    assert (corrected.id, corrected.state) == (str(dead), "Crashed")
+    assert "process 1 on" in str(corrected) and "ended without reporting a result; run it again and it resumes" in str(
+        corrected
     )
     assert client.read_flow_run(dead).state.name == client.read_task_run(task_run).state.name == "Crashed"
     states = [client.read_flow_run(left).state.name for left in (alive, unknown, elsewhere, waiting)]
@@ -158,8 +158,10 @@ def test_a_served_run_that_nobody_started_in_minutes_is_crashed(client, monkeypa
     run = deployed(client, "pending", home=Home.here(), state=Pending())
     assert flow_runs.reconcile() == [], "its process may be on its way"
     monkeypatch.setattr(flow_runs, "STARTED_AFTER", timedelta(0))
-    (mended,) = flow_runs.reconcile()
-    assert mended.id == str(run) and mended.reason.startswith("the process that was supposed to start it has ended")
+    (corrected,) = flow_runs.reconcile()
+    assert corrected.id == str(run) and corrected.reason.startswith(
+        "the process that was supposed to start it has ended"
+    )
 
 
 @pytest.mark.usefixtures("shared")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipelines.services.links import mend_links, mended
+from pipelines.services.links import update_links, with_addresses
 from pipelines.services.run_notes import folder
 from pipelines.services.running import Services
 from rlhf_core.tracking.mlflow import MlflowTracker
@@ -27,9 +27,9 @@ SERVICES = Services(tags(), 4205, 5005, ready=True)
     ],
 )
 def test_a_link_to_a_server_of_ours_gets_its_present_address(before, after):
-    assert mended(before, SERVICES) == mended(after, SERVICES) == after
+    assert with_addresses(before, SERVICES) == with_addresses(after, SERVICES) == after
     theirs = replace(SERVICES, prefect_api="https://p/api", mlflow_uri="https://m")
-    assert mended(before, theirs) == before
+    assert with_addresses(before, theirs) == before
 
 
 def test_tags_and_descriptions_of_runs_and_their_reports_are_mended_once(home):
@@ -44,11 +44,11 @@ def test_tags_and_descriptions_of_runs_and_their_reports_are_mended_once(home):
 
     services = replace(SERVICES, prefect_api="")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipelines.services.links._mend_cards", lambda services: 0)
-        assert list(mend_links(home, services)) == [
+        patch.setattr("pipelines.services.links._update_cards", lambda services: 0)
+        assert list(update_links(home, services)) == [
             "links of 2 pages -> Prefect http://127.0.0.1:4205, MLflow http://127.0.0.1:5005"
         ]
-        assert list(mend_links(home, services)) == []
+        assert list(update_links(home, services)) == []
     found = open_client(home.mlflow_uri).get_run(run_id).data.tags
     now = "http://127.0.0.1:4205/runs/flow-run/1"
     assert found["prefect.url"] == now and f"({now})" in found["mlflow.note.content"] and now in page.read_text()

@@ -138,11 +138,11 @@ def published(home: Home, policy: Path) -> PolicyRef:
 @pytest.fixture
 def policy_for_vllm(tmp_path) -> Path:
     """Write a policy with heads of 32 dimensions, the fewest that vLLM computes on the CPU."""
-    from rlhf_core.models.initialise import initialise_llama, train_tokenizer  # imports transformers
+    from rlhf_core.models.initialize import initialize_llama, train_tokenizer  # imports transformers
 
     train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=tmp_path / "wide")
     shape = SHAPE.model_copy(update={"hidden_size": 64, "max_positions": 128})
-    initialise_llama(shape, tmp_path / "wide", seed=7)
+    initialize_llama(shape, tmp_path / "wide", seed=7)
     return tmp_path / "wide"
 
 

@@ -19,7 +19,7 @@ def chat_folder() -> str:
     """Return the folder of a byte-level tokenizer with the project's own template."""
     import tempfile
 
-    from rlhf_core.models.initialise import train_tokenizer
+    from rlhf_core.models.initialize import train_tokenizer
 
     folder = Path(tempfile.mkdtemp(prefix="chat"))
     train_tokenizer(TEXTS, vocab_size=320, folder=folder)

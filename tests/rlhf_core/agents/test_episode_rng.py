@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from rlhf_core.agents.episode_rng import EPISODE_RNG, NOBODY, EpisodeRng, with_episode_rng
+from rlhf_core.agents.episode_rng import EPISODE_RNG, NO_EPISODE, EpisodeRng, with_episode_rng
 
 
 async def draws(count: int) -> list[float]:
@@ -33,7 +33,7 @@ def test_what_an_episode_draws_does_not_depend_on_its_company():
 def test_whose_code_runs_is_marked_at_every_resumption():
     marks: list[int] = []
     asyncio.run(together([1, 2], marks))
-    assert marks[:6] == [0, NOBODY, 1, NOBODY, 0, NOBODY] and marks[-1] == NOBODY
+    assert marks[:6] == [0, NO_EPISODE, 1, NO_EPISODE, 0, NO_EPISODE] and marks[-1] == NO_EPISODE
     assert marks.count(0) == marks.count(1) == 5
 
 
@@ -58,7 +58,7 @@ def test_errors_and_cancellations_pass_through():
         await asyncio.sleep(0.01)
         task.cancel()
         assert await task == "cancelled inside"
-        assert marks[-1] == NOBODY
+        assert marks[-1] == NO_EPISODE
 
     asyncio.run(scenario())
 

@@ -166,9 +166,9 @@ def test_a_call_to_an_episode_whose_process_is_lost_is_dropped():
     with Environments(config, tokenizer="") as environments:
         ticket = begun(environments, "crash")
         awaited(environments, "observed")
-        environments.tell(ticket, "step", "It is 3.", {}, timeout_s=60.0)
+        environments.call(ticket, "step", "It is 3.", {}, timeout_s=60.0)
         assert [event.ticket for event in awaited(environments, "lost")] == [ticket]
-        environments.tell(ticket, "step", "It is 4.", {}, timeout_s=60.0)
+        environments.call(ticket, "step", "It is 4.", {}, timeout_s=60.0)
         environments.end(ticket)
         assert begun(environments, "none") > ticket and awaited(environments, "observed")
 
@@ -195,7 +195,7 @@ def test_an_environment_whose_code_changes_while_it_is_played_is_not_loaded_agai
         ticket = begun(environments, "x")
         awaited(environments, "observed")
         file.write_text(CRASHES.replace("3", "4"))
-        environments.tell(ticket, "step", "a", {"turn": 0}, timeout_s=60.0)
+        environments.call(ticket, "step", "a", {"turn": 0}, timeout_s=60.0)
         with pytest.raises(
             ConfigError, match=r"agent = .*world\.py:World': its code, or what it depends on, has changed"
         ):
@@ -222,7 +222,7 @@ environments = Environments(EnvironmentAgent(environment=sys.argv[1]), tokenizer
 environments.begin({"label": "hang"}, 7, timeout_s=60.0)
 while not environments.events(timeout_s=1.0):
     pass
-environments.tell(0, "step", "a", {}, timeout_s=60.0)
+environments.call(0, "step", "a", {}, timeout_s=60.0)
 print(environments._children[0]._host.process.pid, flush=True)
 os._exit(1)
 """

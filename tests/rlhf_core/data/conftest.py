@@ -11,7 +11,7 @@ TEXTS = ["Hello Maria, how are you?", "I am sorry. Thank you for writing.", "Wha
 
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory) -> Path:
-    from rlhf_core.models.initialise import train_tokenizer  # imports transformers
+    from rlhf_core.models.initialize import train_tokenizer  # imports transformers
 
     folder = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(TEXTS, vocab_size=320, folder=folder)

@@ -19,7 +19,7 @@ TURNS = (ASK, ANSWER, THANKS, BYE)
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> ChatTemplate:
     """A tokenizer of up to 1,000 tokens, trained on other texts, with ChatML's line breaks."""
-    from rlhf_core.models.initialise import train_tokenizer  # imports transformers
+    from rlhf_core.models.initialize import train_tokenizer  # imports transformers
 
     folder = tmp_path_factory.mktemp("large")
     texts = [

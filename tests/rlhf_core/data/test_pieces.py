@@ -82,7 +82,7 @@ def test_a_query_to_a_reward_service_has_the_tokens_of_training(chat):
 def byte_level(tmp_path_factory) -> Any:
     from transformers import AutoTokenizer
 
-    from rlhf_core.models.initialise import train_tokenizer
+    from rlhf_core.models.initialize import train_tokenizer
 
     folder = tmp_path_factory.mktemp("byte_level")
     texts = ["USER: What is 12 + 30? ASSISTANT: Hello, Thank you. Hello Maria."] * 5

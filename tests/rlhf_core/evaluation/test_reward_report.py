@@ -28,7 +28,7 @@ from rlhf_core.evaluation.reward_report import (
     suite_metrics,
     suite_report,
 )
-from rlhf_core.models.initialise import train_tokenizer
+from rlhf_core.models.initialize import train_tokenizer
 from rlhf_core.types import Message
 
 # ---------------------------------------------------------------- reward report

@@ -89,7 +89,7 @@ def test_arguments_of_the_reset_and_the_labels_keys_are_sent():
     ("changed", "settings", "message"),
     [
         ({"/health": {"status": "unhealthy"}}, {}, "unhealthy"),
-        ({"/schema": {"actions": {}}}, {}, "speaks another version of OpenEnv"),
+        ({"/schema": {"actions": {}}}, {}, "it is of another version of OpenEnv"),
         ({"/metadata": {"version": "2.0"}}, {"version": "1.0"}, "is 2.0"),
         ({}, {"action_field": "txt"}, "did you mean text"),
         (

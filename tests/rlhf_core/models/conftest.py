@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_core.config.engines import InitModel, LoraConfig
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.loading import load_model
 from tests.support.tolerances import of_model
 
@@ -72,7 +72,7 @@ def assert_near(got: Sequence[Tensor], want: Sequence[Tensor], shape: InitModel)
 
 def make_tiny_llama(folder: Path, seed: int = 7) -> Path:
     train_tokenizer(TEXTS, vocab_size=320, folder=folder)
-    initialise_llama(TINY, folder, seed=seed)
+    initialize_llama(TINY, folder, seed=seed)
     return folder
 
 

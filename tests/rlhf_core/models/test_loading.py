@@ -26,7 +26,7 @@ from rlhf_core.models.forward import (
     token_logprobs,
     token_values,
 )
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.loading import (
     check_kernels,
     export_model,
@@ -495,7 +495,7 @@ def policy(folder: Path, *, text: str, width: int = 32, vocabulary: int = 320) -
     shape = InitModel(
         vocab_size=vocabulary, hidden_size=width, layers=1, heads=2, kv_heads=2, intermediate_size=64, max_positions=64
     )
-    initialise_llama(shape, folder, seed=7)
+    initialize_llama(shape, folder, seed=7)
     return folder
 
 

@@ -37,11 +37,11 @@ def test_a_monitor_ignores_the_first_steps_that_it_is_told_to():
     assert fed(Watch([band(after=3)], looks=0), [3] * 5) == [[], [], [], [], ["warn"]]
 
 
-def test_a_run_is_not_honest_while_a_monitor_that_acts_complains():
+def test_a_run_is_not_quiet_while_a_monitor_that_acts_complains():
     watch = Watch([band(action="stop", for_steps=3), band(name="other", low=8.0)], looks=0)
-    for value, honest in ((9.0, True), (7.0, True), (3.0, False), (7.0, True)):  # at 7 only the one that warns
+    for value, quiet in ((9.0, True), (7.0, True), (3.0, False), (7.0, True)):  # at 7 only the one that warns
         fed(watch, [value])
-        assert watch.honest is honest
+        assert watch.quiet is quiet
 
 
 def test_the_most_severe_alarm_comes_first():
@@ -52,14 +52,14 @@ def test_the_most_severe_alarm_comes_first():
 def test_a_complaint_that_was_accepted_is_none_until_it_ends():
     watch = Watch([band(for_steps=1, action="pause")], looks=0)
     fed(watch, [1.0])
-    assert not watch.honest
+    assert not watch.quiet
     watch.accept("length")
     again = Watch([band(for_steps=1, action="pause")], looks=0)
     again.restore(watch.state())
     for one in (watch, again):
-        assert one.honest and fed(one, [1.0], first=2) == [[]] and one.honest
+        assert one.quiet and fed(one, [1.0], first=2) == [[]] and one.quiet
         fed(one, [9.0, 1.0], first=3)
-        assert not one.honest  # a new complaint
+        assert not one.quiet  # a new complaint
 
 
 def test_after_its_rollbacks_a_monitor_stops_the_run():
@@ -76,7 +76,7 @@ def test_a_rollback_takes_values_out_of_windows_and_ends_streaks():
     watch = Watch([band(action="rollback", window=2, for_steps=1)], looks=0)
     (alarm,) = [*watch.observe(1, {"rollout/length": 9.0}), *watch.observe(2, {"rollout/length": 1.0})]
     watch.rolled_back(alarm, to=1)
-    assert watch.honest
+    assert watch.quiet
     assert watch.observe(3, {"rollout/length": 4.0}) == []  # with step 1: 6.5; with step 2 it were 2.5
 
 

@@ -136,7 +136,7 @@ def test_a_worker_that_computes_on_the_cpu_in_place_of_its_gpu_is_refused(cluste
 
 
 def test_a_node_that_comes_later_is_waited_for_and_what_is_missing_is_logged(cluster, caplog, monkeypatch):
-    monkeypatch.setattr(placement, "SAY_EVERY_S", 1.0)
+    monkeypatch.setattr(placement, "LOG_EVERY_S", 1.0)
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(reserve, config_of(5, 1, 1, 0, placement_timeout_s=120))
         time.sleep(4)

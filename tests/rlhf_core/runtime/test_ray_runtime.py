@@ -24,7 +24,7 @@ from rlhf_core.config.engines import (
 )
 from rlhf_core.errors import ConfigError, SamplingError, TrainingError
 from rlhf_core.interfaces import ModelSpec, Trainer
-from rlhf_core.models.initialise import initialise_llama
+from rlhf_core.models.initialize import initialize_llama
 from rlhf_core.runtime.connection import connect, ray_folder
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.runtime.placement import reserve
@@ -181,7 +181,7 @@ def _policy_of_another_shape(policy: Path, folder: Path) -> Path:
     shape = InitModel(
         vocab_size=320, hidden_size=128, layers=1, heads=2, kv_heads=2, intermediate_size=384, max_positions=96
     )
-    initialise_llama(shape, wider, seed=3)
+    initialize_llama(shape, wider, seed=3)
     return wider
 
 

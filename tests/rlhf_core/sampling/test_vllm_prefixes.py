@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.engines import InitModel
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -23,7 +23,7 @@ LONG = InitModel(
 def test_a_prefix_is_computed_once_for_each_version_of_the_weights(tmp_path):
     policy = tmp_path / "policy"
     train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=320, folder=policy)
-    initialise_llama(LONG, policy, seed=7)
+    initialize_llama(LONG, policy, seed=7)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     result = tmp_path / "seen.json"
     subprocess.run([sys.executable, PROGRAM, policy, result], env=environment, check=True, timeout=400)

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core.config.engines import InitModel, OptimizerConfig
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample
 
 TEXTS = [
@@ -24,7 +24,7 @@ LENGTHS = (5, 17, 9, 12, 8, 21, 17, 6, 14, 11)
 def policy_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     train_tokenizer(TEXTS, vocab_size=320, folder=folder)
-    initialise_llama(TINY, folder, seed=7)
+    initialize_llama(TINY, folder, seed=7)
     return folder
 
 

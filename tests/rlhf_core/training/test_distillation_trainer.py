@@ -11,7 +11,7 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.data.alignment import AlignedSample, aligned_examples
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.training import distillation_trainer
 from rlhf_core.training.distillation_trainer import DistillationTrainer
 from rlhf_core.training.objectives.base import SftObjective
@@ -122,7 +122,7 @@ def test_two_teachers_are_the_weighted_sum_of_each_alone(trainers, token_samples
 
 def test_teachers_with_other_tokenizers_say_what_they_say_of_each_sample_alone(trainers, policy_spec, tmp_path):
     train_tokenizer(["Hello reader, what is it? It is a colour."] * 5, vocab_size=400, folder=tmp_path)
-    initialise_llama(TINY.model_copy(update={"vocab_size": 400}), tmp_path, seed=5)
+    initialize_llama(TINY.model_copy(update={"vocab_size": 400}), tmp_path, seed=5)
     other = LocalTrainer(ModelSpec(str(tmp_path), "lm", None, 3), None, TORCH)
     student, chat = ChatTemplate.load(Path(policy_spec.path)), ChatTemplate.load(tmp_path)
     talks = [

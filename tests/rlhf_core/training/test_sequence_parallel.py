@@ -15,7 +15,7 @@ from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import InitModel, RuntimeConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.initialise import initialise_llama
+from rlhf_core.models.initialize import initialize_llama
 from rlhf_core.models.loading import load_model
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective, ValueObjective
 from rlhf_core.training.objectives.preference import PairObjective
@@ -48,7 +48,7 @@ def one_key_head(policy_folder: Path, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("one_key_head")
     shutil.copytree(policy_folder, folder, dirs_exist_ok=True)
     shape = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 1, "intermediate_size": 64, "max_positions": 64}
-    initialise_llama(InitModel(vocab_size=320, **shape), folder, seed=8)
+    initialize_llama(InitModel(vocab_size=320, **shape), folder, seed=8)
     return str(folder)
 
 

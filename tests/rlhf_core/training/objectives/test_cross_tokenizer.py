@@ -16,7 +16,7 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models import forward
 from rlhf_core.models.batches import collate
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.loading import load_model
 from rlhf_core.training.objectives.base import PlacedModel
 from rlhf_core.training.objectives.cross_tokenizer import CrossTokenizerObjective, teacher_outcomes
@@ -41,7 +41,7 @@ OBJECTIVE = CrossTokenizerObjective("uld_text", temperature=0.7, kl_weight=0.6, 
 def large_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     train_tokenizer(["Say hello: it is what it is, reader. hello to " * 2] * 5, vocab_size=1000, folder=folder)
-    initialise_llama(LARGE, folder, seed=9)
+    initialize_llama(LARGE, folder, seed=9)
     return folder
 
 

@@ -56,7 +56,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> N
     wrapped.save_pretrained(folder)
 
 
-def initialise_llama(config: InitModel, folder: Path, *, seed: int) -> None:
+def initialize_llama(config: InitModel, folder: Path, *, seed: int) -> None:
     """Write a Llama with the shape of `config` and weights drawn from `seed` to `folder`, beside its tokenizer.
 
     Embeddings are tied. The same seed gives the same bytes. A head is hidden_size / heads wide. vLLM on a CPU needs 32,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.initialise import initialise_llama, train_tokenizer
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.loading import load_tokenizer
 from tests.rlhf_core.models.conftest import TEXTS, TINY, make_tiny_llama
 
@@ -67,7 +67,7 @@ def test_initialising_leaves_the_global_random_state_alone(tmp_path):
 
     train_tokenizer(TEXTS, vocab_size=320, folder=tmp_path)
     before = torch.random.get_rng_state()
-    initialise_llama(TINY, tmp_path, seed=1)
+    initialize_llama(TINY, tmp_path, seed=1)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -88,7 +88,7 @@ def test_a_tokenizer_larger_than_the_model_or_smaller_than_the_bytes_is_refused(
     words = [f"{a}{b}{c} word" for a in "abcdefgh" for b in "ijklmnop" for c in "qrst"]
     train_tokenizer(words, vocab_size=400, folder=tmp_path)
     with pytest.raises(ConfigError, match=r"model.vocab_size = 320: the tokenizer has \d+ tokens"):
-        initialise_llama(TINY, tmp_path, seed=1)
+        initialize_llama(TINY, tmp_path, seed=1)
     with pytest.raises(ConfigError, match=r"must be >= 261"):
         train_tokenizer(words, vocab_size=200, folder=tmp_path)
 
@@ -99,4 +99,4 @@ def test_a_tokenizer_larger_than_the_model_or_smaller_than_the_bytes_is_refused(
 )
 def test_a_shape_that_does_not_divide_is_refused(tiny_llama, change, message):
     with pytest.raises(ConfigError, match=message):
-        initialise_llama(TINY.model_copy(update=change), tiny_llama, seed=1)
+        initialize_llama(TINY.model_copy(update=change), tiny_llama, seed=1)
