@@ -185,10 +185,8 @@ def open_parts(
     folder = context.path(policy)
     chat = ChatTemplate.load(folder)
     ends = stop_token_ids(folder, tokenizer_eos=chat.eos_id)
-    folder_of_prompts = context.path(prompts)
-    rows, held_out = split_prompts(config, read_prompts(folder_of_prompts), key=context.label)
-    if config.order == "easy_first":
-        rows = easy_first(rows, folder_of_prompts / DIFFICULTY, key=f"{context.label}.order")
+    given = ordered_prompts(config, context.path(prompts), key=context.label)
+    rows, held_out = split_prompts(config, given, key=context.label)
     context.tracker.dataset("prompts", prompts.digest, "training")
     context.tracker.input_model(policy.digest)
     demonstrated = token_samples(config.ptx, chat, demonstrations, context)
@@ -245,11 +243,14 @@ def split_prompts(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> 
     return rows, held_out
 
 
-def easy_first(prompts: Sequence[Prompt], difficulty: Path, *, key: str) -> list[Prompt]:
-    """Return the prompts, those with the highest mean reward first; ConfigError if they were not selected by it."""
+def ordered_prompts(config: PPOConfig, folder: Path, *, key: str) -> list[Prompt]:
+    """Return the prompts as they are or, by `order`, those with the highest mean reward first; ConfigError without means."""
+    prompts, difficulty = read_prompts(folder), folder / DIFFICULTY
+    if config.order != "easy_first":
+        return prompts
     if not difficulty.is_file():
         rule = "the prompts come without their difficulty"
-        raise ConfigError(key, "easy_first", rule, 'take those of a select stage with type = "prompts"')
+        raise ConfigError(f"{key}.order", config.order, rule, 'take those of a select stage with type = "prompts"')
     means = {row["id"]: row["mean"] for row in json.loads(difficulty.read_text(encoding="utf-8"))["prompts"]}
     return sorted(prompts, key=lambda prompt: -means[prompt.id])
 

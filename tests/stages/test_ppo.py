@@ -22,7 +22,7 @@ from rlhf_core.rollouts.answers import WholeAnswers
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.types import Generation, Message, PolicyRef, Prompt, PromptsRef
-from stages.ppo import Models, PPOConfig, easy_first, sources_used, split_prompts, update
+from stages.ppo import Models, PPOConfig, ordered_prompts, sources_used, split_prompts, update
 from tests.support.training import (
     demonstrations,
     killed_and_resumed,
@@ -479,15 +479,17 @@ def test_sources_that_do_not_fit_the_prompts_are_refused_before_a_model_is_loade
 
 
 def test_the_prompts_that_were_answered_best_come_first(tmp_path) -> None:
-    prompts = [Prompt(name, (), "", "sums") for name in "abcd"]
-    file = tmp_path / "difficulty.json"
+    write_prompts(tmp_path, [Prompt(name, (Message("user", name),), "", "sums") for name in "abcd"])
+    first = config(order="easy_first")
     with pytest.raises(
         ConfigError, match=r"ppo\.order = 'easy_first': the prompts come without their difficulty; take"
     ):
-        easy_first(prompts, file, key="ppo.order")
+        ordered_prompts(first, tmp_path, key="ppo")
     means = {"a": 0.25, "b": 0.5, "c": 0.25, "d": 1.0, "dropped": None}
-    file.write_text(json.dumps({"prompts": [{"id": name, "mean": mean} for name, mean in means.items()]}))
-    assert [one.id for one in easy_first(prompts, file, key="ppo.order")] == ["d", "b", "a", "c"]
+    rows = [{"id": name, "mean": mean} for name, mean in means.items()]
+    (tmp_path / "difficulty.json").write_text(json.dumps({"prompts": rows}))
+    assert [one.id for one in ordered_prompts(first, tmp_path, key="ppo")] == ["d", "b", "a", "c"]
+    assert [one.id for one in ordered_prompts(config(order="given"), tmp_path, key="ppo")] == ["a", "b", "c", "d"]
 
 
 def test_a_source_of_which_all_prompts_are_held_out_is_refused() -> None:

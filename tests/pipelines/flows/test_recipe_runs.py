@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipelines.execution.executor import RunOptions
-from pipelines.execution.opening import open_run, store_of
+from pipelines.execution.executor import RunOptions, Tracker
+from pipelines.execution.opening import open_run, open_tracker, store_of
 from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
 from pipelines.flows.profile import parse, with_overrides
@@ -154,10 +154,34 @@ op = ">"
 value = -100
 least_prompts = 4
 """
+DIFFICULTY = """
+[recipe.tried]
+stage = "generate"
+policy = "sft"
+[recipe.marked]
+stage = "score"
+generations = "tried"
+rewards.terms.finished = {type = "function", function = "rlhf_core.rewards.verifiable:finished"}
+[recipe.band]
+stage = "select"
+type = "prompts"
+rollouts = "marked"
+term = "finished"
+low = 0
+high = 0.9
+[recipe.rl]
+stage = "ppo"
+policy = "sft"
+prompts = "band"
+order = "easy_first"
+rewards.terms.finished = {type = "function", function = "rlhf_core.rewards.verifiable:finished"}
+"""
 
 
 def sized(table: dict[str, Any]) -> dict[str, Any]:
     """Return the table of a step with small sizes."""
+    if table.get("type") == "prompts":
+        return table
     if table["stage"] == "rejection_sampling":
         parts = {part: OPTIONS[part] | table.get(part, {}) for part in ("generate", "select", "sft")}
         return {"score": {}, **table, **parts}
@@ -170,11 +194,13 @@ def profile(*texts: str) -> dict[str, Any]:
 
 
 def run(
-    home: Home, tree: dict[str, Any], *overrides: str
+    home: Home, tree: dict[str, Any], *overrides: str, tracker: Tracker | None = None
 ) -> tuple[dict[str, ArtifactRef], dict[str, str], ArtifactStore]:
     """Run a profile; return the artifacts and the decisions by label, and the store."""
     notes, config = Notes(), parse(with_overrides(tree, overrides), origin="recipe")
-    with open_run(config, lifecycle, RunOptions(), home=home, tracker=MemoryTracker(), listener=notes) as opened:
+    with open_run(
+        config, lifecycle, RunOptions(), home=home, tracker=tracker or MemoryTracker(), listener=notes
+    ) as opened:
         results = run_stages(opened, lifecycle, opened.directly, tags={})
     decisions = {str(label): str(action) for label, action in notes.of("started")}
     return results, decisions, store_of(config, home)
@@ -188,6 +214,7 @@ SHAPES = {
         36,
     ),
     "RL in three domains": (profile(RM, DOMAINS), ["base", "sft", "sums", "form", "desk"], 12),
+    "prompts by difficulty": (profile(DIFFICULTY), ["base", "sft", "rl"], 10),
     "specialists, student and merge": (profile(RM, BRANCHES), ["base", "sft", "sums", "desk", "student", "merged"], 15),
 }
 
@@ -204,3 +231,19 @@ def test_a_published_shape_runs_to_its_end_and_is_found_again(home, shape):
     assert all(set(row["sources"]) == {"support", "arithmetic"} for row in report["policies"].values())
     again, decisions, _ = run(home, tree)
     assert set(decisions.values()) == {"HIT"} and again == results
+
+
+@pytest.mark.slow
+def test_a_new_run_goes_on_from_the_champion_and_from_a_digest(home):
+    first = profile('[publish]\nname = "desk"\nleast_prompts = 4\n')
+    made, _, _ = run(home, first, tracker=open_tracker(parse(first, origin=""), home))
+    later = {name: table for name, table in first.items() if name != "recipe"}
+    later["evaluate"] = {**first["evaluate"], "evaluate": {**first["evaluate"]["evaluate"], "reference": "base"}}
+    digest, loop = made["sft"].digest, {"batch_size": 4, "max_steps": 1}
+    for policy, action in (("champion", "RUN"), (f"store:{digest[:12]}", "HIT"), ("models:/desk/1", "HIT")):
+        later["recipe"] = {"more": {"stage": "sft", "policy": policy, "loop": loop}}
+        tree = {name: table for name, table in later.items() if name != "publish" or policy == "champion"}
+        results, decisions, _ = run(home, tree, tracker=open_tracker(parse(tree, origin=""), home))
+        assert decisions["more"] == action, policy
+        assert digest in results["more"].parents
+    assert results["more"].digest != digest
