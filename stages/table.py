@@ -67,6 +67,7 @@ from stages.config.sft import SFTConfig
 from stages.config.suite_prompts import SuitePromptsConfig
 from stages.config.suite_prompts import content_digests as prompt_files
 from stages.config.suites import suite_digests
+from stages.config.synthesize import SynthesizeConfig
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=ArtifactRef)
@@ -383,6 +384,16 @@ def score(
 )
 def select(config: AnySelectConfig, *, rollouts: Annotated[RolloutsRef, From("score")]) -> ArtifactRef:
     """Demonstrations, pairs or prompts from `rollouts`."""
+
+
+@stage(version=1, code="warn", engines=("sampler",), page="stages.md", metrics=measured.fixed(*measured.SYNTHESIZED))
+def synthesize(
+    config: SynthesizeConfig,
+    *,
+    prompts: Annotated[PromptsRef, From("prepare_data.prompts")],
+    policy: Annotated[PolicyRef | None, From("sft", when=lambda config: config.server is None)] = None,
+) -> ArtifactRef:
+    """Demonstrations or prompts that `policy`, or the model at `config.server`, writes from `prompts`."""
 
 
 @stage(

@@ -48,6 +48,7 @@ from stages.config.prepare_data import PrepareDataConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.select import Pairs, PromptsInBand
 from stages.config.sft import SFTConfig
+from stages.config.synthesize import SynthesizeConfig
 from stages.table import STAGES
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,8 @@ class Step:
         if self.stage == "select":
             kinds = {Pairs: PreferencesRef, PromptsInBand: PromptsRef}
             return next((kind for config, kind in kinds.items() if isinstance(self.config, config)), DemonstrationsRef)
+        if isinstance(self.config, SynthesizeConfig):
+            return PromptsRef if self.config.make == "prompts" else DemonstrationsRef
         return STAGES[self.stage].output
 
     @property

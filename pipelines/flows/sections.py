@@ -26,6 +26,7 @@ from stages.config.reward_model import Member, RewardModelConfig
 from stages.config.score import ScoreConfig
 from stages.config.select import BestOfN, Pairs, PromptsInBand, SelectConfig, Threshold, TopK
 from stages.config.sft import SFTConfig
+from stages.config.synthesize import SynthesizeConfig
 
 Start = Literal["base", "sft", "rejection_sampling", "dpo", "iterative_dpo"]
 Teacher = Literal["sft", "rejection_sampling", "dpo", "iterative_dpo", "ppo"]
@@ -375,6 +376,15 @@ class GenerateStep(GenerateConfig):
     prompts: Name = "prompts"
 
 
+class SynthesizeStep(SynthesizeConfig):
+    """Demonstrations or prompts that a policy, or a model at a server, writes from prompts."""
+
+    stage: Annotated[Literal["synthesize"], OPERATIONAL]
+    policy: Name = "base"
+    """The policy that is asked, if there is no `server`."""
+    prompts: Name = "prompts"
+
+
 class ScoreStep(ScoreConfig):
     """Rewards for answers."""
 
@@ -469,6 +479,7 @@ RecipeStep: TypeAlias = Annotated[
     | DistillStep
     | MergeStep
     | GenerateStep
+    | SynthesizeStep
     | ScoreStep
     | SelectStep
     | RejectionSamplingStep

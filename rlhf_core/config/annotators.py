@@ -99,6 +99,29 @@ class ReviewAnnotator(Patience):
         return self
 
 
+class ChatServer(Config):
+    """A language model at an OpenAI-compatible chat endpoint."""
+
+    url: Annotated[HttpAddress, FAILURES, HOLDS_SECRETS]
+    """Address of the server without `/chat/completions`, usually `http://host:port/v1`. Write a secret in it as
+    `${env:NAME}`."""
+    model: str
+    """Name of the model on the server."""
+    version: str = ""
+    """Version of the model, part of the stage's key: change it when another one answers under the same name."""
+    max_tokens: int = Field(512, ge=1)
+    """Maximum number of tokens of a reply."""
+    temperature: float = Field(1.0, ge=0)
+    concurrency: Annotated[int, Field(ge=1), FAILURES] = 16
+    """Number of concurrent requests."""
+    timeout_s: Annotated[float, Field(gt=0), FAILURES] = 120.0
+    """Deadline, in seconds, of one request."""
+    retries: Annotated[int, Field(ge=0), FAILURES] = 4
+    """Number of retries of a request after a fault of the network or the server."""
+    token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
+    """Environment variable with the bearer token (API key); empty sends none."""
+
+
 class JudgeAnnotator(Config):
     """A language model at an OpenAI-compatible chat endpoint; it judges every comparison in both orders.
 

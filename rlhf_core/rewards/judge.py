@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import httpx
 
-from rlhf_core.config.annotators import JudgeAnnotator
+from rlhf_core.config.annotators import ChatServer, JudgeAnnotator
 from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
 from rlhf_core.errors import RewardError
 from rlhf_core.http.client import post, shown_body
@@ -36,7 +36,11 @@ class ChatEndpoint:
     """
 
     def __init__(
-        self, key: str, config: JudgeReward | JudgeAnnotator, *, pause: Callable[[float], Any] = time.sleep
+        self,
+        key: str,
+        config: JudgeReward | JudgeAnnotator | ChatServer,
+        *,
+        pause: Callable[[float], Any] = time.sleep,
     ) -> None:
         self._config = config
         self._pause = pause
@@ -44,14 +48,14 @@ class ChatEndpoint:
         self._address = str(resolved(config.url, f"{key}.url")).rstrip("/")
         self._client = httpx.Client(headers=bearer(f"{key}.token_env", config.token_env), limits=limits)
 
-    def ask(self, messages: Sequence[Message]) -> str:
-        """Return the model's reply to a conversation.
+    def ask(self, messages: Sequence[Message], *, seed: int | None = None) -> str:
+        """Return the model's reply to a conversation, by a `seed` if there is one.
 
         Raises ChatFailed if the server gives none, and ValueError if it answers with something other than a reply.
         """
         try:
             return retried(
-                lambda: self._said(messages),
+                lambda: self._said(messages, seed),
                 retries=self._config.retries,
                 again=_may_pass,
                 first_s=FIRST_PAUSE_S,
@@ -67,7 +71,7 @@ class ChatEndpoint:
     def close(self) -> None:
         self._client.close()
 
-    def _said(self, messages: Sequence[Message]) -> str:
+    def _said(self, messages: Sequence[Message], seed: int | None) -> str:
         """Return the reply; httpx.HTTPError for a fault, _Answered for a status other than 200."""
         config = self._config
         body = {
@@ -75,7 +79,7 @@ class ChatEndpoint:
             "messages": [{"role": one.role, "content": one.content} for one in messages],
             "max_tokens": config.max_tokens,
             "temperature": config.temperature,
-        }
+        } | ({} if seed is None else {"seed": seed})
         url = f"{self._address}/chat/completions"
         status, answer = post(self._client, url, body, timeout_s=config.timeout_s, connect_s=config.timeout_s)
         if status != 200:

@@ -29,6 +29,7 @@ SPLITS = ("train", "eval")
 ENDS = ("low", "high", "prompts")
 MEAN = ("mean", *ENDS)
 SAMPLES = ("length_mean", "entropy", "truncated", "distinct", "rollout/turns", "rollout/failed_episodes", "episode/*")
+SYNTHESIZED = ("replies", "kept", "without_match", "too_short", "too_long", "repeated", *SPLITS)
 JUDGED = ("agreement", "consistency", "attention", "first_chosen", "gold")
 BY_JUDGE = ("changed", "toward_first", "toward_second")
 MODEL = ("pairs", "prompts", "accuracy", "accuracy_low", "accuracy_high", "ece", "length_correlation",

@@ -156,6 +156,25 @@ def test_policy_optimization_may_learn_from_teachers_alone_in_a_recipe_and_as_a_
         specs(small(a={"stage": "score", "generations": "b", "rewards": {"terms": {}}}))
 
 
+def test_synthesized_rows_are_demonstrations_or_prompts_of_other_steps():
+    page = (shipped_profiles().parent / "docs/stages.md").read_text(encoding="utf-8")
+    written = tomllib.loads(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0])["recipe"]
+    tree = small(
+        **written,
+        a={"stage": "sft", "policy": "base", "demonstrations": "revised"},
+        b={**PPO, "policy": "a", "prompts": "harder"},
+    )
+    found = specs(tree)
+    assert found["revised"].inputs.keys() == {"prompts"} and found["harder"].inputs.keys() == {"prompts", "policy"}
+    assert (
+        read(found["a"], "demonstrations") == "pending://revised" and read(found["b"], "prompts") == "pending://harder"
+    )
+    with pytest.raises(
+        ConfigError, match=r"a\.demonstrations = 'harder': is prompts, and demonstrations must be demonst"
+    ):
+        specs(tree, "recipe.a.demonstrations=harder")
+
+
 def test_a_step_of_a_recipe_may_read_a_section_and_is_compared_with_its_start():
     tree = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
     tree["recipe"] = {"polish": {"stage": "sft", "policy": "ppo", "loop": {"batch_size": 4}}}

@@ -1,0 +1,55 @@
+"""Configure synthesis: answers or prompts that a language model writes from seed prompts."""
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.annotators import ChatServer
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.schema.base import OPERATIONAL, Config
+
+
+class SynthesizeConfig(Config):
+    """What a policy, or a model at a server, is asked about each prompt, and what of its replies is kept."""
+
+    make: Literal["demonstrations", "prompts"] = "demonstrations"
+    """What replies are: `demonstrations` answer the prompt, `prompts` are new ones."""
+    server: ChatServer | None = None
+    """Server of the model that is asked; without one the input `policy` is."""
+    template: str = ""
+    """Text of the request; `{prompt}` and `{label}` are filled in, other braces stay. If empty, the prompt is asked as it is."""
+    turns: tuple[str, ...] = ()
+    """Further requests of the conversation, such as a critique and a revision; the last reply counts."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Number of conversations about each prompt."""
+    max_prompts: int = Field(0, ge=0)
+    """Number of prompts to use, from the start; 0 uses all."""
+    sampling: SamplingConfig = SamplingConfig(max_tokens=512)
+    """Sampling of the `policy`; a server has settings of its own."""
+    pattern: str = ""
+    """Regular expression whose last match in a reply is kept, or its group if it has one; other replies are left out."""
+    min_characters: int = Field(1, ge=1)
+    max_characters: int = Field(0, ge=0)
+    """Most characters of what is kept; 0 sets no limit."""
+    eval_fraction: float = Field(0.05, ge=0, lt=1)
+    """Share of the prompts whose demonstrations are held out."""
+    shard_size: Annotated[int, Field(ge=1), OPERATIONAL] = 128
+    """Number of prompts that the policy is asked about in one call. A killed run loses at most one; of a server, what it was
+    being asked."""
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> Self:
+        if self.template and "{prompt}" not in self.template:
+            raise ValueError("template: must hold {prompt}, or every request is the same; add it")
+        if self.make == "prompts" and not self.template:
+            raise ValueError('template = "": replies to a prompt are no prompts; write a request for a new one')
+        if self.max_characters and self.max_characters < self.min_characters:
+            raise ValueError(f"max_characters = {self.max_characters}: must be >= min_characters; raise it")
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(f"pattern = {self.pattern!r}: is no regular expression: {error}; mend it") from None
+        if groups > 1:
+            raise ValueError(f"pattern = {self.pattern!r}: has {groups} groups; write one, and others as (?:...)")
+        return self

@@ -1,0 +1,277 @@
+"""Synthesis: a policy, or a model at a server, is asked about each prompt; its replies become demonstrations or prompts.
+
+Every reply is written down as it comes, so that a killed stage asks only for what is missing. A policy is asked in shards,
+as in `generate`, with a seed of each conversation's own; replies of a server are kept as they come.
+"""
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from rlhf_core.config.annotators import ChatServer
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.mixing import held_out
+from rlhf_core.data.tables import Demonstration, content_id, read_prompts, write_demonstrations, write_prompts
+from rlhf_core.errors import ConfigError, DataError, RewardError
+from rlhf_core.rewards.judge import ChatEndpoint, ChatFailed
+from rlhf_core.rewards.protocols import prompt_text
+from rlhf_core.stage.context import StageContext
+from rlhf_core.types import (
+    ArtifactRef,
+    DemonstrationsRef,
+    Message,
+    PolicyRef,
+    Prompt,
+    PromptsRef,
+    SamplingRequest,
+    derive_seed,
+)
+from stages.config.synthesize import SynthesizeConfig
+
+LOOK_EVERY_S = 0.5  # seconds between looks whether the stage shall stop
+TABLE_ROWS = 16  # in the tracker
+_PLACE = re.compile(r"\{(prompt|label)\}")
+
+Conversation: TypeAlias = tuple[str, int]
+"""A prompt's ID, and the number of the conversation about it."""
+Ask: TypeAlias = Callable[[Sequence[Sequence[Message]], Sequence[int]], list[str]]
+"""Replies to several conversations, by seeds."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of a reply to a prompt."""
+
+    prompt: Prompt
+    text: str
+
+
+def run(
+    config: SynthesizeConfig, *, prompts: PromptsRef, policy: PolicyRef | None = None, context: StageContext
+) -> ArtifactRef:
+    """Return demonstrations or prompts made of the replies about `prompts`; the replies are in `replies.jsonl`."""
+    rows = read_prompts(context.path(prompts))
+    rows = rows[: config.max_prompts] if config.max_prompts else rows
+    if not rows:
+        raise DataError(f"{context.label}.prompts", 0, "there are no prompts to ask about", "prepare more prompts")
+    context.tracker.dataset("prompts", prompts.digest, "training")
+    journal = Journal(context.work / "replies.jsonl")
+    if config.server is not None:
+        ask_server(config, config.server, rows, journal, context)
+    else:
+        if policy is None:
+            rule = "there is neither a policy nor a server to ask"
+            raise ConfigError(f"{context.label}.policy", None, rule, "give a policy, or set server")
+        ask_policy(config, policy, rows, journal, context)
+    kept, counts = filtered(config, rows, journal.replies)
+    if not kept:
+        rule = f"none of the {len(journal.replies)} replies is kept ({', '.join(counts)})"
+        raise DataError(context.label, 0, rule, "read replies.jsonl, and change the template or the filters")
+    journal.copy(context.out / "replies.jsonl", rows, config)
+    shown = [[prompt_text(one.prompt.messages), one.text] for one in kept[:TABLE_ROWS]]
+    context.tracker.table("samples/replies", ["prompt", "kept"], shown)
+    return write(config, kept, counts, context)
+
+
+class Journal:
+    """The replies so far, in a file that grows reply by reply."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._writing = path, threading.Lock()
+        self.replies: dict[Conversation, str] = {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+            try:
+                row = json.loads(line)
+                self.replies[row["prompt"], row["number"]] = row["reply"]
+            except (ValueError, KeyError, TypeError):  # a line that a kill left half written
+                continue
+
+    def add(self, replies: Mapping[Conversation, str]) -> None:
+        """Write replies down; threads may share the journal."""
+        # The newline comes first: it ends a line that a kill left half written.
+        text = "".join(f"\n{_line(conversation, reply)}" for conversation, reply in replies.items())
+        with self._writing, self._path.open("a", encoding="utf-8") as stream:
+            stream.write(text)
+            self.replies.update(replies)
+
+    def copy(self, path: Path, rows: Sequence[Prompt], config: SynthesizeConfig) -> None:
+        """Write the replies to `path`, in the order of the prompts."""
+        lines = [_line(one, self.replies[one]) for one in conversations(config, rows)]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _line(conversation: Conversation, reply: str) -> str:
+    return json.dumps({"prompt": conversation[0], "number": conversation[1], "reply": reply}, ensure_ascii=False)
+
+
+def conversations(config: SynthesizeConfig, rows: Sequence[Prompt]) -> list[Conversation]:
+    """Return all conversations, those about a prompt together."""
+    return [(row.id, number) for row in rows for number in range(config.samples_per_prompt)]
+
+
+# ---------------------------------------------------------------- ask
+
+
+def ask_policy(
+    config: SynthesizeConfig, policy: PolicyRef, rows: Sequence[Prompt], journal: Journal, context: StageContext
+) -> None:
+    """Ask `policy` in shards; one of which a reply is missing is asked as a whole, and so its replies are the same."""
+    shards = [rows[start : start + config.shard_size] for start in range(0, len(rows), config.shard_size)]
+    missing = [shard for shard in shards if not journal.replies.keys() >= {*conversations(config, shard)}]
+    if not missing:
+        return
+    context.tracker.input_model(policy.digest)
+    chat = ChatTemplate.load(context.path(policy))
+    with ExitStack() as leases:
+        sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
+
+        def ask(asked: Sequence[Sequence[Message]], seeds: Sequence[int]) -> list[str]:
+            ids = [chat.prompt_ids(messages) for messages in asked]
+            requests = [SamplingRequest(tokens, seed) for tokens, seed in zip(ids, seeds, strict=True)]
+            return [one.text for one in sampler.generate(requests, config.sampling)]
+
+        for done, shard in enumerate(missing, start=len(shards) - len(missing) + 1):
+            journal.add(replies_of(config, shard, conversations(config, shard), ask, seed=context.seed))
+            context.progress(done, len(shards), f"{len(journal.replies)} replies")
+            if context.stopping():
+                context.stop()
+
+
+def ask_server(
+    config: SynthesizeConfig, server: ChatServer, rows: Sequence[Prompt], journal: Journal, context: StageContext
+) -> None:
+    """Ask the model at `server` for the replies that the journal lacks. RewardError if it does not answer one."""
+    asked = conversations(config, rows)
+    missing = [one for one in asked if one not in journal.replies]
+    ended = threading.Event()
+    key = f"{context.label.replace('/', '.')}.server"
+    endpoint = ChatEndpoint(key, server, pause=ended.wait)
+
+    def ask(messages: Sequence[Sequence[Message]], seeds: Sequence[int]) -> list[str]:
+        return [endpoint.ask(one, seed=seed) for one, seed in zip(messages, seeds, strict=True)]
+
+    def answered(one: Conversation) -> None:
+        try:
+            journal.add(replies_of(config, rows, [one], ask, seed=context.seed))
+        except (ChatFailed, ValueError) as error:
+            rule, remedy = "gave no reply, and the others are kept", "mend the server, and run again"
+            raise RewardError(key, str(error), rule, remedy) from None
+
+    pool = ThreadPoolExecutor(server.concurrency, thread_name_prefix="synthesize")
+    try:
+        waiting: set[Future[None]] = {pool.submit(answered, one) for one in missing}
+        while waiting:
+            done, waiting = wait(waiting, timeout=LOOK_EVERY_S, return_when=FIRST_COMPLETED)
+            for one in done:
+                one.result()
+            context.progress(len(asked) - len(waiting), len(asked), "replies")
+            if waiting and context.stopping():
+                context.stop()
+    finally:
+        ended.set()  # no pause before a retry is waited for
+        pool.shutdown(wait=True, cancel_futures=True)
+        endpoint.close()
+
+
+def replies_of(
+    config: SynthesizeConfig, rows: Sequence[Prompt], asked: Sequence[Conversation], ask: Ask, *, seed: int
+) -> dict[Conversation, str]:
+    """Return the last reply of each conversation; `ask` is called once for each turn."""
+    prompts = {row.id: row for row in rows}
+    spoken = [request(config.template, prompts[name]) for name, _ in asked]
+    for turn, further in enumerate((*config.turns, None)):
+        seeds = [derive_seed(seed, "synthesize", name, number, turn) for name, number in asked]
+        replies = ask(spoken, seeds)
+        if further is None:
+            return dict(zip(asked, replies, strict=True))
+        spoken = [
+            (*messages, Message("assistant", reply), Message("user", further))
+            for messages, reply in zip(spoken, replies, strict=True)
+        ]
+    raise AssertionError("the last turn returns")
+
+
+def request(template: str, prompt: Prompt) -> tuple[Message, ...]:
+    """Return what is asked about a prompt; placeholders in its own text stay as they are."""
+    if not template:
+        return prompt.messages
+    filled = {"prompt": prompt_text(prompt.messages), "label": prompt.label}
+    return (Message("user", _PLACE.sub(lambda place: filled[place.group(1)], template)),)
+
+
+# ---------------------------------------------------------------- keep
+
+
+def filtered(
+    config: SynthesizeConfig, rows: Sequence[Prompt], replies: Mapping[Conversation, str]
+) -> tuple[list[Kept], dict[str, float]]:
+    """Return what is kept of the replies, in the order of the prompts, and the numbers of replies that are left out.
+
+    `repeated` is what another reply to the prompt, or for new prompts any prompt, has already.
+    """
+    counts = Counter[str](without_match=0, too_short=0, too_long=0, repeated=0)
+    prompts = {row.id: row for row in rows}
+    known = {prompt_text(row.messages).strip() for row in rows} if config.make == "prompts" else set()
+    kept: list[Kept] = []
+    for name, number in conversations(config, rows):
+        text = matched(config.pattern, replies[name, number])
+        identity = (text or "") if config.make == "prompts" else f"{name} {text}"
+        reason = ""
+        if text is None:
+            reason = "without_match"
+        elif len(text) < config.min_characters:
+            reason = "too_short"
+        elif config.max_characters and len(text) > config.max_characters:
+            reason = "too_long"
+        elif identity in known:
+            reason = "repeated"
+        if reason or text is None:
+            counts[reason] += 1
+            continue
+        known.add(identity)
+        kept.append(Kept(prompts[name], text))
+    return kept, {reason: float(count) for reason, count in counts.items()}
+
+
+def matched(pattern: str, reply: str) -> str | None:
+    """Return the last match of `pattern`, or its group, without white space around it; None if there is none.
+
+    >>> matched(r"Q: (.*)", "Here you are. Q: Why? "), matched("", " all "), matched("Q", "no")
+    ('Why?', 'all', None)
+    """
+    if not pattern:
+        return reply.strip()
+    found = re.findall(pattern, reply)
+    return found[-1].strip() if found else None
+
+
+def write(
+    config: SynthesizeConfig, kept: Sequence[Kept], counts: Mapping[str, float], context: StageContext
+) -> ArtifactRef:
+    """Write the rows of what is kept, and commit them."""
+    metrics = {"replies": float(len(kept)) + sum(counts.values()), "kept": float(len(kept)), **counts}
+    if config.make == "prompts":
+        made = [
+            Prompt(content_id("synthesize", one.text), (Message("user", one.text),), "", one.prompt.source)
+            for one in kept
+        ]
+        write_prompts(context.out, made)
+        return context.commit(PromptsRef, metrics=metrics)
+    evaluation = held_out((one.prompt.id for one in kept), fraction=config.eval_fraction, seed=context.seed)
+    for split in ("train", "eval"):
+        rows = [one for one in kept if (one.prompt.id in evaluation) == (split == "eval")]
+        answers = [(*one.prompt.messages, Message("assistant", one.text)) for one in rows]
+        shown = [
+            Demonstration(content_id(turns), turns, one.prompt.source) for turns, one in zip(answers, rows, strict=True)
+        ]
+        write_demonstrations(context.out / f"{split}.parquet", shown)
+        metrics[split] = float(len(rows))
+    return context.commit(DemonstrationsRef, metrics=metrics)

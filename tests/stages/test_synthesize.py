@@ -1,0 +1,138 @@
+"""Synthesis: what is asked, what is kept, and what a killed stage asks again."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.config.annotators import ChatServer as Server
+from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.data.tables import read_demonstrations, read_prompts, write_prompts
+from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import DemonstrationsRef, Message, PolicyRef, Prompt, PromptsRef
+from stages.config.synthesize import SynthesizeConfig
+from stages.synthesize import filtered, request
+from tests.support.chat_server import ChatServer
+from tests.support.training import killed_and_resumed
+from tests.support.workshop import Workshop
+
+ROWS = [Prompt(f"p{i}", (Message("user", f"What is {i}?"),), f"{i}", "sums") for i in range(6)]
+
+
+@pytest.fixture
+def server() -> Iterator[ChatServer]:
+    running = ChatServer()
+    yield running
+    running.close()
+
+
+def shop_and_inputs(root: Path) -> tuple[Workshop, dict[str, Any]]:
+    shop = Workshop(ArtifactStore(root / "store"))
+    write_prompts(root / "prompts", ROWS)
+    return shop, {"prompts": shop.store.external(PromptsRef, root / "prompts")}
+
+
+def asking(server: ChatServer, **changes: Any) -> SynthesizeConfig:
+    return SynthesizeConfig(server=Server(url=server.url, model="m", retries=0, concurrency=1), **changes)
+
+
+def test_replies_of_a_server_become_demonstrations_and_only_missing_ones_are_asked_again(tmp_path, server):
+    shop, inputs = shop_and_inputs(tmp_path)
+    config = asking(server, samples_per_prompt=2, eval_fraction=0.2, turns=("Shorter.",))
+    server.says = lambda asked: "It is long." if asked != "Shorter." else f"It is {len(server.requests)}."
+    said = server.says
+    server.says = lambda asked: 400 if len(server.requests) > 6 else said(asked)
+    with pytest.raises(
+        RewardError, match=r"synthesize\.server = .*answered 400.*: gave no reply, and the others are kept"
+    ):
+        shop.run("synthesize", config, inputs)
+    before = len(server.requests)
+    (journal,) = tmp_path.glob("store/**/replies.jsonl")
+    journal.write_text(journal.read_text() + '\n{"prompt": "p5", "num')  # what a kill in the middle of a line leaves
+    server.says = said
+    ref, decision = shop.run("synthesize", config, inputs)
+    # two requests in each of 12 conversations, of which three were over when the seventh request failed
+    assert isinstance(ref, DemonstrationsRef) and len(server.requests) == before + 2 * 9
+    train, held = (read_demonstrations(shop.store.path(ref) / f"{split}.parquet") for split in ("train", "eval"))
+    assert [one.messages[-1].content for one in (*train, *held) if one.messages[0].content == "What is 0?"] == [
+        "It is 2.",
+        "It is 4.",
+    ]
+    assert (len(train), len(held), train[0].source) == (10, 2, "sums")
+    replies = [json.loads(line) for line in (shop.store.path(ref) / "replies.jsonl").read_text().splitlines()]
+    assert [(one["prompt"], one["number"]) for one in replies] == [(f"p{i}", n) for i in range(6) for n in range(2)]
+    last = server.requests[-1]
+    assert [one["role"] for one in last["messages"]] == ["user", "assistant", "user"]
+    assert len({one["seed"] for one in server.requests[before:]}) == 18
+    assert shop.metrics(decision)["kept"] == 12
+
+
+def test_replies_become_new_prompts(tmp_path, server):
+    shop, inputs = shop_and_inputs(tmp_path)
+    config = asking(server, make="prompts", template="Like {prompt} ({label}):", pattern="Q: (.*)", max_characters=12)
+    answers = {
+        "0": "Q: Why?",
+        "1": "no",
+        "2": "Q: Why?",
+        "3": "Q: What is 0?",
+        "4": "Q: Much too long?",
+        "5": "Q: no\nQ: How?",
+    }
+    server.says = lambda asked: answers[asked[-3]]
+    ref, decision = shop.run("synthesize", config, inputs)
+    made = read_prompts(shop.store.path(ref))
+    assert [(one.messages[0].content, one.source, one.label) for one in made] == [
+        ("Why?", "sums", ""),
+        ("How?", "sums", ""),
+    ]
+    metrics = shop.metrics(decision)
+    assert (metrics["repeated"], metrics["too_long"], metrics["without_match"], metrics["replies"]) == (2, 1, 1, 6)
+    assert server.requests[0]["messages"] == [{"role": "user", "content": "Like What is 0? (0):"}]
+
+
+def test_a_policy_is_asked_in_shards_and_a_killed_run_ends_with_the_same_bytes(tmp_path, policy):
+    config = SynthesizeConfig(
+        samples_per_prompt=2, sampling=SamplingConfig(max_tokens=6), shard_size=2, turns=("Again.",)
+    )
+
+    def opened(name: str) -> tuple[Workshop, dict[str, Any]]:
+        shop, inputs = shop_and_inputs(tmp_path / name)
+        return shop, inputs | {"policy": shop.store.external(PolicyRef, policy)}
+
+    shop, inputs = opened("whole")
+    expected, _ = shop.run("synthesize", config, inputs)
+    killed, inputs = opened("killed")
+    assert killed_and_resumed(killed, "synthesize", config, inputs, at=2).digest == expected.digest
+
+
+def test_what_is_asked_keeps_placeholders_of_the_prompt_and_every_turn():
+    tricky = Prompt("p", (Message("user", "{label} {x}"),), "L", "s")
+    assert request("Ask {prompt} {label} {y}", tricky)[0].content == "Ask {label} {x} L {y}"
+    assert request("", tricky) == tricky.messages
+    kept, counts = filtered(SynthesizeConfig(), [tricky], {("p", 0): "  "})
+    assert not kept and counts["too_short"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"make": "prompts"}, r'template = "": replies to a prompt are no prompts'),
+        ({"template": "Ask"}, r"template: must hold \{prompt\}"),
+        ({"pattern": "("}, r"pattern = '\(': is no regular expression"),
+        ({"pattern": "(a)(b)"}, r"has 2 groups; write one"),
+        ({"min_characters": 5, "max_characters": 3}, r"max_characters = 3: must be >= min_characters"),
+    ],
+)
+def test_settings_that_would_keep_nothing_are_refused(changes, message):
+    with pytest.raises(ValidationError, match=message):
+        SynthesizeConfig(**changes)
+
+
+def test_a_policy_or_a_server_is_needed(tmp_path):
+    shop, inputs = shop_and_inputs(tmp_path)
+    with pytest.raises(ConfigError, match=r"synthesize\.policy = None: there is neither a policy nor a server"):
+        shop.run("synthesize", SynthesizeConfig(), inputs)
