@@ -141,13 +141,14 @@ def run(
     reward_models: dict[str, RewardModelRef],
     demonstrations: DemonstrationsRef | None = None,
     teachers: dict[str, PolicyRef] | None = None,
+    critic: PolicyRef | None = None,
     context: StageContext,
 ) -> PolicyRef:
     """Optimize `policy` on `prompts` for the rewards, or to be like `teachers`, held near `reference`; return the new policy."""
     await_decision(context)
     with ExitStack() as leases:
         parts = open_parts(
-            config, policy, reference, prompts, reward_models, demonstrations, teachers or {}, context, leases
+            config, policy, reference, prompts, reward_models, demonstrations, teachers or {}, critic, context, leases
         )
         models, sampler, guard = parts.models, parts.sampler, parts.guard
         first, kl, metrics = start_or_resume(parts)
@@ -178,6 +179,7 @@ def open_parts(
     reward_models: dict[str, RewardModelRef],
     demonstrations: DemonstrationsRef | None,
     teachers: Mapping[str, PolicyRef],
+    critic: PolicyRef | None,
     context: StageContext,
     leases: ExitStack,
 ) -> Parts:
@@ -192,7 +194,7 @@ def open_parts(
     demonstrated = token_samples(config.ptx, chat, demonstrations, context)
     # First, since a mistake in them shows in a second; the models take minutes.
     environments = open_environments(config.agent, folder, leases, context)
-    models = lease_models(config, policy, reference, reward_models, teachers, context, leases)
+    models = lease_models(config, policy, reference, reward_models, teachers, critic, context, leases)
     rollouts = open_rollouts(
         config,
         models.sampler,
@@ -275,22 +277,23 @@ def lease_models(
     reference: PolicyRef,
     reward_models: dict[str, RewardModelRef],
     teachers: Mapping[str, PolicyRef],
+    critic: PolicyRef | None,
     context: StageContext,
     leases: ExitStack,
 ) -> Models:
-    """Lease the engines: the value model starts from a reward model if there is one, else from the policy."""
+    """Lease the engines: the value model starts from `critic`, else from a reward model if there is one, else from the policy."""
     weighted = config.distill.teachers if config.distill else {}
     taught = {name: named_teacher(name, teachers, policy, context) for name in weighted}
     folder = str(context.path(policy))
     actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
-    critic: Trainer | None = None
+    value_model: Trainer | None = None
     frozen: Trainer | MovingReference | None = None
     if config.uses_values:
         # By name, and not by the order of a mapping, which does not survive a file.
         names = sorted(reward_models, key=lambda name: (isinstance(reward_models[name], ProcessRewardModelRef), name))
-        start = str(context.path(reward_models[names[0]])) if names else folder
-        spec = ModelSpec(path=start, head="value", lora=None, seed=context.seed)
-        critic = leases.enter_context(context.runtime.trainer("value_model", spec, config.value.optimizer))
+        start = critic or (reward_models[names[0]] if names else policy)
+        spec = ModelSpec(path=str(context.path(start)), head="value", lora=None, seed=context.seed)
+        value_model = leases.enter_context(context.runtime.trainer("value_model", spec, config.value.optimizer))
     sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
     trained = leases.enter_context(context.runtime.trainer("policy", actor, config.optimizer))
     if config.kl.reference_sync:
@@ -304,7 +307,7 @@ def lease_models(
         name: leases.enter_context(context.runtime.trainer("teacher", spec, None)) for name, spec in taught.items()
     }
     return Models(
-        sampler=sampler, policy=trained, reference=frozen, value_model=critic, scorer=scorer, teachers=teaching
+        sampler=sampler, policy=trained, reference=frozen, value_model=value_model, scorer=scorer, teachers=teaching
     )
 
 

@@ -162,7 +162,7 @@ def ask_server(
         try:
             journal.add(replies_of(config, rows, [one], ask, seed=context.seed))
         except (ChatFailed, ValueError) as error:
-            rule, remedy = "gave no reply, and the others are kept", "mend the server, and run again"
+            rule, remedy = "gave no reply, and the others are kept", "start or fix the server, and run again"
             raise RewardError(key, str(error), rule, remedy) from None
 
     pool = ThreadPoolExecutor(server.concurrency, thread_name_prefix="synthesize")

@@ -543,10 +543,11 @@ def ppo(
     teachers: Annotated[
         Mapping[str, PolicyRef] | None, From({"sft": "sft"}, when=lambda config: config.distill is not None)
     ] = None,
+    critic: Annotated[PolicyRef | None, From("")] = None,
 ) -> PolicyRef:
     """Policy optimization of `policy` on `prompts`, kept close to `reference`, which is not needed if no setting uses it.
 
-    `demonstrations` are for `config.ptx`, `teachers` for `config.distill`."""
+    `demonstrations` are for `config.ptx`, `teachers` for `config.distill`; a value model starts from `critic` if it is given."""
 
 
 @stage(

@@ -140,7 +140,7 @@ class Step:
             () if isinstance(self.config, OnlineRounds) and self.config.uses_demonstrations else ("demonstrations",)
         )
         of_groups = ("preferences", *unused) if self.stage == "online" else ()
-        return ("teacher", "teachers", "reward_models", *of_groups)
+        return ("teacher", "teachers", "reward_models", "critic", *of_groups)
 
     def reads(self) -> dict[str, list[str]]:
         """Return the names that each input reads; those of inputs that the configuration does not use are left out."""
@@ -241,7 +241,8 @@ def section_steps(profile: GraphConfig) -> Iterator[Step]:
         if getattr(profile, name):
             yield step(name, policy=start, reward_models=models)
     if profile.dpo:
-        yield step("dpo", policy=profile.dpo.start_from, reference=profile.dpo.start_from)
+        start = profile.dpo.start_from
+        yield step("dpo", policy=start, reference=profile.dpo.reference or start)
     if profile.iterative_dpo:
         yield step("iterative_dpo", policy=profile.iterative_dpo.start_from, reward_models=models)
     if profile.online:
@@ -249,7 +250,13 @@ def section_steps(profile: GraphConfig) -> Iterator[Step]:
         yield step("online", policy=profile.online.start_from, reward_start=start, first_reward_model=first)
     if profile.ppo:
         start, teachers = profile.ppo.start_from, {name: name for name in teachers_in(profile.ppo)}
-        yield step("ppo", policy=start, reference=start, reward_models=models, teachers=teachers)
+        outside = {name: name for name in models_in(profile.ppo) if name in profile.recipe}
+        further: dict[str, Names] = {
+            "reward_models": models | outside,
+            "teachers": teachers,
+            "critic": profile.ppo.critic,
+        }
+        yield step("ppo", policy=start, reference=start, **further)
     if profile.distill:
         outside = {name: f"distill/{name}/import" for name in profile.distill.external}
         for name, model in profile.distill.external.items():
@@ -325,8 +332,13 @@ def check(steps: Sequence[Step]) -> None:
     made = {name: step for step in steps for name in step.made}
     for step in steps:
         if not step.key.startswith("recipe."):
-            for teacher in teachers_in(step.config) if step.stage == "ppo" else ():
-                check_input(step, "teachers", teacher, made)
+            for name in (
+                {"reference", "reward_models", "teachers", "critic"} & step.inputs.keys()
+                if step.stage in ("dpo", "ppo")
+                else ()
+            ):
+                for read in listed(step.inputs[name]):  # which a step of the recipe may have made
+                    check_input(step, name, read, made)
             continue
         if step.name in RESERVED:
             raise ValueError(f"{step.key} = {{...}}: this name has another meaning; give the step another one")
@@ -340,6 +352,11 @@ def check(steps: Sequence[Step]) -> None:
         for name, given in step.inputs.items():  # also one that is not read now: a misspelt name would wait there
             for read in listed(given):
                 check_input(step, name, read, made)
+        if isinstance(step.config, PPOConfig) and step.inputs["critic"] and not step.config.uses_values:
+            rule = "there is no value model that could start from it"
+            raise ValueError(
+                explain(f"{step.path}.critic", step.inputs["critic"], rule, 'remove it, or set advantage = "gae"')
+            )
     check_distillation(steps)
     used = {name for step in steps for names in step.reads().values() for name in names}
     for step in steps:

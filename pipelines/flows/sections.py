@@ -95,10 +95,12 @@ class ConditionalSFTConfig(Config):
 
 
 class OfflineDPOConfig(DPOConfig):
-    """Preference optimization on the prepared pairs, and its initial policy, which is also its reference."""
+    """Preference optimization on the prepared pairs, its initial policy and its reference."""
 
     start_from: Annotated[Literal["base", "sft", "rejection_sampling"], OPERATIONAL] = "sft"
     """The policy that training starts from. Not part of the key, because the digest of the policy is."""
+    reference: Annotated[str, OPERATIONAL] = added_option("")
+    """The step of the recipe whose policy is the reference; if empty, the policy that training starts from."""
 
 
 class RoundsFrom(Config):
@@ -182,6 +184,8 @@ class PolicyOptimizationConfig(PPOConfig):
 
     start_from: Annotated[Start, OPERATIONAL] = "sft"
     """The policy that training starts from. Not part of the key, because the digest of the policy is."""
+    critic: Annotated[str, OPERATIONAL] = added_option("")
+    """The policy whose weights the value model starts from; if empty, a reward model, or else the policy."""
 
 
 class DistillationConfig(DistillConfig):
@@ -347,6 +351,8 @@ class PPOStep(PPOConfig):
     """The reward models; if empty, those that the terms of `rewards` name."""
     demonstrations: Name = "demonstrations"
     """Demonstrations for `ptx`."""
+    critic: Name = added_option("")
+    """The policy whose weights the value model starts from; if empty, a reward model, or else the policy."""
 
 
 class DistillStep(DistillConfig):

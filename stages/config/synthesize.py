@@ -49,7 +49,7 @@ class SynthesizeConfig(Config):
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
-            raise ValueError(f"pattern = {self.pattern!r}: is no regular expression: {error}; mend it") from None
+            raise ValueError(f"pattern = {self.pattern!r}: is no regular expression: {error}; correct it") from None
         if groups > 1:
             raise ValueError(f"pattern = {self.pattern!r}: has {groups} groups; write one, and others as (?:...)")
         return self

@@ -31,7 +31,7 @@ from tests.support.training import (
     stopped_and_resumed,
     untimed,
 )
-from tests.support.workshop import RUNTIME, Workshop
+from tests.support.workshop import RUNTIME, Workshop, make_policy
 
 TAUGHT = {"teachers": {"a": 1.0}}
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]
@@ -148,16 +148,18 @@ def test_a_reference_that_takes_over_the_policy_at_every_step_is_at_distance_zer
 
 
 class Recording(LocalRuntime):
-    """Keeps the roles that were leased."""
+    """Keeps the roles and models that were leased."""
 
     def __init__(self) -> None:
         super().__init__(RUNTIME)
         self.roles: list[str] = []
+        self.models: dict[str, str] = {}
 
     def trainer(
         self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None
     ) -> AbstractContextManager[Trainer]:
         self.roles.append(role)
+        self.models[role] = model.path
         return super().trainer(role, model, optimizer)
 
 
@@ -176,6 +178,14 @@ def test_without_a_coefficient_no_reference_is_loaded_and_the_weights_are_the_sa
     logged = [{metric for _, values in shop.tracker.points for metric in values} for _, _, shop in made.values()]
     of_reference = {"ppo/kl/per_token", "ppo/kl/per_sequence", "ppo/kl/k3", "ppo/policy/ref_kl"}
     assert logged[1] - logged[0] == of_reference
+
+
+def test_the_value_model_starts_from_the_critic_that_is_given(tmp_path, policy):
+    shop, inputs = shop_and_inputs(tmp_path, policy)
+    shop.runtime = runtime = Recording()
+    critic = shop.store.external(PolicyRef, make_policy(tmp_path / "critic"))
+    shop.run("ppo", config(steps=1), inputs | {"critic": critic})
+    assert runtime.models["value_model"] == str(shop.store.path(critic)) != runtime.models["policy"]
 
 
 class Scripted:

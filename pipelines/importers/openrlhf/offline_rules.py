@@ -192,9 +192,7 @@ def dpo(one: Sheet, section: str) -> None:
     if section == "dpo":
         start_from(one, section, STARTS)
         if not same:
-            one.refuse(
-                "ref_pretrain", "the reference is the policy that it starts from", "--pretrain of the same model"
-            )
+            reference(one)
         one.ignore("ref_pretrain", "the reference is the policy that it starts from")
         _preferences(one)
         chat(one)
@@ -202,6 +200,15 @@ def dpo(one: Sheet, section: str) -> None:
     base_model(one)
     one.put(f"{section}.reference", "initial", "ref_pretrain")
     _made_rows(one, section, ("prompt_key", "chosen_key", "rejected_key"))
+
+
+def reference(one: Sheet) -> None:
+    """Write the reference of DPO where it is not the policy that training starts from."""
+    made = one.draft.made.get(one.text("ref_pretrain"), "")
+    if not made:
+        one.put("recipe.reference.stage", "import_policy")
+        external_model(one, "recipe.reference.model", "ref_pretrain")
+    one.put("dpo.reference", made or "reference", "ref_pretrain")
 
 
 def preference_loss(one: Sheet, key: str) -> None:

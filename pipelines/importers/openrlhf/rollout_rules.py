@@ -15,6 +15,7 @@ from pipelines.importers.openrlhf.policy_rules import (
     adapters,
     attention,
     base_model,
+    external_model,
     optimizer,
     precision,
     start_from,
@@ -383,9 +384,13 @@ def rewards(one: Sheet) -> None:
         one.ignore("reward_pretrain", "OpenRLHF uses the remote reward instead")
         return
     one.refuse("remote_rm_url", "rewards are a Python file or addresses", 'ppo.rewards.terms.remote.type = "remote"')
-    for path in one.text("reward_pretrain").split(",")[1:]:
-        one.draft.note(f"{path.strip()}: a profile has one reward model; [ppo.rewards.terms] weighs it with functions")
     reward_model(one, "reward_pretrain", "ppo.rewards")
+    for number, path in enumerate(one.text("reward_pretrain").split(",")[1:], start=2):  # OpenRLHF adds them
+        name = f"reward_model_{number}"
+        one.put(f"recipe.{name}.stage", "import_reward_model")
+        one.put(f"recipe.{name}.path", path.strip(), "reward_pretrain")
+        one.put(f"ppo.rewards.terms.{name}.type", "reward_model")
+        one.put(f"ppo.rewards.terms.{name}.model", name, "reward_pretrain")
 
 
 def agent(one: Sheet) -> None:
@@ -418,13 +423,25 @@ def overlap(one: Sheet) -> None:
     one.refuse("partial_rollout", reason, '[ppo.ahead] of type "partial", which does so after a number of tokens')
 
 
+def critic(one: Sheet) -> None:
+    """Write the model that the value model starts from, if it is not the reward model."""
+    path = one.text("critic_pretrain")
+    made = one.draft.made.get(path, "base" if path == one.text("pretrain") else "")
+    if made in ("reward_model", "process_reward_model"):
+        one.refuse("critic_pretrain", "is a reward model that does not score", "the reward model that scores")
+        return
+    if not made:
+        one.put("recipe.critic.stage", "import_policy")
+        external_model(one, "recipe.critic.model", "critic_pretrain")
+    one.put("ppo.critic", made or "critic", "critic_pretrain")
+
+
 def value_model(one: Sheet) -> None:
     """Write the value model's optimizer. The value model starts from the reward model, or the policy, on both sides."""
     if one.text("advantage_estimator") == "gae":
         optimizer(one, "ppo.value.optimizer", head="critic")
         if one.text("critic_pretrain") not in ("", one.text("reward_pretrain")):
-            reason = "the value model starts from the reward model, or else from the policy"
-            one.refuse("critic_pretrain", reason, "the reward model")
+            critic(one)
     for name in (*_CRITIC, *_CRITIC_SCHEDULE):
         one.ignore(name, "there is no value model")
     one.ignore("critic_pretrain", "the value model starts from the reward model, or else from the policy")

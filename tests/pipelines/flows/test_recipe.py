@@ -265,6 +265,10 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         },
         r"recipe\.a\.distill\.teachers\.sfft = 'sfft': there is no such step; did you mean sft\?",
     ),
+    "critic of no value model": (
+        {"a": {**PPO, "policy": "base", "critic": "base"}},
+        r"recipe\.a\.critic = 'base': there is no value model that could start from it; remove it, or set advantage",
+    ),
     "merge without a base": (
         {
             "s": {"stage": "merge", "weights": {"base": 1.0, "a": 1.0}, "method": {"type": "ties"}},

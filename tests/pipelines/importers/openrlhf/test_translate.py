@@ -9,6 +9,7 @@ from pipelines.importers.openrlhf.flags import COMMANDS, FLAGS
 from pipelines.importers.openrlhf.shell import read_commands
 from pipelines.importers.openrlhf.translate import Translation, translate
 from rlhf_core.config.policy import DynamicSampling, KLInReward
+from rlhf_core.errors import ConfigError
 from rlhf_core.runtime.placement import layout
 
 PPO_010 = r"""
@@ -347,7 +348,6 @@ def test_a_setting_has_its_value_in_the_profile(script, key, value, tmp_path):
         (PPO + "--load_in_4bit", "--load_in_4bit"),
         (PPO + "--param_dtype fp16", "--param_dtype"),
         (PPO + "--reward_clip_range -5 10", "--reward_clip_range"),
-        (DPO + "--ref_pretrain models/other", "--ref_pretrain"),
         (DPO + "--lr_scheduler polynomial", "--lr_scheduler"),
         (PRM, "--placeholder_token"),
         (PPO + "--use_kl_loss --kl_estimator k1", "--kl_estimator"),
@@ -357,6 +357,30 @@ def test_what_cannot_be_said_here_has_a_reason_and_the_nearest_thing(script, fla
     _, translation = translated(script, tmp_path)
     outcome = next(one for one in translation.outcomes if one.flag == flag)
     assert outcome.fate == "not translatable" and "; nearest: " in outcome.what[0]
+
+
+def test_a_reference_and_reward_models_from_elsewhere_are_steps_of_a_recipe(tmp_path):
+    dpo, outcomes = translated(DPO + "--ref_pretrain ./models/other", tmp_path)
+    (tmp_path / "there.toml").rename(tmp_path / "dpo.toml")
+    steps = {step.name: step for step in dpo.steps()}
+    assert fates(outcomes)["--ref_pretrain"] == "translated"
+    assert dig(steps["reference"].config, "model.path").endswith("models/other")
+    assert (steps["dpo"].inputs["policy"], steps["dpo"].inputs["reference"]) == ("base", "reference")
+    ppo, outcomes = translated(PPO + "--reward_pretrain ./models/a,./models/b", tmp_path)
+    assert {step.name: step.inputs for step in ppo.steps()}["ppo"]["reward_models"] == {
+        "reward_model": "reward_model",
+        "reward_model_2": "reward_model_2",
+    }
+    flags = "--advantage_estimator gae --reward_pretrain ./models/a --critic_pretrain "
+    for path, name in (("models/sft", "base"), ("./models/critic", "critic"), ("./models/a", "")):
+        other, outcomes = translated(PPO + flags + path, tmp_path)
+        assert {step.name: step.inputs for step in other.steps()}["ppo"]["critic"] == name
+        assert fates(outcomes)["--critic_pretrain"] == ("translated" if name else "ignored")
+    assert ppo.ppo is not None and [term.weight for term in ppo.ppo.rewards.terms.values()] == [1.0, 1.0]
+    with pytest.raises(
+        ConfigError, match=r"dpo\.reference = 'refrence': there is no such step; did you mean reference"
+    ):
+        load_profile(tmp_path / "dpo.toml", ["dpo.reference=refrence"])
 
 
 def test_a_command_that_serves_is_a_command_here_and_needs_no_profile():
