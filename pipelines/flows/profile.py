@@ -259,9 +259,14 @@ def find_profile(profile: str | Path) -> Path:
 def _nearest_profile(name: str, folder: Path) -> str:
     """Return the remedy for a profile that is neither in `folder` nor shipped: the one that was probably meant, else all."""
     place, stem, shipped = Path(name).parent, str(Path(name).with_suffix("")), profile_names()
-    beside = {str(place / path.stem): str(place / path.name) for path in (folder / place).glob("*.toml")}
+    beside = {
+        str(place / path.stem): str(place / path.name)
+        for path in (folder / place).glob("*.toml")
+        if path.stem != "pyproject"
+    }
     near = [beside[one] for one in difflib.get_close_matches(stem, beside, n=1)]
     near += difflib.get_close_matches(stem, shipped, n=1, cutoff=0.5)
+    near += beside.values() if len(beside) == 1 else ()
     return f"did you mean {near[0]}?" if near else f"the shipped profiles are {', '.join(shipped)}"
 
 
