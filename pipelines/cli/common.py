@@ -38,8 +38,17 @@ def store_folder(options: argparse.Namespace) -> Path:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print one line as it is, however long."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    """Print one line as it is, however long, but for signs that would control the terminal."""
+    console.print(plain(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def plain(text: str) -> str:
+    """Return a text in which signs that do not print are replaced; tabs and ends of lines stay.
+
+    >>> plain("a\\x1b[31mb")
+    'a�[31mb'
+    """
+    return "".join(sign if sign.isprintable() or sign in "\t\n" else "\N{REPLACEMENT CHARACTER}" for sign in text)
 
 
 def short(text: str, longest: int) -> str:

@@ -135,4 +135,7 @@ def _tables(tables: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _toml(columns: Mapping[str, str]) -> str:
-    return f"{{{', '.join(f'{ours} = {json.dumps(theirs)}' for ours, theirs in columns.items())}}}"
+    quoted = {
+        ours: json.dumps(theirs, ensure_ascii=False).replace("\x7f", "\\u007f") for ours, theirs in columns.items()
+    }
+    return f"{{{', '.join(f'{ours} = {theirs}' for ours, theirs in quoted.items())}}}"

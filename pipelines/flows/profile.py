@@ -258,7 +258,7 @@ def find_profile(profile: str | Path) -> Path:
 
 def _nearest_profile(name: str, folder: Path) -> str:
     """Return the remedy for a profile that is neither in `folder` nor shipped: the one that was probably meant, else all."""
-    place, stem, shipped = Path(name).parent, str(Path(name).with_suffix("")), profile_names()
+    place, stem, shipped = Path(name).parent, name.removesuffix(".toml"), profile_names()
     beside = {
         str(place / path.stem): str(place / path.name)
         for path in (folder / place).glob("*.toml")

@@ -74,11 +74,12 @@ class RunRecord:
 
     def finishes(self, other: RunRecord) -> bool:
         """Return whether this run has finished what the other one, of the same profile, has left."""
-        same = (self.profile or self.digest, self.overrides, self.store)
+        named, same = (self.profile, self.overrides), self.digest == other.digest
         return (
             self.state == COMPLETED
             and self.changed > other.changed
-            and same == (other.profile or other.digest, other.overrides, other.store)
+            and (same or (bool(self.profile) and named == (other.profile, other.overrides)))
+            and self.store == other.store
             and self.until in ("", other.until)
         )
 

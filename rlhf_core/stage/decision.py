@@ -222,9 +222,7 @@ def remember(store: ArtifactStore, spec: StageSpec, target: Target) -> None:
 
 def last_record(store: ArtifactStore, spec: StageSpec) -> KeyRecord | None:
     """Return the record of the stage's last result in this pipeline; None if there is none, or it is gone."""
-    note = read_stored(store.layout.label(spec.label, spec.pipeline), _Note)
-    found = (store.record(key) for key in (() if note is None else (note.key, note.made)) if key)
-    return next((record for record in found if record is not None), None)
+    return store.latest(spec.label, spec.pipeline)
 
 
 def changed_modules(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

@@ -67,6 +67,8 @@ class _DamageNote(Stored):
 
 class _LabelNote(Stored):
     key: str = Field(pattern=r"^[0-9a-f]{64}$")
+    made: str = ""
+    """Key of the last result, while `key` is that of an attempt which has none yet."""
 
 
 class _RememberedFile(Stored):
@@ -206,12 +208,13 @@ class ArtifactStore:
         return kind(uri=f"{_FILE}{folder}", digest=digest)
 
     def latest(self, label: str, pipeline: str = "") -> KeyRecord | None:
-        """Return the record that the stage with this label last wrote or reused; None if it no longer exists.
+        """Return the record that the stage with this label last wrote or reused; None if it has none, or it is gone.
 
         `pipeline` is the `name` of a profile; "" stands for all of them.
         """
         noted = read_stored(self.layout.label(label, pipeline), _LabelNote)
-        return None if noted is None else self.record(noted.key)
+        found = (self.record(key) for key in (() if noted is None else (noted.key, noted.made)) if key)
+        return next((record for record in found if record is not None), None)
 
     def is_external(self, ref: ArtifactRef) -> bool:
         """Return whether `ref` is a user's own folder, which this store neither keeps nor removes."""

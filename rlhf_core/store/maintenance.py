@@ -277,6 +277,8 @@ def collect(
     living owners stay; so do all records and objects while a record or a root is unreadable. The lock of the store is
     held until all is decided and out of the way: nothing that another process begins to use meanwhile is removed.
     """
+    if not keep_days >= 0:
+        raise ArtifactError("keep_days", keep_days, "must be 0 or more", "to keep everything, do not run gc")
     with alone(layout.leases) if layout.root.is_dir() and not dry_run else nullcontext():
         now = time.time() if dry_run or not layout.root.is_dir() else disk_time(layout.leases)
         records, unreadable = scan()

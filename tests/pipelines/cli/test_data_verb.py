@@ -1,4 +1,6 @@
 import json
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,11 @@ def test_a_file_is_described_without_a_profile(questions, capsys):
 
 def test_unknown_columns_get_the_line_to_paste(tmp_path, capsys):
     (tmp_path / "own.csv").write_text("ask,reply\n2+2?,4\n")
+    (tmp_path / "signs.csv").write_text("prompt é 😀,completion\n\x1b[31mred?,4\n", encoding="utf-8")
+    assert main(["data", str(tmp_path / "signs.csv")]) == 0
+    out = capsys.readouterr().out
+    assert tomllib.loads(re.search(r"columns = .*", out)[0])["columns"]["prompt"] == "prompt é 😀"
+    assert "\x1b" not in out and "[31mred?" in out
     (tmp_path / "other.csv").write_text("a,b,c\n1,2,3\n")
     assert main(["data", str(tmp_path / "own.csv")]) == 0
     assert '    columns = {prompt = "ask", completion = "reply"}\n' in capsys.readouterr().out

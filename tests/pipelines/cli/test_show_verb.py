@@ -106,6 +106,9 @@ def test_a_page_opens_in_the_browser_if_there_is_one(made, capsys, monkeypatch):
     [
         ("model.safetensors", b"short", "cannot be shown: no header of safetensors"),
         ("model.safetensors", b"\x02\0\0\0\0\0\0\0{x", "cannot be shown: Expecting property name"),
+        ("model.safetensors", b"\2\0\0\0\0\0\0\0[]", "cannot be shown: no header of safetensors"),
+        ("model.safetensors", b'\x07\0\0\0\0\0\0\0{"a":5}', "cannot be shown: no header of safetensors"),
+        ("deep.json", b"[" * 100_000, "cannot be shown: maximum recursion depth"),
         ("rows.jsonl", b'{"a": 1}\n{"a":', "cannot be shown: Expecting value"),
         ("rows.parquet", b"none of it", "cannot be shown: Parquet"),
         ("state.bin", b"\xff\xfe", "(2 B) cannot be shown: 'utf-8' codec"),

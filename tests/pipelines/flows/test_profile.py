@@ -221,6 +221,9 @@ def test_what_a_profile_does_not_make_or_may_not_combine_is_refused(tmp_path, pr
 def test_an_unknown_profile_is_refused_with_the_nearest_one():
     with pytest.raises(ConfigError, match=r"'tiny/ful': no such file or shipped profile; did you mean tiny/full\?"):
         find_profile("tiny/ful")
+    for place in ("", ".", "/", ".."):
+        with pytest.raises(ConfigError, match=rf"'{place}': no such file or shipped profile"):
+            find_profile(place)
     with pytest.raises(ConfigError, match="no such file or shipped profile"):
         find_profile("x" * 5000)  # too long for the disk
 

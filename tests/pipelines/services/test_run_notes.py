@@ -44,8 +44,10 @@ def test_the_command_that_goes_on_with_a_run(home, state, changes, command):
         ("Waiting", {}, "Closed"),
         ("Failed", {}, "Closed"),
         ("Running", {}, "Running"),
-        ("Waiting", {"overrides": ["seed=3"]}, "Waiting"),
-        ("Waiting", {"profile": "tiny/rlvr"}, "Waiting"),
+        ("Waiting", {"overrides": ["seed=3"], "digest": "e"}, "Waiting"),
+        ("Waiting", {"overrides": ["publish=none"]}, "Closed"),  # the same configuration, in other words
+        ("Waiting", {"digest": "e"}, "Closed"),  # the file was edited
+        ("Waiting", {"profile": "tiny/rlvr", "digest": "e"}, "Waiting"),
         ("Waiting", {"until": "sft"}, "Waiting"),
         ("Waiting", {"state": "Failed"}, "Waiting"),
     ],

@@ -55,6 +55,7 @@ def test_a_decision_is_compared_with_stages_of_the_same_pipeline(store):
     first = store.record(stage_key(toy_spec()))
     assert first is not None
     assert (last_record(store, mine), last_record(store, other)) == (first, None)
+    assert store.latest("toy", "mine") == first, "an attempt without a result hides none"
     _run(store, other)
     assert _said(store, toy_spec(seed=8, pipeline="other")) == ("RUN", "seed: 7 -> 8, toy.kl_coef: 0.2 -> 0.05")
     assert store.latest("toy") == last_record(store, other) != first

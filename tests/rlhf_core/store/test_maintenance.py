@@ -66,6 +66,9 @@ def test_gc_removes_what_was_not_used_for_long_and_a_dry_run_only_lists_it(store
     report = store.gc(dry_run=True)
     assert sorted(item.kind for item in report.items) == ["object", "record"]
     assert report.dry_run and report.bytes > 3 and {item.label for item in report.items} == {"toy"}
+    for days in (-1.0, float("nan")):
+        with pytest.raises(ArtifactError, match=r"keep_days = .*: must be 0 or more"):
+            store.gc(dry_run=False, keep_days=days)
     assert _left(store) == ["new", "old"]
     store.gc(dry_run=False)
     assert _left(store) == ["new"]
