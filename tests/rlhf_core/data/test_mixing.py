@@ -63,7 +63,7 @@ def test_rows_that_cannot_serve_a_table_say_why():
     assert misfit(example("p", chosen="a"), "demonstrations") is None
     assert (
         misfit(example("p", chosen="a"), "preferences")
-        == "no pair of answers: preferences need a good and a bad one, or one that is labelled good or bad"
+        == "no pair of answers: preferences need a good and a bad one, or one that is labeled good or bad"
     )
     assert misfit(example("p", chosen="a", rejected="b"), "preferences") is None
     assert misfit(example("", chosen="a"), "prompts") == "no prompt"
