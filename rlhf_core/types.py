@@ -402,22 +402,6 @@ def label_fields(label: str) -> dict[str, Any]:
     return fields
 
 
-def readable(number: float, digits: int = 4) -> str:
-    """Return a number as people read it: `digits` of it, all of the whole part, and thousands apart.
-
-    >>> [readable(one) for one in (0.43291, 12345.0, 9999.9, 3.0, -0.00001234, float("nan"))]
-    ['0.4329', '12,345', '10,000', '3', '-1.234e-05', 'nan']
-    """
-    if not abs(number) < LARGEST_WRITTEN:
-        return f"{number:.{digits}g}"
-    is_whole = number == int(number) or abs(number) >= 10**digits - 0.5
-    return f"{number:,.0f}" if is_whole else f"{number:.{digits}g}"
-
-
-LARGEST_WRITTEN = 1e15
-"""From here on a number is shown with its exponent."""
-
-
 def encodable(text: str) -> str:
     """Return `text` with each lone surrogate replaced by a question mark: no tokenizer or file accepts one.
 

@@ -186,7 +186,6 @@ def open_parts(
     """Read the inputs and open all parts of the run; `leases` end them."""
     folder = context.path(policy)
     chat = ChatTemplate.load(folder)
-    ends = stop_token_ids(folder, tokenizer_eos=chat.eos_id)
     given = ordered_prompts(config, context.path(prompts), key=context.label)
     rows, held_out = split_prompts(config, given, key=context.label)
     context.tracker.dataset("prompts", prompts.digest, "training")
@@ -231,7 +230,7 @@ def open_parts(
         turn_weight=config.turn_weight,
         objective=objective,
         demonstrated=demonstrated,
-        ends=tuple(ends),
+        ends=tuple(stop_token_ids(folder, tokenizer_eos=chat.eos_id)),
     )
 
 

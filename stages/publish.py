@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, readable
 from rlhf_core.interfaces import RegistryState
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.layout import MANIFEST
 from rlhf_core.tracking.champions import move_tag
-from rlhf_core.types import CHAMPION, PolicyRef, PublishedRef, ReportRef, readable
+from rlhf_core.types import CHAMPION, PolicyRef, PublishedRef, ReportRef
 from stages.config.publish import ChallengeConfig, GateNote, PublishConfig, Threshold
 
 logger = logging.getLogger(__name__)

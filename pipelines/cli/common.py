@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from pipelines.services.home import Home
-from rlhf_core.types import readable
+from rlhf_core.errors import readable
 
 PIPE_WIDTH = 160
 

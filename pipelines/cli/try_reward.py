@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from pipelines.cli.common import console, print_line, short
 from rlhf_core.config.rewards import FunctionReward
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, readable
 from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.schema.secrets import refuse_plain
-from rlhf_core.types import Completion, Generation, Message, Prompt, readable
+from rlhf_core.types import Completion, Generation, Message, Prompt
 
 LONGEST_ANSWER = 60
 LABEL = "label"

@@ -12,14 +12,13 @@ from pathlib import Path
 
 from pipelines.flows.run_rules import BudgetConfig
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, readable
 from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunOverBudget, StageStopped
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import write_json
 from rlhf_core.store.typed_json import Stored, read_stored
-from rlhf_core.types import readable
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 
 HOUR = 3600.0  # in seconds

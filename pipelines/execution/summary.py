@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.execution.executor import StageOutcome
+from rlhf_core.errors import readable
 from rlhf_core.secrets.redaction import HIDDEN, hidden
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import ArtifactRef, PublishedRef, readable
+from rlhf_core.types import ArtifactRef, PublishedRef
 
 # ---------------------------------------------------------------- measures
 

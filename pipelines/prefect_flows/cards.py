@@ -24,13 +24,14 @@ from pipelines.execution.executor import StageOutcome
 from pipelines.execution.summary import markdown_table
 from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home
+from rlhf_core.errors import readable
 from rlhf_core.stage.decision import Decision
 from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.stage.stopping import RunHalted, StageWaiting
 from rlhf_core.store import attempts
 from rlhf_core.store.gate_decisions import Answer, GateDecisions, Question
 from rlhf_core.store.layout import StoreLayout
-from rlhf_core.types import ArtifactRef, readable
+from rlhf_core.types import ArtifactRef
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rlhf_core.errors import readable
 from rlhf_core.schema.base import Config
-from rlhf_core.types import readable
 
 # ---------------------------------------------------------------- history
 
