@@ -71,8 +71,8 @@ class RewardError(RlhfError, RuntimeError):
 def explain(key: str, value: object, rule: str, remedy: str) -> str:
     """Return an error message in the library's standard form.
 
-    >>> explain("ppo.kl_coef", -1, "must be >= 0", "use 0 to switch the penalty off")
-    'ppo.kl_coef = -1: must be >= 0; use 0 to switch the penalty off'
+    >>> explain("ppo.kl.coef", -1, "must be >= 0", "use 0 to switch the penalty off")
+    'ppo.kl.coef = -1: must be >= 0; use 0 to switch the penalty off'
     """
     return f"{key} = {value!r}: {rule}; {remedy}"
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipelines.cli.common import console, print_line, store_folder
 from pipelines.cli.serve_verb import find_model
-from pipelines.cli.try_reward import read_arguments
+from pipelines.cli.try_reward import check_timeout, read_arguments
 from pipelines.services.home import Home
 from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig
 from rlhf_core.data.chat import ChatTemplate
@@ -46,6 +46,7 @@ def serve_reward(options: argparse.Namespace) -> None:
 
 def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -> None:
     """Serve until SIGTERM or Ctrl-C; pending requests are answered first."""
+    check_timeout(options.timeout_s)
     token = read_token(options.token_env, host=options.host)
     limits = ServerLimits(max_batch=options.max_batch, max_wait_s=options.max_wait_ms / 1000)
     name = options.function or options.reward_model

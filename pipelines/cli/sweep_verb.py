@@ -32,6 +32,7 @@ from pipelines.execution.sweep import (
     default_goal,
     goal_of,
     grid_points,
+    key_of,
     keys_of,
     named,
     random_points,
@@ -260,7 +261,7 @@ def check_swept(options: argparse.Namespace, keys: Sequence[str]) -> None:
         )
         raise ConfigError("--grid", " ".join(options.grid), rule, remedy)
     for override in options.overrides:
-        if override.partition("=")[0].strip() in keys:
+        if key_of(override) in keys:
             raise ConfigError("--set", override, "this key is swept", "leave it out")
 
 

@@ -15,6 +15,7 @@ from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.errors import ConfigError, readable
 from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.terms import open_elsewhere
+from rlhf_core.schema.base import LONGEST_S
 from rlhf_core.schema.secrets import refuse_plain
 from rlhf_core.types import Completion, Generation, Message, Prompt
 
@@ -25,6 +26,7 @@ LABEL = "label"
 
 def try_reward(options: argparse.Namespace) -> None:
     """Print the reward of each answer, what the function logs, and the seconds; errors are those of a run."""
+    check_timeout(options.timeout_s)
     term = _term(options.function, read_arguments(options.arguments), options.timeout_s)
     answers = [_generation(options.prompt, _label(options.columns), text) for text in options.answers]
     began = time.perf_counter()
@@ -35,6 +37,12 @@ def try_reward(options: argparse.Namespace) -> None:
         ended = time.perf_counter()
     _print(outcome, options.answers)
     print_line(console, f"{ended - started:.3f} s; {started - began:.1f} s before it to start its process")
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise ConfigError for a timeout that a clock cannot hold."""
+    if not 0 < timeout_s <= LONGEST_S:
+        raise ConfigError("--timeout-s", timeout_s, f"must be > 0 and <= {LONGEST_S}", "give the seconds of one batch")
 
 
 def read_arguments(text: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Compare two runs, artifacts or profiles: configuration, code, inputs, metrics, and answers to the same prompts."""
 
+import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,9 @@ from pipelines.execution.opening import store_of
 from pipelines.execution.plan import DIGITS, PENDING, PlannedStage, plan
 from pipelines.execution.summary import Measure, stage_measures
 from pipelines.flows.inputs import find_artifact
-from pipelines.flows.profile import find_profile, load_profile, profile_names
+from pipelines.flows.profile import entry_name, find_profile, load_profile, profile_names
 from pipelines.services.home import Home
+from rlhf_core.config.former_names import present_name
 from rlhf_core.data.shards import read_generations
 from rlhf_core.errors import ArtifactError, ConfigError, nearest
 from rlhf_core.evaluation.lineage import handles, lineage
@@ -139,11 +141,26 @@ def config_differences(ours: Side, theirs: Side) -> list[tuple[str, str, str]]:
     """Return key, value here and value there, for every key that differs between two profiles or runs."""
     if not ours.config or not theirs.config:
         return []
+    here, there = (dict(_by_name(side.config)) for side in (ours, theirs))
     return [
-        (key, ours.config.get(key, NOWHERE), theirs.config.get(key, NOWHERE))
-        for key in [*ours.config, *(key for key in theirs.config if key not in ours.config)]
-        if ours.config.get(key) != theirs.config.get(key)
+        (key, here.get(key, NOWHERE), there.get(key, NOWHERE))
+        for key in [*here, *(key for key in there if key not in here)]
+        if here.get(key) != there.get(key)
     ]
+
+
+def _by_name(config: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield each key and value under the present name of the key, and those of lists of tables by the entries' names."""
+    for key, text in config.items():
+        try:
+            entries = ast.literal_eval(text) if text.startswith("[{") else []
+        except (ValueError, SyntaxError):  # a long value is cut in MLflow
+            entries = []
+        names = [entry_name(entry) if isinstance(entry, Mapping) else "" for entry in entries]
+        if names and all(names) and len(set(names)) == len(names):
+            yield from flatten({present_name(key): dict(zip(names, entries, strict=True))}).items()
+        else:
+            yield present_name(key), text
 
 
 def not_compared(ours: Side, theirs: Side) -> dict[str, str]:

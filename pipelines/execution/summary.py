@@ -224,8 +224,8 @@ def _without_secrets(override: str) -> str:
 def run_name(name: str, overrides: Sequence[str], token: str) -> str:
     """Return the name of a tracking run: the profile's, its overrides, and a part of the run's own token.
 
-    >>> run_name("tiny", ["ppo.kl_coef=0.1"], "3f2a91")
-    'tiny ppo.kl_coef=0.1 (3f2a)'
+    >>> run_name("tiny", ["ppo.kl.coef=0.1"], "3f2a91")
+    'tiny ppo.kl.coef=0.1 (3f2a)'
     """
     shown = [
         text if len(text) <= LONGEST_OVERRIDE else f"{text[: LONGEST_OVERRIDE - 3]}..."

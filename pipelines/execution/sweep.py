@@ -24,6 +24,7 @@ from pipelines.execution.executor import Silent, Tally
 from pipelines.execution.gates import Gatekeeper, Outcome, Verdict, condition
 from pipelines.execution.summary import Measure, shown_overrides, stage_measures
 from pipelines.flows.run_rules import GateConfig
+from rlhf_core.config.former_names import present_name
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.secrets.redaction import without_secrets
@@ -41,13 +42,22 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------- The points of a sweep: the product of values, or draws from ranges
 
 Point: TypeAlias = tuple[str, ...]
-"""The overrides of one run, such as `("ppo.kl_coef=0.05",)`."""
+"""The overrides of one run, such as `("ppo.kl.coef=0.05",)`."""
 _RANGE = re.compile(r"(?P<log>log:)?(?P<low>[^.:].*?)\.\.(?P<high>.+)")
 
 
 def keys_of(points: Sequence[Point]) -> list[str]:
-    """Return the keys that the points set, in their order."""
-    return list(dict.fromkeys(part.partition("=")[0].strip() for point in points for part in point))
+    """Return the keys that the points set, under their present names and in their order."""
+    return list(dict.fromkeys(key_of(part) for point in points for part in point))
+
+
+def key_of(override: str) -> str:
+    """Return the key of an override under its present name.
+
+    >>> key_of("ppo.kl_coef=0.1")
+    'ppo.kl.coef'
+    """
+    return present_name(override.partition("=")[0].strip())
 
 
 def named(point: Point) -> str:
@@ -58,8 +68,8 @@ def named(point: Point) -> str:
 def grid_points(grids: Sequence[str]) -> list[Point]:
     """Return the product of the values in `key=value,value`, the last key the fastest.
 
-    >>> grid_points(["ppo.kl_coef=0.05,0.1", "seed=1,2"])[1]
-    ('ppo.kl_coef=0.05', 'seed=2')
+    >>> grid_points(["ppo.kl.coef=0.05,0.1", "seed=1,2"])[1]
+    ('ppo.kl.coef=0.05', 'seed=2')
     """
     choices = [choices_of(grid) for grid in grids]
     check_keys([key for key, _ in choices])
@@ -69,8 +79,8 @@ def grid_points(grids: Sequence[str]) -> list[Point]:
 def random_points(count: int, ranges: Sequence[str], grids: Sequence[str], *, seed: int) -> list[Point]:
     """Return `count` points drawn from ranges and from the values of grids; the same `seed` draws the same points.
 
-    >>> random_points(1, ["ppo.kl_coef=log:0.01..0.1"], ["seed=1,2"], seed=0)
-    [('ppo.kl_coef=0.03538', 'seed=1')]
+    >>> random_points(1, ["ppo.kl.coef=log:0.01..0.1"], ["seed=1,2"], seed=0)
+    [('ppo.kl.coef=0.03538', 'seed=1')]
     """
     if count < 1:
         raise ConfigError("--random", count, "must be >= 1", "give the number of points to draw")
@@ -142,7 +152,7 @@ class Span:
 def span_of(text: str) -> Span:
     key, _, written = text.partition("=")
     matched = _RANGE.fullmatch(written.strip())
-    remedy = "write KEY=LOW..HIGH or KEY=log:LOW..HIGH, such as ppo.kl_coef=log:0.01..0.2"
+    remedy = "write KEY=LOW..HIGH or KEY=log:LOW..HIGH, such as ppo.kl.coef=log:0.01..0.2"
     if not key.strip() or matched is None:
         raise ConfigError("--range", text, "must read KEY=LOW..HIGH", remedy)
     ends = (matched["low"].strip(), matched["high"].strip())
@@ -162,7 +172,7 @@ def choices_of(grid: str) -> tuple[str, list[str]]:
     key, _, written = grid.partition("=")
     values = _split(grid, written)
     if not key.strip() or not all(values):
-        remedy = "for example --grid ppo.kl_coef=0.02,0.05,0.1"
+        remedy = "for example --grid ppo.kl.coef=0.02,0.05,0.1"
         raise ConfigError("--grid", grid, "must read KEY=VALUE,VALUE,...", remedy)
     if len(set(values)) < len(values):
         raise ConfigError("--grid", grid, "names a value twice", "remove one of them")
@@ -192,8 +202,9 @@ def _split(grid: str, text: str) -> list[str]:
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    for key in keys:
-        if keys.count(key) > 1:
+    present = [*map(present_name, keys)]
+    for key in present:
+        if present.count(key) > 1:
             raise ConfigError("--grid", key, "is swept twice", "name each key once")
 
 

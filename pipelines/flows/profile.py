@@ -248,12 +248,14 @@ def profile_digest(config: PipelineConfig) -> str:
 def find_profile(profile: str | Path) -> Path:
     """Return the file of a profile: a path, or the name of a shipped one such as `tiny/full`."""
     name = str(profile)
-    shipped = shipped_profiles()
-    candidates = [Path(name), Path(f"{name}.toml"), shipped / name, shipped / f"{name}.toml"]
-    for candidate in candidates:
+    for candidate in _candidates(name, Path()):
         if _is_file(candidate):
             return candidate
     raise ConfigError(f"profile = {name!r}: no such file or shipped profile; {_nearest_profile(name, Path())}")
+
+
+def _candidates(name: str, folder: Path) -> list[Path]:
+    return [place / one for place in (folder, shipped_profiles()) for one in (name, f"{name}.toml")]
 
 
 def _nearest_profile(name: str, folder: Path) -> str:
@@ -308,8 +310,7 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(named, str) or "\0" in named:
         remedy = f"give the path of a profile, or a shipped one: {', '.join(profile_names())}"
         raise ConfigError(f"extends = {shown_value('extends', named)}: must be the name of a file; {remedy}")
-    beside, shipped = path.parent / named, shipped_profiles() / f"{named}.toml"
-    base = _read_tree(shipped if not _is_file(beside) and _is_file(shipped) else beside, (*seen, path))
+    base = _read_tree(next(filter(_is_file, _candidates(named, path.parent)), path.parent / named), (*seen, path))
     return _without_removed_steps(base, _merge(base, _with_current_names(tree, below=base)))
 
 
@@ -405,7 +406,7 @@ def _merge_list(entries: Sequence[Mapping[str, Any]], changes: Mapping[str, Any]
 
 def _entry(entries: Sequence[Mapping[str, Any]], keys: Sequence[str], value: Any, dotted: str) -> tuple[int, int]:
     """Return the place of the entry that the first keys name, or count from 0, and how many keys its name has."""
-    names = [as_written(str(entry[key])) if (key := _name_key(entry)) else "" for entry in entries]
+    names = [entry_name(entry) for entry in entries]
     for used in range(len(keys), 0, -1):
         if names.count(".".join(keys[:used])) == 1:
             return names.index(".".join(keys[:used])), used
@@ -417,6 +418,12 @@ def _entry(entries: Sequence[Mapping[str, Any]], keys: Sequence[str], value: Any
         places = [f"{dotted}.{place}" for place, other in enumerate(names) if other == name]
         rule, remedy = "several entries have this name", f"give the place of one: {', '.join(places)}"
     raise ConfigError(f"{dotted}.{'.'.join(keys)} = {shown_value(keys[-1], value)}: {rule}; {remedy}")
+
+
+def entry_name(entry: Mapping[str, Any]) -> str:
+    """Return the name of an entry of a list of tables, such as a gate; "" if it has none."""
+    key = _name_key(entry)
+    return as_written(str(entry[key])) if key else ""
 
 
 def _name_key(entry: Mapping[str, Any]) -> str:
@@ -479,7 +486,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     if encodable(override) != override:
         raise ConfigError(f"--set {shown_value('', override)}: must be valid UTF-8; type it again")
     value = _value(key, text)
-    keys = key.split(".")
+    keys = _keys(key)
     if any(
         keys[: len(path)] == [*path] and set(keys[len(path) : len(path) + 1]) & FORMER.keys()
         for path in policy_tables(tree)
@@ -488,6 +495,24 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         tree.update(_merge(tree, _with_current_names(layer, below=tree)))
         return
     _set(tree, keys, value)
+
+
+def _keys(dotted: str) -> list[str]:
+    """Return the parts of a dotted key, of which some may be in quotes as in TOML.
+
+    >>> _keys('gates."v1.2 final".value')
+    ['gates', 'v1.2 final', 'value']
+    """
+    if not {'"', "'"} & {*dotted}:
+        return dotted.split(".")
+    try:
+        keys, tree = list[str](), _parse_toml(f"{dotted} = 0")
+    except ValueError as error:
+        raise ConfigError("--set", dotted, f"is no key: {error}", "close its quotes, or leave them out") from None
+    while isinstance(tree, dict):
+        [(key, tree)] = tree.items()
+        keys.append(key)
+    return keys
 
 
 def _set(tree: Any, keys: Sequence[str], value: Any) -> None:
@@ -521,7 +546,7 @@ def _set(tree: Any, keys: Sequence[str], value: Any) -> None:
     return None
 
 
-_PYTHON = re.compile(r"True|False|[+-]?(\d+\.|\d*\.\d+)(e[+-]?\d+)?")
+_PYTHON = re.compile(r"True|False|[+-]?(\d+\.|\d*\.\d+)([eE][+-]?\d+)?")
 """Switches and numbers as Python has them and TOML has not."""
 
 

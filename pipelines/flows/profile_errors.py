@@ -22,6 +22,10 @@ QUOTES = ("'", '"')
 """Begin the message of a rule that names the value that breaks it."""
 _NAMES_KEY = re.compile(r"[^\s:]+( = |:|, )")
 """Begins the message of a rule that names a key of its table."""
+_KIND = "Input should be "
+_TABLE = r"a valid dictionary( or instance of \w+| or object to extract fields from)?"
+_WORDS = {"Input should": "must", "Tuple should": "must", "a valid tuple": "a list", _TABLE: "a table"}
+"""Patterns of pydantic's words -> those of a profile."""
 ANY = "NAME"
 """A key that the profile chooses."""
 
@@ -63,8 +67,10 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     if location[-1:] == ("[key]",):
         rule = "a name has letters, digits, _ and -, and begins with a letter or digit"
         return f"{'.'.join(keys[:-1])} = {{...}}: {rule}; give it another one"
-    rule = message.replace("Input should be", "must be")
     value = first["input"]
+    rule = _rule(error, location) if len(keys) < len(location) else message
+    for theirs, ours in _WORDS.items():
+        rule = re.sub(theirs, ours, rule)
     shown = shown_value(keys[-1] if keys else "", value) if not isinstance(value, (Mapping, list)) else "{...}"
     remedy = f"change it in {origin} or with --set {dotted}=..."
     if first["type"] == "literal_error":
@@ -73,16 +79,19 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; {remedy}"
 
 
+def _rule(error: ValidationError, location: Sequence[int | str]) -> str:
+    """Return the rule of an option that takes several kinds of values: that of the kind it was given, else all of them."""
+    rules = [one["msg"] for one in error.errors() if one["loc"][:-1] == location[:-1]]
+    of_kind = [rule for rule in rules if not rule.startswith(_KIND)]
+    return of_kind[0] if of_kind else _KIND + " or ".join(rule.removeprefix(_KIND) for rule in rules)
+
+
 def check_removal(keys: Sequence[str], table: Mapping[Any, Any], model: type[BaseModel]) -> None:
     """Raise ConfigError unless the last of `keys`, which `table` does not have, is the name of an option.
 
     Any other name is misspelt: what it should remove would stay.
     """
-    inside = [
-        *(key for key in keys[:-1] if not key.isdigit()),
-        keys[-1],
-    ]  # places in a list are no part of an option's name
-    if any(_is_name(keys, name) or _is_name(inside, name) for name in _names(model)):
+    if any(_is_name(keys, name) for name in _names(model)):
         return
     near = difflib.get_close_matches(keys[-1], sorted(map(str, table)), n=1, cutoff=0.6)
     meant = ".".join([*keys[:-1], near[0]]) if near else _nearest(keys, model)
@@ -138,14 +147,17 @@ def _types_with(keys: Sequence[str], model: type[BaseModel]) -> tuple[str, list[
 
 def models_at(keys: Sequence[str], model: type[BaseModel]) -> list[type[BaseModel]]:
     """Return the models that can stand at the place of `keys`."""
-    models, is_named = [model], False
+    models, is_named, in_list = [model], False, False
     for key in keys:
-        if key.isdigit() or is_named:  # a place in a list or a name in a table, whose models were found with it
-            is_named = False
+        known = [fields_of(one) for one in models]
+        # A place or a name in a list, or a name in a table, whose models were found with it.
+        if key.isdigit() or is_named or (in_list and not any(key in fields for fields in known)):
+            is_named = in_list = False
             continue
-        fields = [fields_of(one)[key].annotation for one in models if key in fields_of(one)]
+        fields = [one[key].annotation for one in known if key in one]
         models = [found for annotation in fields for found in _models_in(annotation)]
         is_named = any(get_origin(annotation) is dict for annotation in fields)
+        in_list = any(get_origin(annotation) is tuple for annotation in fields)
     return models
 
 
@@ -197,7 +209,7 @@ def _with_names(name: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
     """Return an option with the names that `keys` have in place of `ANY`, if it has as many parts."""
     return (
         tuple(key if part == ANY else part for part, key in zip(name, keys, strict=True))
-        if len(name) == len(keys)
+        if len(name) == len(keys) and all(part in (key, ANY) for part, key in zip(name[:-1], keys, strict=False))
         else tuple(name)
     )
 
@@ -207,10 +219,10 @@ def _is_name(keys: Sequence[str], name: Sequence[str]) -> bool:
 
 
 def _names(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the keys of every option, with `ANY` for the names in a table of models."""
+    """Yield the keys of every option, with `ANY` for the names in a table, and the places in a list, of models."""
     for name, field in fields_of(model).items():
         yield (*above, name)
-        named = (ANY,) if get_origin(field.annotation) is dict else ()
+        named = (ANY,) if get_origin(field.annotation) in (dict, tuple) else ()
         for inner in _models_in(field.annotation):
             yield from _names(inner, (*above, name, *named))
 

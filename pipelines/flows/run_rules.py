@@ -35,7 +35,7 @@ class GateConfig(Config):
     """Metric of the stage's record, or the path of a number in its report.json: `accuracy_low`, `policies/ppo/gold/low`.
     Without one, a person approves every artifact."""
     op: Literal[">=", ">", "<=", "<"] = ">="
-    value: float | None = Field(None, allow_inf_nan=False)
+    value: float | None = None
     least_prompts: int = added_option(FEWEST_PROMPTS, ge=1)
     """Least number of prompts that the number is of, where the stage records how many. With fewer, the condition does not
     hold."""
@@ -69,9 +69,9 @@ class GateConfig(Config):
 class PricesConfig(Config):
     """Price of an hour of each kind of device, in the currency of the budget."""
 
-    gpu: float = Field(0.0, ge=0, allow_inf_nan=False)
+    gpu: float = Field(0.0, ge=0)
     """Price of an hour of one GPU that the engines of a stage hold."""
-    machine: float = Field(0.0, ge=0, allow_inf_nan=False)
+    machine: float = Field(0.0, ge=0)
     """Price of an hour of an executed stage, whatever it holds: the machine, with its CPUs and disks."""
 
 
@@ -82,7 +82,7 @@ class BudgetConfig(Config):
     """Hours of executed stages."""
     gpu_hours: float | None = Field(None, gt=0)
     """Hours of executed stages times the number of GPUs that their engines hold."""
-    cost: float | None = Field(None, gt=0, allow_inf_nan=False)
+    cost: float | None = Field(None, gt=0)
     """Maximum cost of the hours of executed stages, at `prices`."""
     prices: PricesConfig = PricesConfig()
     """Prices of an hour by kind of device; judges behind an address and people are not among them."""

@@ -62,7 +62,7 @@ class SlerpMerge(Config):
 class OfChanges(Config):
     """What merges the changes from a base."""
 
-    scale: float = Field(1.0, allow_inf_nan=False)
+    scale: float = 1.0
     """Factor lambda of the merged change."""
     density: float = Field(1.0, gt=0, le=1)
     """Share of the values of each tensor's change that are kept; the others are set to 0."""

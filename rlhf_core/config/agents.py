@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, FunctionName
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, FunctionName, Seconds
 from rlhf_core.schema.secrets import HOLDS_SECRETS, refuse_plain_options
 
 
@@ -18,9 +18,9 @@ class EpisodeLimits(Config):
     """Maximum number of turns of the policy; an episode that is not over then is cut (`finish_reason = "length"`)."""
     max_episode_tokens: int = Field(2048, ge=2)
     """Most tokens of prompt, turns and environment text together; `sampling.max_tokens` limits one turn."""
-    step_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 60.0
+    step_timeout_s: Annotated[Seconds, FAILURES] = 60.0
     """Deadline, in seconds, of the environment's part of one turn."""
-    episode_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0
+    episode_timeout_s: Annotated[Seconds, FAILURES] = 600.0
     """Deadline, in seconds, of the environment's part of a whole episode; sampling does not count."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 1
     """Number of times an episode is repeated after its environment failed. After that it is counted and left out, never
@@ -106,7 +106,7 @@ class ProgramAgent(RewardingAgent):
     """Environment variables of the program, in addition to those of the run; secrets as `"env:NAME"`."""
     give_label: bool = False
     """Whether the program gets the prompt's label, for programs that compute a reward themselves."""
-    request_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0
+    request_timeout_s: Annotated[Seconds, FAILURES] = 600.0
     """Deadline, in seconds, of one request of the program, including sampling."""
 
     def read_files(self) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ class VerifiersAgent(RewardingAgent):
     """Version of the environment. It is in the key of a stage, which cannot see the packages installed there."""
     folders: tuple[str, ...] = ()
     """Folders from which its modules may be imported; all their `*.py` files belong to the key of a stage."""
-    request_timeout_s: Annotated[float, Field(gt=0), FAILURES] = 600.0
+    request_timeout_s: Annotated[Seconds, FAILURES] = 600.0
     """Deadline, in seconds, of one request of the environment, including sampling."""
 
     def read_files(self) -> tuple[str, ...]:

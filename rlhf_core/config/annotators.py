@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.rewards import JsonVerdict, OnFailure, PatternVerdict
-from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, HttpAddress
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, HttpAddress, Seconds
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 
 SHOWN_TO_JUDGE = ("{prompt}", "{first}", "{second}")
@@ -24,7 +24,7 @@ class ProgramAnnotator(Config):
     """Noise: the answer with reward a is chosen over the one with b with probability sigmoid((a - b) / temperature)."""
     tie_below: float = Field(0.0, ge=0)
     """Rewards that differ by less than this are a tie."""
-    timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
+    timeout_s: Annotated[Seconds, OPERATIONAL] = 600.0
     """Deadline, in seconds, of the function for all answers."""
 
 
@@ -159,7 +159,7 @@ class JudgeAnnotator(Config):
     """Number of times that a reply without a verdict is answered with a request for one. They are counted."""
     concurrency: Annotated[int, Field(ge=1), FAILURES] = 16
     """Number of concurrent requests."""
-    timeout_s: Annotated[float, Field(gt=0), FAILURES] = 120.0
+    timeout_s: Annotated[Seconds, FAILURES] = 120.0
     """Deadline, in seconds, of one question."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 4
     """Number of retries of a question after a fault of the network or the server."""

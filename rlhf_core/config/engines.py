@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from rlhf_core.schema.base import OPERATIONAL, Config, RenamedConfig, added_option
+from rlhf_core.schema.base import LONGEST_S, OPERATIONAL, Config, RenamedConfig, Seconds, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 
 # ---------------------------------------------------------------- precision
@@ -316,9 +316,9 @@ class VllmServerSamplerConfig(BaseSamplerConfig):
     fp32_lm_head: bool = added_option(False)
     """As `trainer.fp32_lm_head`: whether the servers were started with `--hf-overrides '{"head_dtype": "float32"}'`."""
     max_model_len: int = Field(256, ge=16)
-    request_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
+    request_timeout_s: Annotated[Seconds, OPERATIONAL] = 300.0
     """Deadline, in seconds, of one completion, including the wait in the server's queue."""
-    load_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
+    load_timeout_s: Annotated[Seconds, OPERATIONAL] = 300.0
     """Deadline, in seconds, of one weight update on all servers."""
     retries: Annotated[int, Field(ge=0), OPERATIONAL] = 2
     """Number of retries of a failed request, on another server if there is one."""
@@ -371,19 +371,19 @@ class RuntimeConfig(Config):
     cpu_threads: Annotated[int, Field(ge=0), OPERATIONAL] = 0
     """Number of threads per worker; 0 is an equal share of the cores that the run may use. Results depend on it by
     rounding."""
-    worker_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
+    worker_timeout_s: Annotated[Seconds, OPERATIONAL] = 600.0
     """Deadline, in seconds, of one call to a worker."""
     retries: Annotated[int, Field(ge=0), OPERATIONAL] = 2
     """Number of times a stage that lost its workers resumes in the same run without making progress."""
     execution: Annotated[Literal["inline", "ray-job"], OPERATIONAL] = "inline"
     """Where stages run: `inline` in the flow's process; `ray-job` as jobs of the Ray at `RAY_ADDRESS`, which continue
     if the flow dies, and to which the next run attaches."""
-    job_pending_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
+    job_pending_timeout_s: Annotated[Seconds, OPERATIONAL] = 300.0
     """Time, in seconds, that a job may wait for the cluster before the run gives up."""
-    placement_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 300.0
+    placement_timeout_s: Annotated[Seconds, OPERATIONAL] = 300.0
     """Time, in seconds, that workers may wait for GPUs that are busy or, in a cluster of `RAY_ADDRESS`, not there yet:
     an autoscaler starts nodes for waiting workers."""
-    time_limit_s: Annotated[float, Field(ge=0), OPERATIONAL] = 0.0
+    time_limit_s: Annotated[float, Field(ge=0, le=LONGEST_S), OPERATIONAL] = 0.0
     """Time, in seconds after the start of the allocation (`SLURM_JOB_START_TIME`, else of the run), at which stages
     save and the run ends; leave room for one step and one checkpoint. 0 sets no limit."""
     trainer: TrainerConfig = TrainerConfig()

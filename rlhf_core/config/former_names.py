@@ -3,8 +3,11 @@
 Until version 0.2 the options of `[ppo.kl]`, `[ppo.ahead]` and `[ppo.value]` were keys of `[ppo]` itself.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
+
+from rlhf_core.schema.base import SPELLINGS
 
 FORMER = {
     "kl_coef": ("kl", "coef"),
@@ -23,6 +26,8 @@ FORMER = {
     "value_optimizer": ("value", "optimizer"),
 }
 """Former key -> its table and its option."""
+_FORMER = re.compile(rf"((?:recipe\.)?[^.]+(?:\.ppo)?)\.({'|'.join(FORMER)})(?=[.\[]|$)")
+_SPELLED = re.compile(rf"(?<=\.)({'|'.join(SPELLINGS)})(?=\.|$)")
 OF_REWARD = {"credit": "token"}
 OF_LOSS = {"estimator": "k2"}
 """Options of one type of `[ppo.kl]` and the values at which the other type had them, too."""
@@ -64,6 +69,20 @@ def renamed(table: Mapping[str, Any], below: Mapping[str, Any]) -> Mapping[str, 
         if ahead or below.get("ahead"):
             current["ahead"] = ahead or "none"
     return current
+
+
+def present_name(key: str) -> str:
+    """Return the present name of an option of a stage or a profile, which records, and profiles of before, name otherwise.
+
+    >>> present_name("ppo.kl_coef"), present_name("recipe.improve.staleness"), present_name("ppo.ahead.staleness")
+    ('ppo.kl.coef', 'recipe.improve.ahead.steps', 'ppo.ahead.staleness')
+    """
+
+    def moved(found: re.Match[str]) -> str:
+        table, option = FORMER[found[2]]
+        return f"{found[1]}.{table}" if option == "type" else f"{found[1]}.{table}.{option}"
+
+    return _SPELLED.sub(lambda found: SPELLINGS[found[1]], _FORMER.sub(moved, key, count=1))
 
 
 def _without_other_type(kl: Mapping[str, Any], below: object) -> dict[str, Any]:

@@ -160,7 +160,7 @@ Ahead = Annotated[Staleness | PartialRollouts | DynamicSampling, Field(discrimin
 # ---------------------------------------------------------------- teachers
 
 TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0)]
 
 
 class Teachers(Config):
@@ -271,7 +271,7 @@ class PPOConfig(RenamedConfig):
     prompts_per_step: int = Field(64, ge=1)
     samples_per_prompt: int = Field(1, ge=1)
     """Number of samples per prompt: the group size of estimators that compare them."""
-    mixture: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = added_option({})
+    mixture: dict[str, Annotated[float, Field(ge=0)]] = added_option({})
     """Share of the prompts of each step by their source, as `{gsm8k = 0.7, support = 0.3}`; they are divided by their sum.
     Sources without a share are left out. Without a table, prompts come in the proportions of the data."""
     order: Literal["shuffled", "given", "easy_first"] = added_option("shuffled")

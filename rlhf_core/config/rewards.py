@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlhf_core.errors import ConfigError, nearest
-from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, FunctionName, HttpAddress, RenamedConfig, added_option
+from rlhf_core.schema.base import (
+    FAILURES,
+    OPERATIONAL,
+    Config,
+    FunctionName,
+    HttpAddress,
+    RenamedConfig,
+    Seconds,
+    added_option,
+)
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 
 # ---------------------------------------------------------------- terms
@@ -103,7 +112,7 @@ class FunctionReward(Term):
     compares: Compares = "nothing"
     """Answers that a value is relative to: `group`, the other answers to its prompt, which then form one call;
     `batch`, all answers of a step (`ppo`) or shard (`score`), which then form one call."""
-    timeout_s: Annotated[float, Field(gt=0), FAILURES] = 60.0
+    timeout_s: Annotated[Seconds, FAILURES] = 60.0
     """Deadline, in seconds, of one batch; the process is killed after it."""
     batch_size: Annotated[int, Field(ge=0), FAILURES] = 0
     """Number of generations per call; 0 divides all of them among the workers, one call each."""
@@ -141,7 +150,7 @@ class RemoteReward(Term):
     """Version of the reward, part of the stage's key: change it when the server scores differently."""
     compares: Literal["nothing", "group"] = "nothing"
     """Answers that a value is relative to: `group`, the other answers to its prompt, which then form one request."""
-    timeout_s: Annotated[float, Field(gt=0), FAILURES] = 180.0
+    timeout_s: Annotated[Seconds, FAILURES] = 180.0
     """Deadline, in seconds, of one request."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 4
     """Number of retries of a failed request."""
@@ -213,7 +222,7 @@ class JudgeReward(Term):
     """Sampling temperature of the judge."""
     concurrency: Annotated[int, Field(ge=1), FAILURES] = 16
     """Number of concurrent requests."""
-    timeout_s: Annotated[float, Field(gt=0), FAILURES] = 120.0
+    timeout_s: Annotated[Seconds, FAILURES] = 120.0
     """Deadline, in seconds, of one question."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 4
     """Number of retries of a failed question."""

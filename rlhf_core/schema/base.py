@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -91,6 +92,10 @@ FunctionName: TypeAlias = Annotated[str, AfterValidator(_function)]
 """A function or class of the user."""
 HttpAddress: TypeAlias = Annotated[str, AfterValidator(_http_address)]
 """The URL of a server."""
+LONGEST_S = 2_000_000
+"""The longest timeout in seconds, 23 days: with a grace period added, its milliseconds fit into 31 bits, as poll() needs."""
+Seconds: TypeAlias = Annotated[float, Field(gt=0, le=LONGEST_S)]
+"""A timeout."""
 
 
 NUMERAL = re.compile(r"\s*[+-]?(\d[\d_]*\.?\d*(e[+-]?\d+)?|\.\d+|inf(inity)?|nan)\s*", re.IGNORECASE)
@@ -105,7 +110,9 @@ class Config(BaseModel):
     all configurations takes longer than planning a run.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -187,15 +194,17 @@ def tag_of(model: type[BaseModel]) -> tuple[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=512)
 def _of_numbers(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the annotations of the keys of a model that hold numbers or switches, alone, in lists or in tables."""
+    """Return the annotations of the keys of a model that may hold numbers or switches, alone, in lists or in tables."""
     kinds = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
     return {
-        key: kind for key, kind in kinds.items() if any({int, float, bool} & {*_kinds(one)} for one in _nested(kind))
+        key: kind
+        for key, kind in kinds.items()
+        if any({int, float, bool, Any} & {*_kinds(one)} for one in _nested(kind))
     }
 
 
 def _check_kind(key: str, value: Any, *kinds: Any) -> None:
-    """Raise ValueError for text in place of a number or of a switch, and for one of these in place of the other.
+    """Raise ValueError for infinity, for text in place of a number or of a switch, and for one of these in place of the other.
 
     pydantic would convert them: true to 1, "5" to 5, and "no" to false.
     """
@@ -210,9 +219,21 @@ def _check_kind(key: str, value: Any, *kinds: Any) -> None:
     if alone & {int, float} and isinstance(value, bool) and bool not in alone:
         raise ValueError(f"{key} = {shown}: must be a number; write 1 or 0 if it is meant")
     if alone & {int, float} and isinstance(value, str) and str not in alone and NUMERAL.fullmatch(value):
-        raise ValueError(f"{key} = {shown}: must be a number, not text; write it without quotes")
+        raise ValueError(f"{key} = {shown}: is text, and must be a number; write {_number(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key} = {shown}: must be finite; give a finite number")
     if alone and alone <= {bool, NoneType} and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        raise ValueError(f"{key} = {shown}: must be true or false; write one of them, without quotes")
+        raise ValueError(f"{key} = {shown}: must be true or false; write one of them")
+
+
+def _number(text: str) -> str:
+    """Return a number as TOML has it.
+
+    >>> _number("007"), _number("1.E-3"), _number("Infinity")
+    ('7', '0.001', 'a finite one')
+    """
+    number = float(text.replace("_", ""))
+    return f"{int(number)}" if number.is_integer() else f"{number}" if math.isfinite(number) else "a finite one"
 
 
 def _nested(kind: Any) -> Iterator[Any]:

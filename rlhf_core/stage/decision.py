@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
+from rlhf_core.config.former_names import present_name
 from rlhf_core.secrets.redaction import hidden
 from rlhf_core.stage.key import StageSpec, Strictness, key_payload, payload_key, user_functions
 from rlhf_core.store import attempts
@@ -35,7 +36,7 @@ _MISSING = "nothing"
 class Decision:
     """The action for a stage and its reason. `step` is the checkpoint's step of a RESUME.
 
-    >>> Decision("RUN", "ppo.kl_coef: 0.05 -> 0.1", "3f2a", None).action
+    >>> Decision("RUN", "ppo.kl.coef: 0.05 -> 0.1", "3f2a", None).action
     'RUN'
     """
 
@@ -273,7 +274,7 @@ def differences(
             yield f"{name}: {_shown(old.get(name))} -> {_shown(new[name])}"
     for path, before, after in _changes(label, old["config"], new["config"]):
         # Payloads saved by earlier versions may contain secrets in clear.
-        yield f"{path}: {_shown(hidden(path, before))} -> {_shown(hidden(path, after))}"
+        yield f"{present_name(path)}: {_shown(hidden(path, before))} -> {_shown(hidden(path, after))}"
     for path, before, after in _changes("input", old["inputs"], new["inputs"]):
         yield f"{path.replace('.', ' ', 1)} changed: {_short(before)} -> {_short(after)}"
     for path, before, after in _changes("engines", old["engines"], new["engines"]):

@@ -209,9 +209,10 @@ def _check_committed(store: ArtifactStore, run: RunningAttempt, handle: object) 
 def _note_failure(folder: Path, run: RunningAttempt, error: BaseException) -> None:
     """Record how the attempt failed. Raises ArtifactError if another process has taken over and owns the history."""
     status: Status = "failed" if isinstance(error, Exception) else "interrupted"
-    failure = f"{type(error).__name__}: {error}"[:500]
+    by_signal = isinstance(error, KeyboardInterrupt) or not (isinstance(error, Exception) or str(error))
+    failure = f"{error}" or "by a signal" if by_signal else f"{type(error).__name__}: {error}"
     try:
-        _end(folder, run, status=status, failure=failure, halted=stopping.goes_on(error))
+        _end(folder, run, status=status, failure=failure[:500], halted=stopping.goes_on(error))
     except ArtifactError:
         attempts.give_way(folder, run.attempt)
         raise

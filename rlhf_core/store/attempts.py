@@ -33,7 +33,8 @@ Status = Literal["running", "failed", "interrupted", "committed"]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at a key. `status` stays `running` if the process is killed; `failure` is the error's class and text.
+    """One attempt at a key. `status` stays `running` if the process is killed; `failure` is the class and text of the error,
+    or what stopped it.
 
     `code` holds the digest of each module of the stage as the attempt ran it; it is empty in files of older versions.
     """

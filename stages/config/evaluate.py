@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import OPERATIONAL, RenamedConfig
+from rlhf_core.schema.base import OPERATIONAL, RenamedConfig, Seconds
 
 RESAMPLES = 2000
 
@@ -17,7 +17,7 @@ class EvaluateConfig(RenamedConfig):
 
     gold: str = ""
     """Gold reward as `module:function` or `file.py:function`: list[Generation] -> list[float]; "" for none."""
-    gold_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
+    gold_timeout_s: Annotated[Seconds, OPERATIONAL] = 600.0
     """Deadline, in seconds, of the gold reward for the answers of one policy."""
     reference: str = "sft"
     """Name in the pipeline of the policy to which KL is measured and, unless `parents` sets another, win rates are

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.rewards import FunctionProtocol
 from rlhf_core.errors import ConfigError
-from rlhf_core.schema.base import OPERATIONAL, Config, FunctionName
+from rlhf_core.schema.base import OPERATIONAL, Config, FunctionName, Seconds
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 from rlhf_core.store.fingerprint import hash_file
 from rlhf_core.suites.phrases import plain
@@ -52,7 +52,7 @@ class FunctionSuite(SuiteConfig):
     """Keyword arguments of the function. Write secrets as `"env:NAME"`."""
     protocol: FunctionProtocol = "auto"
     """Calling convention of the function; `auto` infers it from the names of its parameters."""
-    timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 600.0
+    timeout_s: Annotated[Seconds, OPERATIONAL] = 600.0
     """Deadline, in seconds, of the answers of one policy."""
     workers: Annotated[int, Field(ge=1), OPERATIONAL] = 1
     """Number of processes that run the function."""
@@ -64,7 +64,7 @@ class PassAtKSuite(FunctionSuite):
     type: Literal["pass_at_k"] = "pass_at_k"
     k: tuple[int, ...] = Field((1,), min_length=1)
     """Numbers of answers; each needs as many `samples_per_prompt`."""
-    threshold: float = Field(1.0, allow_inf_nan=False)
+    threshold: float = 1.0
     """Least value of the function that counts as right."""
 
     @field_validator("k")

@@ -14,7 +14,7 @@ from rlhf_core.schema.base import Config
 class MergeConfig(Config):
     """Which policies are merged, and how."""
 
-    weights: dict[TeacherName, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=2)
+    weights: dict[TeacherName, Annotated[float, Field(gt=0)]] = Field(min_length=2)
     """Weight of each policy by name."""
     method: Merge = LinearMerge()
 

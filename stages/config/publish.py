@@ -16,10 +16,10 @@ class Threshold(Config):
     metric: str
     """Path into the policy's row of report.json, separated by / or .: `gold/low`, `win_rate/mean`, `tokens/mean`."""
     op: Literal[">=", ">", "<=", "<"]
-    value: float | None = Field(None, allow_inf_nan=False)
+    value: float | None = None
     than: str = ""
     """Policy of the report whose same metric is the bound instead of `value`."""
-    factor: float = Field(1.0, allow_inf_nan=False)
+    factor: float = 1.0
     """Factor on the other policy's metric: `{metric = "tokens/mean", op = "<=", than = "sft", factor = 1.5}`."""
 
     @model_validator(mode="after")
@@ -34,7 +34,7 @@ class ChallengeConfig(Config):
 
     metric: Literal["gold", "reward_model"] = "gold"
     """Score that compares the answers: the gold reward of `[evaluate]`, or the score of its reward model."""
-    margin: float = Field(0.0, ge=0, allow_inf_nan=False)
+    margin: float = Field(0.0, ge=0)
     """The interval of the mean difference, prompt by prompt, must be above this for the alias `champion` to move."""
 
 

@@ -53,9 +53,9 @@ class PromptsInBand(Config):
     type: Literal["prompts"] = "prompts"
     term: str = ""
     """Term of the rewards whose mean counts, such as one that is 1 for a right answer; the reward itself if empty."""
-    low: float = Field(0.1, allow_inf_nan=False)
+    low: float = 0.1
     """Least mean of a prompt that is kept."""
-    high: float = Field(0.9, allow_inf_nan=False)
+    high: float = 0.9
     """Largest mean of a prompt that is kept."""
     per_source: int = Field(0, ge=0)
     """Maximum number of prompts of each source, drawn at random; 0 keeps all."""

@@ -133,9 +133,14 @@ def test_profiles_differ_by_their_keys_before_anything_has_run(tmp_path, home):
     profile, store = str(write_mini(tmp_path)), ArtifactStore(home.store)
     ours = side_of(profile, [], store, home, home.mlflow_uri)
     theirs = side_of(profile, ["ppo.kl_coef=0.2", "ppo.steps=3"], store, home, home.mlflow_uri)
-    assert config_differences(ours, theirs) == [("ppo.steps", "1", "3"), ("ppo.kl_coef", "0.05", "0.2")]
+    gates = [
+        replace(side, config={"gates": f"[{{'name': 'loss', 'value': {value}}}]"})
+        for side, value in ((ours, 1), (theirs, 2))
+    ]
+    assert config_differences(*gates) == [("gates.loss.value", "1", "2")]
+    assert config_differences(ours, theirs) == [("ppo.steps", "1", "3"), ("ppo.kl.coef", "0.05", "0.2")]
     found = stage_differences(ours, theirs)
-    assert found == [Difference("ppo", ("ppo.steps: 1 -> 3", "ppo.kl_coef: 0.05 -> 0.2"))]
+    assert found == [Difference("ppo", ("ppo.steps: 1 -> 3", "ppo.kl.coef: 0.05 -> 0.2"))]
     assert metric_differences(ours, theirs) == answers(ours, theirs, 3) == []
     assert set(not_compared(ours, theirs).values()) == {"not made yet"}
     assert list(not_compared(ours, theirs)) == list(ours.stages)

@@ -141,7 +141,7 @@ def test_after_a_hit_the_next_decision_compares_with_what_was_hit(tmp_path, home
     assert notes.of("started") == [("toy", "HIT")]
     config = load_profile(write_mini(tmp_path))
     (planned,) = plan(config, store_of(config, home), pipeline=toy(0.3))
-    assert planned.decision.reason == "toy.kl_coef: 0.1 -> 0.3"
+    assert planned.decision.reason == "toy.kl.coef: 0.1 -> 0.3"
 
 
 def test_an_unreachable_ray_is_noticed_before_the_first_stage(tmp_path, home, monkeypatch):

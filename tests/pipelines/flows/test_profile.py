@@ -292,6 +292,9 @@ def test_a_profile_changes_and_takes_away_entries_of_a_list_by_their_names(tmp_p
         ("gates.1.name=last", [("quality", "sft"), ("last", "ppo")]),
         ('gates.quality={after="ppo",otherwise="approve"}', [("quality", "ppo"), ("", "ppo")]),
         ("gates.quality=none", [("", "ppo")]),
+        ("gates.'quality'=none", [("", "ppo")]),
+        ('gates."quality=none', "--set = 'gates.\"quality': is no key: "),
+        ("gates.quality.foo=none", "gates.0.foo = 'none': there is nothing of this name to remove; did you mean gates.0.op?"),
         ("gates.qualty=none", "gates.qualty = 'none': no entry of the list has this name; did you mean quality?"),
         ("gates.7.name=x", "gates.7.name = 'x': no entry of the list has this name; choose from ppo, quality"),
         ("gates.quality.aftr=ppo", "gates.0.aftr = 'ppo': unknown key; did you mean gates.0.after?"),
@@ -324,7 +327,7 @@ def test_a_step_that_becomes_another_stage_has_to_give_its_inputs_again(tmp_path
 
 def test_a_profile_may_extend_a_shipped_one_from_anywhere(tmp_path):
     child = tmp_path / "mine.toml"
-    child.write_text('extends = "tiny/rlvr"\nname = "mine"\n[ppo]\nsteps = 3\n')
+    child.write_text('extends = "tiny/rlvr.toml"\nname = "mine"\n[ppo]\nsteps = 3\n')
     config = load_profile(child)
     assert config.ppo and config.ppo.steps == 3 and config.ppo.samples_per_prompt == 8
     child.write_text('extends = "tiny/rlvx"\n')

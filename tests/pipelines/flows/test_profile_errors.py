@@ -1,10 +1,12 @@
 import tomllib
+from functools import reduce
 from types import SimpleNamespace
 
 import pytest
 
 from pipelines.cli.main import main
-from pipelines.flows.profile import find_profile, load_profile
+from pipelines.flows.profile import PipelineConfig, find_profile, load_profile
+from pipelines.flows.profile_errors import _models_in
 from rlhf_core.errors import ConfigError
 
 SAMPLER_OPTIONS = [
@@ -119,11 +121,31 @@ def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name()
         ),
         (["sft.loop.epochs=true"], "sft.loop.epochs = true: must be a number; write 1 or 0 if it is meant"),
         (["seed=false"], "seed = false: must be a number; write 1 or 0 if it is meant"),
-        (['sft.loop.epochs="5"'], "sft.loop.epochs = '5': must be a number, not text; write it without quotes"),
-        (['ppo.mixture={a = " .5"}'], "ppo.mixture.a = ' .5': must be a number, not text; write it without quotes"),
-        (['sft.lora={targets=["a"], rank="4"}'], "sft.lora.rank = '4': must be a number, not text; write it without quotes"),
-        (["online.refresh=1"], "online.refresh = 1: must be true or false; write one of them, without quotes"),
-        (['online.refresh="yes"'], "online.refresh = 'yes': must be true or false; write one of them, without quotes"),
+        (['sft.loop.epochs="5"'], "sft.loop.epochs = '5': is text, and must be a number; write 5"),
+        (['ppo.mixture={a = " .5"}'], "ppo.mixture.a = ' .5': is text, and must be a number; write 0.5"),
+        (['sft.lora={targets=["a"], rank="4"}'], "sft.lora.rank = '4': is text, and must be a number; write 4"),
+        (["ppo.steps=007"], "ppo.steps = '007': is text, and must be a number; write 7"),
+        (["ppo.kl.coef=1__0"], "ppo.kl.coef = '1__0': is text, and must be a number; write 10"),
+        (["ppo.kl.coef=Infinity"], "ppo.kl.coef = 'Infinity': is text, and must be a number; write a finite one"),
+        (["ppo.kl.coef=inf"], "ppo.kl.coef = inf: must be finite; give a finite number"),
+        (["sft.optimizer.learning_rate=nan"], "sft.optimizer.learning_rate = nan: must be finite; give a finite number"),
+        (
+            ['ppo.rewards.terms.brief={type = "function", function = "m:f", arguments = {limits = [-inf]}}'],
+            "ppo.rewards.terms.brief.arguments.limits[0] = -inf: must be finite; give a finite number",
+        ),
+        (
+            ["evaluate.evaluate.gold_timeout_s=1e12"],
+            ("evaluate.evaluate.gold_timeout_s = 1000000000000.0: must be less than or equal to 2000000; change it in tiny/full "
+            "or with --set evaluate.evaluate.gold_timeout_s=..."),
+        ),
+        (
+            ["sft.lora.target_modules=q_proj"],
+            ("sft.lora.target_modules = 'q_proj': must be 'all-linear' or a list; change it in tiny/full or with --set "
+            "sft.lora.target_modules=..."),
+        ),
+        (["gates.quality.valu=none"], "gates.quality.valu = 'none': there is nothing of this name to remove; did you mean gates.quality.value?"),
+        (["online.refresh=1"], "online.refresh = 1: must be true or false; write one of them"),
+        (['online.refresh="yes"'], "online.refresh = 'yes': must be true or false; write one of them"),
         (["ppo.kl_coef=-1"], "ppo.kl.coef = -1: must be greater than or equal to 0; change it in tiny/full or with --set ppo.kl.coef=..."),
     ],
 )  # fmt: skip
@@ -131,6 +153,18 @@ def test_a_type_that_is_misspelt_or_does_not_fit_is_refused_with_the_remedy(over
     with pytest.raises(ConfigError) as refused:
         load_profile("tiny/full", overrides)
     assert str(refused.value) == message
+
+
+def test_every_timeout_of_a_profile_fits_the_clock():
+    fields = {(model, name): field for model in _models(PipelineConfig) for name, field in model.model_fields.items()}
+    timeouts = {key: str(field.metadata) for key, field in fields.items() if key[1].endswith("_s")}
+    assert len(timeouts) > 20
+    assert [key for key, bounds in timeouts.items() if "Le(le=" not in bounds] == []
+
+
+def _models(model, known=()):
+    inside = [one for field in model.model_fields.values() for one in _models_in(field.annotation)]
+    return reduce(lambda found, one: found if one in found else _models(one, found), inside, {*known, model})
 
 
 @pytest.mark.parametrize(

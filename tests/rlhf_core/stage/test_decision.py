@@ -48,7 +48,7 @@ def test_a_decision_is_compared_with_stages_of_the_same_pipeline(store):
     """Also the time it took: that of the last result, whatever was tried since."""
     mine, other = (toy_spec(ToyConfig(kl_coef=0.2), pipeline=name) for name in ("mine", "other"))
     _run(store, toy_spec(pipeline="mine"))
-    assert _said(store, mine) == ("RUN", "toy.kl_coef: 0.05 -> 0.2")
+    assert _said(store, mine) == ("RUN", "toy.kl.coef: 0.05 -> 0.2")
     assert _said(store, other) == ("RUN", "first run of other")
     with pytest.raises(ValueError, match="went wrong"):
         _run(store, toy_spec(ToyConfig(kl_coef=0.2, trouble="raise:1"), pipeline="mine"))
@@ -57,7 +57,7 @@ def test_a_decision_is_compared_with_stages_of_the_same_pipeline(store):
     assert (last_record(store, mine), last_record(store, other)) == (first, None)
     assert store.latest("toy", "mine") == first, "an attempt without a result hides none"
     _run(store, other)
-    assert _said(store, toy_spec(seed=8, pipeline="other")) == ("RUN", "seed: 7 -> 8, toy.kl_coef: 0.2 -> 0.05")
+    assert _said(store, toy_spec(seed=8, pipeline="other")) == ("RUN", "seed: 7 -> 8, toy.kl.coef: 0.2 -> 0.05")
     assert store.latest("toy") == last_record(store, other) != first
 
 
@@ -72,11 +72,11 @@ def test_a_run_then_hits_with_when_and_how_long(store):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"config": ToyConfig(kl_coef=0.1)}, "toy.kl_coef: 0.05 -> 0.1"),
+        ({"config": ToyConfig(kl_coef=0.1)}, "toy.kl.coef: 0.05 -> 0.1"),
         ({"config": ToyConfig(inner=Inner(rate=0.25))}, "toy.inner.rate: 0.5 -> 0.25"),
         ({"config": ToyConfig(names=("a", "c"))}, "toy.names[1]: b -> c"),
         ({"config": ToyConfig(names=("a",))}, 'toy.names: ["a", "b"] -> ["a"]'),
-        ({"config": ToyConfig(kl_coef=0.1, steps=4)}, "toy.kl_coef: 0.05 -> 0.1, toy.steps: 3 -> 4"),
+        ({"config": ToyConfig(kl_coef=0.1, steps=4)}, "toy.kl.coef: 0.05 -> 0.1, toy.steps: 3 -> 4"),
         ({"seed": 8}, "seed: 7 -> 8"),
         ({"version": 2}, "version: 1 -> 2"),
         ({"engines": {"trainer": {"dtype": "bfloat16"}}}, 'engines.trainer: nothing -> {"dtype": "bfloat16"}'),
@@ -91,7 +91,7 @@ def test_many_changes_are_counted(store):
     _run(store, toy_spec())
     config = ToyConfig(kl_coef=1.0, steps=1, inner=Inner(rate=1.0), names=("x", "y"))
     assert decide(store, toy_spec(config, seed=1)).reason == (
-        "seed: 7 -> 1, toy.kl_coef: 0.05 -> 1.0, toy.steps: 3 -> 1, toy.inner.rate: 0.5 -> 1.0 and 2 more"
+        "seed: 7 -> 1, toy.kl.coef: 0.05 -> 1.0, toy.steps: 3 -> 1, toy.inner.rate: 0.5 -> 1.0 and 2 more"
     )
 
 
@@ -107,7 +107,7 @@ def test_a_changed_input_is_named_with_both_digests(store):
 def test_the_comparison_is_with_what_the_stage_last_was_even_if_that_was_a_hit(store):
     for kl_coef in (0.05, 0.1, 0.05):
         _run(store, toy_spec(ToyConfig(kl_coef=kl_coef)))
-    assert decide(store, toy_spec(ToyConfig(kl_coef=0.2))).reason == "toy.kl_coef: 0.05 -> 0.2"
+    assert decide(store, toy_spec(ToyConfig(kl_coef=0.2))).reason == "toy.kl.coef: 0.05 -> 0.2"
 
 
 @pytest.mark.parametrize(
