@@ -103,6 +103,25 @@ class PreparedDataRef(ArtifactRef):
     steps: StepsRef | None = None
 
 
+def kind_of(ref: type[ArtifactRef]) -> str:
+    """Return a kind of artifact in words.
+
+    >>> kind_of(PolicyRef), kind_of(RewardModelRef)
+    ('policy', 'reward model')
+    """
+    return "".join(f" {one.lower()}" if one.isupper() else one for one in ref.__name__.removesuffix("Ref")).strip()
+
+
+def title(ref: type[ArtifactRef]) -> str:
+    """Return a kind of artifact in words, with its article.
+
+    >>> title(PolicyRef), title(ArtifactRef)
+    ('a policy', 'an artifact')
+    """
+    words = kind_of(ref)
+    return words if words.endswith("s") else f"an {words}" if words[0] in "aeiou" else f"a {words}"
+
+
 # ---------------------------------------------------------------- data to sampler to reward
 
 

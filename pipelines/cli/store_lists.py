@@ -20,6 +20,8 @@ from rlhf_core.store import index
 from rlhf_core.store.layout import StoreLayout, check_schema
 
 LONGEST_NAME, LONGEST_RESULT = 40, 60
+MOST_ASIDE = 10
+"""Lines of what is in quarantine."""
 
 
 def runs(options: argparse.Namespace) -> None:
@@ -60,7 +62,8 @@ def store_ls(options: argparse.Namespace) -> None:
     states = index.states(layout, {row.object for row in rows})
     if options.json:
         artifacts = [asdict(row) | asdict(states[row.object]) for row in reversed(rows)]
-        print_json({"store": str(layout.root), "artifacts": artifacts, "unreadable": list(map(str, unreadable))})
+        aside = {"unreadable": list(map(str, unreadable)), "quarantine": layout.set_aside()}
+        print_json({"store": str(layout.root), "artifacts": artifacts, **aside})
         return
     if is_empty(layout, console):
         return
@@ -83,6 +86,16 @@ def store_ls(options: argparse.Namespace) -> None:
             console,
             f"{damaged} damaged: `rlhf store verify` puts them into quarantine, and the next run makes them again",
         )
+    print_quarantine(layout, console)
+
+
+def print_quarantine(layout: StoreLayout, console: Console) -> None:
+    """Print what is in quarantine, with its path and the reason."""
+    found = layout.set_aside()
+    for line in found[:MOST_ASIDE]:
+        print_line(console, line)
+    if len(found) > MOST_ASIDE:
+        print_line(console, f"and {len(found) - MOST_ASIDE} more in {layout.quarantine}")
 
 
 def _age(seconds: float) -> str:
@@ -105,7 +118,12 @@ def _print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], consol
 
 def is_empty(layout: StoreLayout, console: Console) -> bool:
     """Return whether the store is empty; if so, print it."""
-    if any(layout.keys.glob("*/*.json")) or any(layout.objects.glob("*/*")) or layout.attempts.is_dir():
+    if (
+        any(layout.keys.glob("*/*.json"))
+        or any(layout.objects.glob("*/*"))
+        or layout.attempts.is_dir()
+        or layout.set_aside()
+    ):
         return False
     state = "is empty" if layout.root.is_dir() else "does not exist yet"
     print_line(console, f"the store {layout.root} {state}: fill it with `rlhf run tiny/full`")

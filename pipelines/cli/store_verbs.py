@@ -5,7 +5,7 @@ import argparse
 from rich.console import Console
 
 from pipelines.cli.common import console, print_line, store_folder
-from pipelines.cli.store_lists import is_empty
+from pipelines.cli.store_lists import is_empty, print_quarantine
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.sharing import share
 
@@ -25,6 +25,7 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
             print_line(console, str(found))
         said = f"{len(damage)} damaged, now in quarantine; the next run makes them again"
         console.print(said if damage else "no damage found", highlight=False)
+        print_quarantine(store.layout, console)
     elif options.store_verb == "pin":
         store.pin(options.target, note=options.note)
         print_line(console, f"pinned {options.target}")

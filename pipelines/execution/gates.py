@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pipelines.flows.graph import FindOutside
-from pipelines.flows.inputs import Opponents, find_artifact, parts, title
+from pipelines.flows.inputs import Opponents, find_artifact, parts
 from pipelines.flows.profile import PipelineConfig
 from pipelines.flows.recipe import REGISTERED, STORED
 from pipelines.flows.run_rules import OPPOSITE, GateConfig
@@ -26,7 +26,7 @@ from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunBlocked, RunHalted, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
-from rlhf_core.types import CHAMPION, ArtifactRef, PolicyRef
+from rlhf_core.types import CHAMPION, ArtifactRef, PolicyRef, title
 from stages.config.publish import GateNote, PublishConfig
 from stages.table import STAGES
 

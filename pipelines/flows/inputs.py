@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from rlhf_core.errors import ArtifactError, nearest
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import ArtifactRef, PolicyRef
+from rlhf_core.types import ArtifactRef, PolicyRef, kind_of, title
 
 R = TypeVar("R", bound=ArtifactRef)
 
@@ -59,18 +59,7 @@ def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
     rule = f"is neither label nor digest of {title(kind)}, nor the path of a folder"
     if other is not None:
         rule = f"is {title(type(other.handle))}, and must be {title(kind)}"
-    raise ArtifactError("input", name, rule, remedy)
-
-
-def title(kind: type[ArtifactRef]) -> str:
-    """Return a kind of artifact in words.
-
-    >>> title(PolicyRef), title(ArtifactRef)
-    ('a policy', 'an artifact')
-    """
-    words = "".join(f" {one.lower()}" if one.isupper() else one for one in kind.__name__.removesuffix("Ref")).strip()
-    article = "" if words.endswith("s") else "an " if words[0] in "aeiou" else "a "
-    return f"{article}{words}"
+    raise ArtifactError(kind_of(kind), name, rule, remedy)
 
 
 def parts(ref: ArtifactRef) -> list[ArtifactRef]:

@@ -13,7 +13,6 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from pipelines.flows.inputs import title
 from pipelines.flows.sections import (
     ConditionalSFTConfig,
     DistillationConfig,
@@ -41,6 +40,7 @@ from rlhf_core.types import (
     PromptsRef,
     RewardModelRef,
     StepsRef,
+    title,
 )
 from stages.config.import_policy import ImportPolicyConfig
 from stages.config.import_reward_model import ImportRewardModelConfig

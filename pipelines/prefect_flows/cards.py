@@ -31,7 +31,7 @@ from rlhf_core.stage.stopping import RunHalted, StageWaiting
 from rlhf_core.store import attempts
 from rlhf_core.store.gate_decisions import Answer, GateDecisions, Question
 from rlhf_core.store.layout import StoreLayout
-from rlhf_core.types import ArtifactRef
+from rlhf_core.types import ArtifactRef, kind_of, title
 
 logger = logging.getLogger(__name__)
 
@@ -73,17 +73,17 @@ class Curves:
         """Return first and last values and a curve of each of `CURVES` that was recorded; "" without one."""
         self._update()
         shown = [
-            [title, readable(values[0], 3), f"**{readable(values[-1], 3)}**", sparkline(values)]
-            for title, values in self._titled()
+            [heading, readable(values[0], 3), f"**{readable(values[-1], 3)}**", sparkline(values)]
+            for heading, values in self._titled()
             if len(values) > 1
         ]
         return markdown_table(["", "first", "now", "over the steps"], shown) if shown else ""
 
     def _titled(self) -> Iterator[tuple[str, list[float]]]:
-        for name, title in CURVES.items():
+        for name, heading in CURVES.items():
             for metric, values in self._values.items():
                 if metric.endswith(f"/{name}") and f"/before/{name}" not in metric:
-                    yield title, values
+                    yield heading, values
         for metric, values in self._values.items():
             if found := REWARD_OF_SOURCE.search(metric):
                 yield f"reward, {found[1]}", values
@@ -126,7 +126,7 @@ def show_stage(spec: StageSpec, outcome: StageOutcome, curves: Curves) -> None:
         "",
         f"key `{decision.key}`" + ("" if decision.action == "HIT" else f", {outcome.seconds:.1f} s"),
         "",
-        f"made `{type(outcome.ref).__name__}` `{outcome.ref.digest}`",
+        f"made {title(type(outcome.ref))} `{outcome.ref.digest}`",
     ]
     lines += [f"- from {name}: {_shown(value)}" for name, value in spec.inputs.items()]
     if outcome.tracking_url:
@@ -282,6 +282,6 @@ def _with_retries(retries: int) -> SettingsContext:
 
 def _shown(value: StageInput) -> str:
     if isinstance(value, ArtifactRef):
-        return f"{type(value).__name__} `{value.digest[:12]}`"
+        return f"{kind_of(type(value))} `{value.digest[:12]}`"
     named = value.items() if isinstance(value, dict) else enumerate(value)
     return ", ".join(f"{name}: {_shown(ref)}" for name, ref in named)

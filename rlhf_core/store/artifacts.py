@@ -51,7 +51,7 @@ from rlhf_core.store.object_check import object_damage, quarantine_object, set_a
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store.sharing import give_made, open_to_group
 from rlhf_core.store.typed_json import Stored, read_stored
-from rlhf_core.types import ArtifactRef
+from rlhf_core.types import ArtifactRef, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class ArtifactStore:
         folder = self.folder(ref.uri)
         if not folder.is_dir():
             remedy = "run the pipeline again to make it, or restore the folder"
-            raise ArtifactError(f"{type(ref).__name__}.uri", ref.uri, f"is not in {self.root}", remedy)
+            raise ArtifactError(kind_of(type(ref)), ref.uri, f"is not in {self.root}", remedy)
         return folder
 
     def folder(self, uri: str) -> Path:
@@ -151,7 +151,7 @@ class ArtifactStore:
             if self.is_external(ref):
                 if self.external(type(ref), Path(ref.uri.removeprefix(_FILE))).digest != ref.digest:
                     rule, remedy = "has changed since its digest was taken", "run again to use its current content"
-                    raise ArtifactError(f"{type(ref).__name__}.uri", ref.uri, rule, remedy)
+                    raise ArtifactError(kind_of(type(ref)), ref.uri, rule, remedy)
                 continue
             digest = object_digest(ref)
             folder = self.layout.object(digest)
@@ -163,7 +163,7 @@ class ArtifactStore:
                         quarantine_object(self.layout, digest, problem)
             if problem:
                 rule = f"is damaged ({problem}) and was moved to quarantine"
-                raise ArtifactError(f"{type(ref).__name__}.uri", ref.uri, rule, "run again to make it again")
+                raise ArtifactError(kind_of(type(ref)), ref.uri, rule, "run again to make it again")
 
     def records(self) -> list[KeyRecord]:
         """Return all readable key records, oldest first, without checking their objects."""

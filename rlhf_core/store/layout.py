@@ -113,8 +113,19 @@ class StoreLayout:
         return self.root / "quarantine"
 
     def damage(self, key: str) -> Path:
-        """Return the file with the reason why the artifact of a key was moved into quarantine."""
+        """Return the file with the reason why the artifact of a key, or an object, was moved into quarantine."""
         return self.quarantine / "why" / f"{key}.json"
+
+    def set_aside(self, name: str = "*") -> list[str]:
+        """Return a line with path and reason for all in quarantine, or for one key and its object."""
+        lines = []
+        for path in sorted(self.quarantine.glob(f"{name}.*")):
+            note = read_json(self.damage(path.name.partition(".")[0])) or {}
+            lines.append(f"in quarantine: {path}{': ' * bool(note)}{note.get('problem', '')}")
+            match read_json(path) if name != "*" and path.is_file() else None:
+                case {"handle": {"fields": {"uri": str(uri)}}}:
+                    lines += self.set_aside(object_of(uri))
+        return lines
 
 
 def object_of(uri: str) -> str:

@@ -103,6 +103,7 @@ def quarantine_object(layout: StoreLayout, digest: str, problem: str) -> list[st
             suspects.append(record.label)
     for attempt in layout.attempts.glob("*"):
         attempts.mark_harmed(attempt, digest, why)
+    write_json(layout.damage(digest), {"key": digest, "problem": problem}, durable=False)
     move_aside(folder, layout.quarantine)  # last: after a kill before this the damage is found again
     return suspects
 

@@ -65,7 +65,7 @@ def test_a_reader_that_ends_ends_the_command_as_other_tools(tmp_path):
         (["explain", "sfft"], "explain 'sfft': no such stage; did you mean sft?; this pipeline has prepare_data, sft"),
         (
             ["chat", "ppo", "--once", "hello"],
-            "input = 'ppo': is neither label nor digest of a policy, nor the path of a folder",
+            "policy = 'ppo': is neither label nor digest of a policy, nor the path of a folder",
         ),
         (["resume", "xyz"], "resume = 'xyz': no run was started yet in "),
         (["sweep", "tiny/full", "--random", "3"], "--random = 3: there is no key to draw; add --range KEY=LOW..HIGH"),
@@ -225,6 +225,10 @@ def test_a_damaged_store_is_listed_with_its_damage_and_planned_with_the_reason(h
     assert "`rlhf store verify` first" in capsys.readouterr().out
 
     reasons = {spec.label: decide(store, spec) for spec in specs}
+    assert main(["store", "verify"]) == 0
+    said = capsys.readouterr().out
+    assert f"in quarantine: {store.root}/quarantine/{records['short'].handle.digest[:8]}" in said
+    assert len(store.layout.set_aside(records["short"].key)) == 2 and said.count("total.txt has 0 bytes") >= 2
     assert {label: found.action for label, found in reasons.items()} == dict.fromkeys(RATES, "RUN") | {"sound": "HIT"}
     assert "total.txt has 0 bytes" in reasons["short"].reason and "is not a JSON object" in reasons["torn"].reason
     assert main(["store", "verify"]) == 0

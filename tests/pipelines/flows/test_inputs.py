@@ -63,7 +63,7 @@ def test_what_nothing_means_is_refused_with_what_there_is(tmp_path):
     with pytest.raises(ArtifactError, match="the store has none: run `rlhf run tiny/full` first"):
         find_artifact(store, PolicyRef, "sft")
     make(store, "sft", ToyConfig())
-    with pytest.raises(ArtifactError, match=r"input = 'ppo': is neither .*; choose from sft"):
+    with pytest.raises(ArtifactError, match=r"policy = 'ppo': is neither .*; choose from sft"):
         find_artifact(store, PolicyRef, "ppo")
     make(store, "prepare_data", ToyConfig(kl_coef=0.1, trouble="children"))
     with pytest.raises(ArtifactError, match=r"; did you mean prepare_data.base\?"):
@@ -73,5 +73,5 @@ def test_what_nothing_means_is_refused_with_what_there_is(tmp_path):
 def test_an_artifact_of_another_kind_is_not_taken(tmp_path):
     store = ArtifactStore(tmp_path)
     make(store, "sft", ToyConfig())
-    with pytest.raises(ArtifactError, match=r"input = .sft.: is a policy, and must be prompts"):
+    with pytest.raises(ArtifactError, match=r"prompts = .sft.: is a policy, and must be prompts"):
         find_artifact(store, PromptsRef, "sft")
