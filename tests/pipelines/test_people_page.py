@@ -50,6 +50,7 @@ def review(page: Browser, url: str) -> None:
     for number in range(len(ROWS)):
         page.until("return document.body.innerText.includes(arguments[0])", f"{number} of {len(ROWS)} reviewed")
         page.until("return Boolean(document.querySelector('[aria-label=\"preferred, no option selected\"]'))")
+        page.until("return document.body.innerText.includes('Hello Maria')")  # the answers come later than the form
         text = page.run("return document.body.innerText")
         assert headings(page) == ["A", "B"]
         polite = "A" if text.index("Hello Maria") < text.index("That happens") else "B"
