@@ -9,10 +9,12 @@ import importlib
 import pkgutil
 import re
 import shlex
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 import rlhf_core.config
 import stages.config
@@ -287,3 +289,10 @@ def test_the_page_on_keys_names_every_part_of_a_key() -> None:
         for name in re.findall(r"`(\w+)`", line.split("|")[1])
     }
     assert first == parts
+
+
+def test_the_newest_release_is_the_version_of_the_package():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    released = re.findall(r"^## (\d\S+) - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert released[0] == (version, str(citation["date-released"])) and citation["version"] == version
