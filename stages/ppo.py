@@ -208,16 +208,6 @@ def open_parts(
     # Last, so that nothing is being sampled when the engines are given back.
     sampler, score = leases.enter_context(rollouts)
     guard = open_guard(config, models, sampler, chat, held_out, reward_models, environments, context, leases)
-    objective = PolicyObjective(
-        loss=config.loss,
-        max_length=config.agent.max_episode_tokens if config.agent else config.sampling.max_tokens,
-        temperature=config.sampling.temperature,
-        kl_coef=0.0,
-        entropy_coef=config.entropy_coef,
-        correction=config.correction,
-        kl_estimator=config.kl.estimator if isinstance(config.kl, KLAsLoss) else "k2",
-        function=context.user_function(config.loss),
-    )
     return Parts(
         config=config,
         context=context,
@@ -228,9 +218,23 @@ def open_parts(
         estimator=config.estimator,
         estimator_function=context.user_function(config.advantage),
         turn_weight=config.turn_weight,
-        objective=objective,
+        objective=open_objective(config, context),
         demonstrated=demonstrated,
         ends=tuple(stop_token_ids(folder, tokenizer_eos=chat.eos_id)),
+    )
+
+
+def open_objective(config: PPOConfig, context: StageContext) -> PolicyObjective:
+    """Return the objective of an update, with the KL coefficient 0 that each step sets."""
+    return PolicyObjective(
+        loss=config.loss,
+        max_length=config.agent.max_episode_tokens if config.agent else config.sampling.max_tokens,
+        temperature=config.sampling.temperature,
+        kl_coef=0.0,
+        entropy_coef=config.entropy_coef,
+        correction=config.correction,
+        kl_estimator=config.kl.estimator if isinstance(config.kl, KLAsLoss) else "k2",
+        function=context.user_function(config.loss),
     )
 
 
