@@ -78,8 +78,10 @@ def _sampling(options: argparse.Namespace) -> SamplingConfig:
         return SamplingConfig(temperature=options.temperature, max_tokens=options.max_tokens)
     except ValidationError as error:
         first = error.errors()[0]
-        option = f"--{str(first['loc'][0]).replace('_', '-')}"
         rule = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
+        if not first["loc"]:  # a rule that names its key
+            raise ConfigError(f"--{rule}") from None
+        option = f"--{str(first['loc'][0]).replace('_', '-')}"
         raise ConfigError(option, first["input"], rule, "give another number") from None
 
 

@@ -99,7 +99,7 @@ def _facts(store: ArtifactStore, stage: PlannedStage, record: KeyRecord | None) 
     if inputs:
         yield f"inputs: {', '.join(inputs)}"
     if record is None and stage.decision.key:
-        yield from store.layout.set_aside(stage.decision.key)
+        yield from (f"in quarantine: {line}" for line in store.layout.set_aside(stage.decision.key))
     past = attempts.history(store.layout.attempt(stage.decision.key)) if stage.decision.key else []
     if past and record is None:
         failure = f": {past[-1].failure}" if past[-1].failure else ""

@@ -32,6 +32,7 @@ from rlhf_core.rewards.server import (
     reward_model_score,
 )
 from rlhf_core.runtime.local_runtime import open_runtime
+from rlhf_core.schema.base import LONGEST_S
 from rlhf_core.schema.secrets import bearer
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import RewardModelRef
@@ -47,6 +48,9 @@ def serve_reward(options: argparse.Namespace) -> None:
 def serve(options: argparse.Namespace, store: ArtifactStore, console: Console) -> None:
     """Serve until SIGTERM or Ctrl-C; pending requests are answered first."""
     check_timeout(options.timeout_s)
+    if not 0 <= options.max_wait_ms <= 1000 * LONGEST_S:
+        rule = f"must be >= 0 and <= {1000 * LONGEST_S}"
+        raise ConfigError("--max-wait-ms", options.max_wait_ms, rule, "give another number")
     token = read_token(options.token_env, host=options.host)
     limits = ServerLimits(max_batch=options.max_batch, max_wait_s=options.max_wait_ms / 1000)
     name = options.function or options.reward_model

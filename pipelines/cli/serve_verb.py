@@ -205,7 +205,7 @@ def find_policy(name: str, profile: str, store: ArtifactStore, home: Home) -> tu
     digest = champion_digest(name, store, home)
     if not digest:
         return find_model(PolicyRef, name, profile, store, home)
-    return find_artifact(store, PolicyRef, digest), f"{name}: {digest[:DIGITS]}"
+    return find_artifact(store, PolicyRef, digest, given=name), f"{name}: {digest[:DIGITS]}"
 
 
 def find_model(kind: type[M], name: str, profile: str, store: ArtifactStore, home: Home) -> tuple[M, str]:
@@ -229,7 +229,7 @@ def find_model(kind: type[M], name: str, profile: str, store: ArtifactStore, hom
         digest, origin = runs[0].policies[name], _origin(name, runs)
     elif made is not None:  # by a run that another folder, or an earlier version, has recorded
         digest, origin = made.handle.digest, f", made {made.started[:16].replace('T', ' ')} UTC"
-    ref = find_artifact(store, kind, digest or name)
+    ref = find_artifact(store, kind, digest or name, given=name)
     return ref, f"{name}: {ref.digest[:DIGITS]}{origin}"
 
 

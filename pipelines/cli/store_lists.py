@@ -93,7 +93,7 @@ def print_quarantine(layout: StoreLayout, console: Console) -> None:
     """Print what is in quarantine, with its path and the reason."""
     found = layout.set_aside()
     for line in found[:MOST_ASIDE]:
-        print_line(console, line)
+        print_line(console, f"in quarantine: {line}")
     if len(found) > MOST_ASIDE:
         print_line(console, f"and {len(found) - MOST_ASIDE} more in {layout.quarantine}")
 

@@ -65,7 +65,7 @@ def _term(function: str, arguments: dict[str, Any], timeout_s: float) -> Functio
     except ValidationError as error:
         first = error.errors()[0]
         rule = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
-        raise ConfigError(f"{first['loc'][0]} = {first['input']!r}: {rule}") from None
+        raise ConfigError(f"{first['loc'][0]} = {first['input']!r}: {rule}" if first["loc"] else rule) from None
 
 
 def _generation(prompt: str, label: str, answer: str) -> Generation:

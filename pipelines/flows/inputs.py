@@ -25,11 +25,11 @@ class Opponents:
         return self.previous if self.current.digest == policy.digest else self.current
 
 
-def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
+def find_artifact(store: ArtifactStore, kind: type[R], name: str, *, given: str = "") -> R:
     """Return the newest artifact with this name: `sft`, `prepare_data.base`, `3fa9c1d2`, or a folder's path.
 
     A label that was made several times means what that stage last made or found. Raises ArtifactError if no artifact of
-    `kind` has the name.
+    `kind` has the name; it shows the name that was `given` for this one.
     """
     label, _, part = name.partition(".")
     latest = store.latest(label)
@@ -59,7 +59,7 @@ def find_artifact(store: ArtifactStore, kind: type[R], name: str) -> R:
     rule = f"is neither label nor digest of {title(kind)}, nor the path of a folder"
     if other is not None:
         rule = f"is {title(type(other.handle))}, and must be {title(kind)}"
-    raise ArtifactError(kind_of(kind), name, rule, remedy)
+    raise ArtifactError(kind_of(kind), given or name, rule, remedy)
 
 
 def parts(ref: ArtifactRef) -> list[ArtifactRef]:

@@ -114,7 +114,7 @@ class ChatServer(Config):
     temperature: float = Field(1.0, ge=0)
     concurrency: Annotated[int, Field(ge=1), FAILURES] = 16
     """Number of concurrent requests."""
-    timeout_s: Annotated[float, Field(gt=0), FAILURES] = 120.0
+    timeout_s: Annotated[Seconds, FAILURES] = 120.0
     """Deadline, in seconds, of one request."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 4
     """Number of retries of a request after a fault of the network or the server."""

@@ -121,7 +121,7 @@ class StoreLayout:
         lines = []
         for path in sorted(self.quarantine.glob(f"{name}.*")):
             note = read_json(self.damage(path.name.partition(".")[0])) or {}
-            lines.append(f"in quarantine: {path}{': ' * bool(note)}{note.get('problem', '')}")
+            lines.append(f"{path}{': ' * bool(note)}{note.get('problem', '')}")
             match read_json(path) if name != "*" and path.is_file() else None:
                 case {"handle": {"fields": {"uri": str(uri)}}}:
                     lines += self.set_aside(object_of(uri))

@@ -84,7 +84,7 @@ def test_the_verb_serves_a_function_with_arguments_and_a_token_until_it_is_termi
         (["--function", "a:b", "--arguments", "[1]"], "--arguments = '[1]': is not a JSON object"),
         (["--function", "a:b", "--host", "0.0.0.0"], "--host = '0.0.0.0': other machines can reach this address"),
         (["--function", "a:b", "--token-env", "NO_SUCH"], "--token-env = 'NO_SUCH'"),
-        (["--reward-model", "nothing"], "input = 'nothing': is neither label nor digest of a reward model"),
+        (["--reward-model", "nothing"], "reward model = 'nothing': is neither label nor digest of a reward model"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_a_line(tmp_path, monkeypatch, capsys, arguments, line):

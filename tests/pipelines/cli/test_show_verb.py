@@ -80,7 +80,7 @@ def test_a_file_is_printed_readably(made, file, lines, capsys):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["toi"], "input = 'toi': is neither label nor digest of an artifact, nor the path of a folder; did you mean toy?"),
+        (["toi"], "artifact = 'toi': is neither label nor digest of an artifact, nor the path of a folder; did you mean toy?"),
         (["toy", "--profile", "tiny/rlvr"], "artifact = 'toy': no run of the profile tiny-rlvr has made it; `rlhf run tiny/rlvr`"),
         (["{digest}", "reprt.json"], "FILE = 'reprt.json': the artifact has no such file; did you mean report.json?"),
         (["{digest}", "state.bin", "--open"], "--open = 'state.bin': is no page for a browser"),

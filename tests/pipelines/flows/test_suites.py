@@ -126,7 +126,7 @@ def test_baselines_take_part_in_every_suite_and_not_in_the_report_of_evaluate(tm
         ({"type": "custom", "function": GOLD, "measure": "prompts"}, r"measure = 'prompts': must not be the name of"),
         (
             {"type": "pass_at_k", "function": GOLD, "threshold": float("nan")},
-            "threshold = nan: must be a finite number",
+            "threshold = nan: must be finite",
         ),
         (
             {"type": "pass_at_k", "function": GOLD, "k": [1, 1]},
