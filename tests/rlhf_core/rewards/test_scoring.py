@@ -227,7 +227,7 @@ def test_weights_move_with_the_steps():
 
 
 def test_a_term_is_normalised_then_clipped_then_weighted_and_kept_as_it_was():
-    spec = TERMS["length"].model_dump() | {"normalize": "group", "clip": 0.8, "weight": 10.0}
+    spec = TERMS["length"].model_copy(update={"normalize": "group", "clip": 0.8, "weight": 10.0})
     rollouts = Scorer(config_of(length=spec), {"length": length})(answers(2, 4, 12))
     # mean 6, deviation sqrt((16 + 4 + 36) / 2) = 5.29: -0.756, -0.378, 1.134 -> 0.8
     assert [one.reward for one in rollouts] == pytest.approx([-40 / 28**0.5, -20 / 28**0.5, 8.0])
@@ -235,7 +235,7 @@ def test_a_term_is_normalised_then_clipped_then_weighted_and_kept_as_it_was():
 
 
 def test_the_normaliser_of_a_term_and_the_logs_of_the_step_go_on_from_a_checkpoint():
-    config = config_of(part=PART, length=TERMS["length"].model_dump() | {"normalize": "running"})
+    config = config_of(part=PART, length=TERMS["length"].model_copy(update={"normalize": "running"}))
 
     def new() -> Scorer:
         return Scorer(config, {"part": part(failing("late")), "length": length})

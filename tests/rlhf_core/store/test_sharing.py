@@ -100,7 +100,7 @@ def test_each_user_can_hit_repair_and_collect_what_the_other_made(shared):
 
     def collect(store: ArtifactStore) -> None:
         os.utime(store.layout.key(KEY))
-        freed = store.gc(dry_run=False, keep_days=-1.0)
+        freed = store.gc(dry_run=False, keep_days=0.0)
         assert freed.items and store.record(KEY) is None
 
     as_user(ALICE, shared, collect)
@@ -135,7 +135,7 @@ def test_what_a_user_keeps_for_themselves_stays_with_a_warning(shared):
             Path(tempfile.mkdtemp(dir=store.layout.attempt(key)), "file").touch()
 
     def collect(store: ArtifactStore) -> None:
-        assert len(store.gc(dry_run=False, keep_days=-1.0).items) == 2
+        assert len(store.gc(dry_run=False, keep_days=0.0).items) == 2
         left = list(store.layout.quarantine.iterdir())
         assert len(left) == 2
         with pytest.raises(ArtifactError, match=r"cannot be removed .* let its owner or root remove the folder"):
