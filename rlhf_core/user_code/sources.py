@@ -194,7 +194,7 @@ def by_finders(top: str, search: Sequence[Path]) -> ModuleSpec | None:
 
     `importlib.util.find_spec` would also find what is beside files that were loaded before, and what these have imported.
     """
-    folders = [str(folder) for folder in search]
+    folders = [str(folder.absolute()) for folder in search]  # Python remembers where "." was when it was first searched
     try:
         found = (finder.find_spec(top, folders) for finder in sys.meta_path)
         return next((spec for spec in found if spec is not None), None)

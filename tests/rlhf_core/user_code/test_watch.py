@@ -77,7 +77,6 @@ def seen(folder: Path, body: str, *, before: str = "") -> list[str]:
 )  # fmt: skip
 def test_what_the_code_reaches_and_the_key_does_not_see_is_noted_once(folder, monkeypatch, body, found):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.path", list(sys.path))  # which one of the bodies extends
     assert seen(folder, "\n".join([body, body])) == [found]
 
 
