@@ -48,6 +48,8 @@ def plain(text: str) -> str:
     >>> plain("a\\x1b[31mb")
     'a�[31mb'
     """
+    if text.isprintable():  # nearly always, and of a list there are ten thousand lines
+        return text
     return "".join(sign if sign.isprintable() or sign in "\t\n" else "\N{REPLACEMENT CHARACTER}" for sign in text)
 
 

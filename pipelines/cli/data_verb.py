@@ -1,13 +1,13 @@
 """Show what data files hold and what `prepare_data` would make of them (`rlhf data`)."""
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipelines.cli.common import console, print_json, print_line
+from pipelines.flows.profile_text import toml_literal
 from rlhf_core.config.data import DataConfig, Files, Source, Use
 from rlhf_core.data.files import make_tables
 from rlhf_core.data.inspection import SourceReport, inspect
@@ -94,7 +94,7 @@ def _lines(found: SourceReport, *, whole: bool) -> Iterator[str]:
         return
     if found.guessed:
         yield "  its own columns have no known format; guessed, for its section [[prepare_data.data.sources]]:"
-        yield f"    columns = {_toml(found.guessed)}"
+        yield f"    columns = {toml_literal(found.guessed)}"
     yield f"  columns read: {', '.join(found.columns_read) or 'none'}"
     if found.columns_not_read:
         unread = ", ".join(f"{name} ({rows:,})" for name, rows in found.columns_not_read.items())
@@ -132,10 +132,3 @@ def _tables(tables: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"  dropped {reason}" for reason in tables["dropped"][:MOST_REASONS])
         limits = ", ".join(f"{name} = {value}" for name, value in tables["limits"].items())
         yield f"before limits in tokens, which need the tokenizer of the run: {limits}"
-
-
-def _toml(columns: Mapping[str, str]) -> str:
-    quoted = {
-        ours: json.dumps(theirs, ensure_ascii=False).replace("\x7f", "\\u007f") for ours, theirs in columns.items()
-    }
-    return f"{{{', '.join(f'{ours} = {theirs}' for ours, theirs in quoted.items())}}}"

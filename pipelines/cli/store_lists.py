@@ -122,7 +122,7 @@ def is_empty(layout: StoreLayout, console: Console) -> bool:
         any(layout.keys.glob("*/*.json"))
         or any(layout.objects.glob("*/*"))
         or layout.attempts.is_dir()
-        or layout.set_aside()
+        or any(layout.quarantine.glob("*"))
     ):
         return False
     state = "is empty" if layout.root.is_dir() else "does not exist yet"

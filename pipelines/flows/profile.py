@@ -20,7 +20,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard, get_origin
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from pipelines.flows.profile_errors import check_removal, fields_of, first_error, models_at, shown_value
 from pipelines.flows.profile_paths import relative_to_profile
@@ -34,7 +34,7 @@ from pipelines.flows.sections import (
 from rlhf_core.config.former_names import FORMER, renamed
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest
-from rlhf_core.schema.base import OPERATIONAL, OTHER_SPELLING, PRESENT_NAMES, added_option, as_written, by_type, tag_of
+from rlhf_core.schema.base import OPERATIONAL, OTHER_SPELLING, added_option, as_written, by_type, tag_of
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.layout import read_regular
 from rlhf_core.types import CHAMPION, PolicyRef, encodable
@@ -233,11 +233,6 @@ def with_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     for override in overrides:
         _apply(tree, override)
     return _without_removed_steps(table, tree)
-
-
-def as_table(config: BaseModel) -> dict[str, Any]:
-    """Return a profile, or one of its sections, as a file has it: without empty keys, and with present names alone."""
-    return config.model_dump(mode="json", exclude_none=True, by_alias=True, context=PRESENT_NAMES)
 
 
 def profile_digest(config: PipelineConfig) -> str:

@@ -8,13 +8,18 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipelines.flows.profile import PipelineConfig, as_table
+from rlhf_core.schema.base import PRESENT_NAMES
 from rlhf_core.secrets.redaction import hidden
 
 _BARE = re.compile(r"[\w-]+", re.ASCII)
 
 
-def as_toml(config: PipelineConfig) -> str:
+def as_table(config: BaseModel) -> dict[str, Any]:
+    """Return a profile, or one of its sections, as a file has it: without empty keys, and with present names alone."""
+    return config.model_dump(mode="json", exclude_none=True, by_alias=True, context=PRESENT_NAMES)
+
+
+def as_toml(config: BaseModel) -> str:
     """Return the keys that a configuration was given, as a profile; secrets are hidden, and `[notify]` is left out."""
     table = _given(as_table(config), config)
     return "\n".join(_tables("", hidden("profile", {key: value for key, value in table.items() if key != "notify"})))

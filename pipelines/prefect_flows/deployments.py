@@ -27,7 +27,8 @@ from prefect.runner import Runner
 from prefect.runner import _scheduled_run_poller as poller
 from pydantic import BaseModel
 
-from pipelines.flows.profile import PipelineConfig, as_table, load_profile
+from pipelines.flows.profile import PipelineConfig, load_profile
+from pipelines.flows.profile_text import as_table
 from pipelines.prefect_flows import pipeline_flows, stage_flows, waiting
 from pipelines.prefect_flows.own_deployments import claim, declare, own_deployments
 from pipelines.prefect_flows.waiting import keep_resuming

@@ -7,7 +7,8 @@ import pytest
 
 from pipelines.execution.plan import all_specs
 from pipelines.flows.full import lifecycle
-from pipelines.flows.profile import as_table, find_profile, load_profile, parse, profile_names, with_overrides
+from pipelines.flows.profile import find_profile, load_profile, parse, profile_names, with_overrides
+from pipelines.flows.profile_text import as_table
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import FIELD_OF, Config, tag_of
 from tests.support.small_pipeline import write_mini

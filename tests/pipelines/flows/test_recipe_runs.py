@@ -108,12 +108,14 @@ preferences = "pairs_{number}"
 """
     for number, start in ((1, "sft"), (2, "dpo_1"), (3, "dpo_2"))
 )
-DOMAINS = """
+SUMS = """
 [recipe.sums]
 stage = "ppo"
 policy = "sft"
 mixture = {arithmetic = 1.0}
 rewards.terms.correct = {type = "function", function = "rlhf_core.data.worlds.arithmetic:exact_match"}
+"""
+DOMAINS = """
 [recipe.form]
 stage = "ppo"
 policy = "sums"
@@ -125,11 +127,6 @@ mixture = {support = 1.0}
 reward_models = ["kind"]
 """
 BRANCHES = """
-[recipe.sums]
-stage = "ppo"
-policy = "sft"
-mixture = {arithmetic = 1.0}
-rewards.terms.correct = {type = "function", function = "rlhf_core.data.worlds.arithmetic:exact_match"}
 [recipe.desk]
 stage = "ppo"
 policy = "sft"
@@ -213,9 +210,9 @@ SHAPES = {
         ["base", "sft", "best_1", "dpo_1", "best_2", "dpo_2", "best_3", "dpo_3"],
         36,
     ),
-    "RL in three domains": (profile(RM, DOMAINS), ["base", "sft", "sums", "form", "desk"], 12),
+    "RL in three domains": (profile(RM, SUMS, DOMAINS), ["base", "sft", "sums", "form", "desk"], 12),
     "prompts by difficulty": (profile(DIFFICULTY), ["base", "sft", "rl"], 10),
-    "specialists, student and merge": (profile(RM, BRANCHES), ["base", "sft", "sums", "desk", "student", "merged"], 15),
+    "specialists and merge": (profile(RM, SUMS, BRANCHES), ["base", "sft", "sums", "desk", "student", "merged"], 15),
 }
 
 
