@@ -26,7 +26,7 @@ FORMER = {
     "value_optimizer": ("value", "optimizer"),
 }
 """Former key -> its table and its option."""
-_FORMER = re.compile(rf"((?:recipe\.)?[^.]+(?:\.ppo)?)\.({'|'.join(FORMER)})(?=[.\[]|$)")
+_FORMER = re.compile(rf"^((?:recipe\.)?[^.]+(?:\.ppo)?)\.({'|'.join(FORMER)})(?=[.\[]|$)")
 _SPELLED = re.compile(rf"(?<=\.)({'|'.join(SPELLINGS)})(?=\.|$)")
 OF_REWARD = {"credit": "token"}
 OF_LOSS = {"estimator": "k2"}
