@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhf_core.config.data import DataConfig, Files, MixedWorlds
+from rlhf_core.config.data import HELD_OUT, DataConfig, Files, MixedWorlds
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.data.chat import CHATML_LIKE, ChatTemplate
 from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.files import make_tables as from_files
 from rlhf_core.data.limits import DropReport, Origin, limit, parts
+from rlhf_core.data.mixing import trained
 from rlhf_core.data.tables import (
     Feedback,
     Tables,
@@ -48,7 +49,6 @@ from stages.config.prepare_data import (
     content_digests,
     files_at,
     local_files,
-    wanted_tables,
 )
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,9 @@ def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:
         origins=origins,
         report=report,
     )
+    for table, line in _without_rows(tables, report, config.data).items():
+        if table in HELD_OUT:  # training would go on without the evaluation that the source is for
+            raise DataError("prepare_data.data.sources", table, line, "mend the rows, or remove the source")
     context.progress(3, 4, "writing tables")
     children = _write(tables, report, context.out)
     (context.out / "validation.json").write_text(
@@ -228,7 +231,7 @@ def _summarize(tables: Tables, report: DropReport, config: PrepareDataConfig, la
     """Log rows, drops by reason, tables without rows and the files to read; a warning if people should look at them."""
     rows = {name: len(found) for name, found in tables.named().items() if found}
     read, dropped = report.rows_read.total(), len(report.drops)
-    missing = _without_rows(tables, report, config)
+    missing = _without_rows(tables, report, config.data).values()
     lines = [
         f"{label}: {dropped:,} of {read:,} rows are dropped ({dropped / max(read, 1):.0%})",
         *map(str, report.reasons()[:MOST_REASONS]),
@@ -241,20 +244,22 @@ def _summarize(tables: Tables, report: DropReport, config: PrepareDataConfig, la
     logger.log(level, "%s", "\n  ".join(lines))
 
 
-def _without_rows(tables: Tables, report: DropReport, config: PrepareDataConfig) -> list[str]:
-    """Return a line for each table that the configuration wants and for which no row is left."""
-    if not isinstance(config.data, Files):
-        return []
+def _without_rows(tables: Tables, report: DropReport, data: DataConfig) -> dict[str, str]:
+    """Return a line for each table of which sources have a share and no row is left."""
+    if not isinstance(data, Files):
+        return {}
     rows = tables.named()
-    lines = []
-    for table in wanted_tables(config.data):
-        if rows[table] or (table == "preferences" and tables.feedback):
+    lines = {}
+    for table in data.filled():
+        if rows[table] or (trained(table) == "preferences" and rows[table.replace("preferences", "feedback")]):
             continue
-        sources = [source for source in config.data.sources if getattr(source.use, table)]
+        sources = [source for source in data.sources if getattr(source.use, table)]
         reasons = sorted((one for source in sources for one in report.reasons(source.name)), key=lambda one: -one.rows)
         count = sum(report.rows_read[source.name] for source in sources)
         why = f"most are dropped as {reasons[0].rule}" if reasons else "its share of `use` is too small for them"
-        lines.append(f"no row is left for {table} of the {count:,} rows in {', '.join(s.name for s in sources)}: {why}")
+        lines[table] = (
+            f"no row is left for {table} of the {count:,} rows in {', '.join(s.name for s in sources)}: {why}"
+        )
     return lines
 
 

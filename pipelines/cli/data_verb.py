@@ -8,16 +8,14 @@ from typing import Any
 
 from pipelines.cli.common import console, print_json, print_line
 from pipelines.flows.profile_text import toml_literal
-from rlhf_core.config.data import DataConfig, Files, Source, Use
+from rlhf_core.config.data import KINDS, DataConfig, Files, Source, Use
 from rlhf_core.data.files import make_tables
 from rlhf_core.data.inspection import SourceReport, inspect
 from rlhf_core.data.limits import DropReport
-from rlhf_core.data.mixing import TABLES
 from rlhf_core.errors import ConfigError, RlhfError
-from stages.config.prepare_data import wanted_tables
 
 REFUSED = 2
-ANY_TABLE = Use(**dict.fromkeys(TABLES, 1 / len(TABLES)))
+ANY_TABLE = Use(**dict.fromkeys(KINDS, 1 / len(KINDS)))
 """Shares of a file that no profile names, under which nothing is read for one table alone."""
 MOST_REASONS = 8
 MOST_MALFORMED: float = Files.model_fields["max_bad_fraction"].default
@@ -61,7 +59,7 @@ def _of_profile(options: argparse.Namespace) -> tuple[list[SourceReport], dict[s
         return sources, {"problem": str(error)}
     rows = {name: len(found) for name, found in made.named().items()}
     dropped = [str(reason) for reason in report.reasons()]
-    empty = [name for name in wanted_tables(files) if not rows[name]]
+    empty = [name for name in files.filled() if not rows[name]]
     return sources, {
         "rows": rows,
         "empty": empty,

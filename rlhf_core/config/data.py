@@ -206,13 +206,25 @@ class Use(Config):
     """Share of the source's prompts that become held-out prompts."""
     steps: float = Field(0.0, ge=0, le=1)
     """Share of the source's prompts that become judged steps; only stepwise rows have steps and their labels."""
+    eval_demonstrations: float = added_option(0.0, ge=0, le=1)
+    """Share of the source's prompts that become held-out demonstrations, in place of a part of those to train on."""
+    eval_preferences: float = added_option(0.0, ge=0, le=1)
+    """Share of the source's prompts that become held-out pairs, in place of a part of those to train on."""
+    eval_steps: float = added_option(0.0, ge=0, le=1)
+    """Share of the source's prompts that become held-out judged steps, in place of a part of those to train on."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> Use:
-        total = self.demonstrations + self.preferences + self.prompts + self.eval_prompts + self.steps
+        total = sum(getattr(self, table) for table in Use.model_fields)
         if not 0 < total <= 1 + 1e-9:
             raise ValueError(f"the shares add to {total:g}; they must add to more than 0 and at most 1")
         return self
+
+
+HELD_OUT = ("eval_demonstrations", "eval_preferences", "eval_steps")
+"""Tables that are a part of those to train on unless a source has their rows."""
+KINDS = tuple(table for table in Use.model_fields if table not in HELD_OUT)
+"""The other tables."""
 
 
 class Source(Config):
@@ -297,7 +309,8 @@ class Files(Config):
     mixture: Literal["all", "weights"] = "all"
     """`all` takes every row; `weights` takes each source's share, until the first source is used up; none is repeated."""
     eval_fraction: float = Field(0.05, gt=0, lt=1)
-    """Share of the prompts of demonstrations, of preferences and of steps held out as their `eval.parquet`."""
+    """Share of the prompts of demonstrations, of preferences and of steps held out as their `eval.parquet`; none of a
+    table whose held-out rows are a source's."""
     max_rows: int = Field(0, ge=0)
     """Maximum number of rows per table after mixing; 0 keeps all."""
     deduplicate: bool = True
@@ -320,6 +333,21 @@ class Files(Config):
         if len(set(names)) != len(names):
             raise ValueError(f"source names {names}: each source needs its own name")
         return self
+
+    @model_validator(mode="after")
+    def _check_held_out(self) -> Files:
+        filled = self.filled()
+        for table in HELD_OUT:
+            kind = table.removeprefix("eval_")
+            if table in filled and kind not in filled:
+                name = next(one.name for one in self.sources if getattr(one.use, table))
+                rule = f"no source has {kind} to train on, and so no stage would read them"
+                raise ValueError(f"use.{table} of the source {name}: {rule}; give {kind} a source")
+        return self
+
+    def filled(self) -> tuple[str, ...]:
+        """Return the tables, such as `eval_steps`, of which some source has a share."""
+        return tuple(table for table in Use.model_fields if any(getattr(one.use, table) for one in self.sources))
 
 
 DataConfig = Annotated[

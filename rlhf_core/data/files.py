@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from rlhf_core.config.data import Files, PreferenceCoding, Source
+from rlhf_core.config.data import HELD_OUT, Files, PreferenceCoding, Source
 from rlhf_core.data.cleaning import (
     NearDuplicates,
     RowFilter,
@@ -30,7 +30,7 @@ from rlhf_core.data.comparisons import NoPreference, Row, asked, refuse_hidden_a
 from rlhf_core.data.exports import EXPORTS, preference_rows, read_record
 from rlhf_core.data.formats import Example, convert_all, examples_of
 from rlhf_core.data.limits import Drop, DropReport, Origin
-from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of
+from rlhf_core.data.mixing import is_evaluation, misfit, mix, shuffled, table_of, trained
 from rlhf_core.data.sources import Record, read
 from rlhf_core.data.tables import Demonstration, Feedback, Preference, SteppedAnswer, Tables, content_id, pseudonym
 from rlhf_core.errors import DataError
@@ -38,8 +38,6 @@ from rlhf_core.types import Prompt, derive_seed
 
 TRAINING = ("demonstrations", "preferences", "prompts", "steps", "feedback")
 EVALUATION = ("eval_demonstrations", "eval_preferences", "eval_prompts", "eval_steps", "eval_feedback")
-SPLIT = ("demonstrations", "preferences", "steps", "feedback")
-"""Tables that hold out a part of their own prompts for evaluation."""
 _MALFORMED = (DataError, RecursionError)
 """Errors of a malformed row. Brackets that a reader accepts may be too deep for the code that inspects the value."""
 _LONGEST_REASON = 500  # characters of a reason, which may quote a long value of its row
@@ -105,7 +103,7 @@ def read_examples(source: Source, *, max_bad_fraction: float, report: DropReport
             for one in made
         ]
         # Only the best answer of a ranking is worth imitating: the chosen answer of the first pair.
-        examples += made if table_of(made[0], source.use) == "preferences" else made[:1]
+        examples += made if _goes_to("preferences", made[0], source) else made[:1]
     if source.repeated_prompts == "remove":
         examples, repeated = without_repeated_prompts(examples)
         report.not_read[source.name].update({"prompts repeated in answers": repeated} if repeated else {})
@@ -248,9 +246,15 @@ def _malformed(source: Source, origin: Origin, error: DataError | RecursionError
 
 def _paired(examples: Sequence[Example], source: Source, report: DropReport) -> list[Example]:
     """Return the examples joined to pairs, except those for the `steps` table, which are judged one by one."""
-    judged = [example for example in examples if table_of(example, source.use) == "steps"]
-    others = [example for example in examples if table_of(example, source.use) != "steps"]
+    judged = [example for example in examples if _goes_to("steps", example, source)]
+    others = [example for example in examples if not _goes_to("steps", example, source)]
     return pair_unpaired(best_against_worst(others, report, min_margin=source.min_margin)) + judged
+
+
+def _goes_to(kind: str, example: Example, source: Source) -> bool:
+    """Return whether the example is one of `kind`, to train on or held out."""
+    table = table_of(example, source.use)
+    return table is not None and trained(table) == kind
 
 
 def _assign(
@@ -260,7 +264,12 @@ def _assign(
     assigned: dict[str, dict[str, list[Example]]],
     report: DropReport,
 ) -> None:
-    """Add each example to the table of its prompt, `assigned[table][source name]`."""
+    """Add each example to the table of its prompt, `assigned[table][source name]`.
+
+    A table holds out a part of its prompts unless a source has its held-out rows.
+    """
+    filled = config.filled()
+    splits = {trained(table) for table in HELD_OUT if table not in filled}
     for example in examples:
         table = table_of(example, source.use)
         if table is None:
@@ -270,8 +279,10 @@ def _assign(
         if reason is not None:
             report.add(source.name, example.origin, reason)
             continue
-        name = "feedback" if table == "preferences" and not (example.chosen and example.rejected) else table
-        held_out = name in SPLIT and is_evaluation(example, config.eval_fraction)
+        name = trained(table)
+        held_out = name != table or (table in splits and is_evaluation(example, config.eval_fraction))
+        if name == "preferences" and not (example.chosen and example.rejected):
+            name = "feedback"
         assigned[f"eval_{name}" if held_out else name][source.name].append(example)
 
 
@@ -279,7 +290,7 @@ def _deduplicate_across(assigned: dict[str, dict[str, list[Example]]], report: D
     """Drop rows that an earlier source has already added to the same table. Tables of prompts keep each prompt once."""
     for table, by_source in assigned.items():
         rows = [example for found in by_source.values() for example in found]
-        if table in ("prompts", "eval_prompts"):
+        if trained(table) == "prompts":
             rows = [replace(example, chosen=(), rejected=()) for example in rows]
         kept = deduplicate(rows, report)
         for name in by_source:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from rlhf_core.config.data import Columns, Source
+from rlhf_core.config.data import KINDS, Columns, Source
 from rlhf_core.data.cleaning import deduplicate, exact
 from rlhf_core.data.columns import is_empty
 from rlhf_core.data.files import best_against_worst, pair_unpaired, read_examples, row_format
 from rlhf_core.data.formats import Example
 from rlhf_core.data.limits import DropReport, Reason
-from rlhf_core.data.mixing import TABLES, misfit
+from rlhf_core.data.mixing import misfit
 from rlhf_core.data.sources import Record, read
 from rlhf_core.data.turns import Turns
 from rlhf_core.errors import DataError, RlhfError
@@ -116,7 +116,7 @@ def _tables(examples: Sequence[Example], *, min_margin: float) -> tuple[dict[str
     joined = pair_unpaired(best_against_worst(examples, DropReport(), min_margin=min_margin))
     counts: dict[str, int] = {}
     empty: dict[str, str] = {}
-    for table in TABLES:
+    for table in KINDS:
         found = examples if table == "steps" else joined
         reasons = Counter(misfit(example, table) for example in found)
         fit = [example for example in found if misfit(example, table) is None]

@@ -18,8 +18,17 @@ from rlhf_core.data.formats import Example
 from rlhf_core.data.turns import Turns
 from rlhf_core.types import derive_seed
 
-Table = Literal["demonstrations", "preferences", "prompts", "eval_prompts", "steps"]
-TABLES: tuple[Table, ...] = get_args(Table)
+Table = Literal[
+    "demonstrations",
+    "preferences",
+    "prompts",
+    "eval_prompts",
+    "steps",
+    "eval_demonstrations",
+    "eval_preferences",
+    "eval_steps",
+]
+TABLES: tuple[Table, ...] = get_args(Table)  # in the order of their shares: a new one goes last, or rows would move
 
 T = TypeVar("T")
 
@@ -49,22 +58,32 @@ def is_evaluation(example: Example, eval_fraction: float) -> bool:
     return place(example.prompt or example.chosen, "eval") < eval_fraction
 
 
-def misfit(example: Example, table: Table) -> str | None:
+def trained(table: str) -> str:
+    """Return the table to train on of which `table` is, or holds out, the rows.
+
+    >>> trained("eval_steps"), trained("steps")
+    ('steps', 'steps')
+    """
+    return table.removeprefix("eval_")
+
+
+def misfit(example: Example, table: str) -> str | None:
     """Return the reason why `example` cannot be used in `table`, or None if it can."""
+    kind = trained(table)
     prompt, chosen, rejected, steps = example.prompt, example.chosen, example.rejected, example.steps
-    if table != "demonstrations" and any(message.tool_fields for message in (*prompt, *chosen, *rejected)):
+    if kind != "demonstrations" and any(message.tool_fields for message in (*prompt, *chosen, *rejected)):
         return "tool calls: only demonstrations can hold them"
-    if table in ("demonstrations", "preferences") and example.reward is not None and not chosen:
+    if kind in ("demonstrations", "preferences") and example.reward is not None and not chosen:
         return "no better answer: its prompt has no two answers of different rewards"
-    if table == "demonstrations" and not chosen:
+    if kind == "demonstrations" and not chosen:
         return "no good answer: demonstrations need one"
-    if table == "preferences" and not (chosen and rejected) and not example.judged:
+    if kind == "preferences" and not (chosen and rejected) and not example.judged:
         return "no pair of answers: preferences need a good and a bad one, or one that is labeled good or bad"
-    if table in ("prompts", "eval_prompts") and not prompt:
+    if kind == "prompts" and not prompt:
         return "no prompt"
-    if table == "steps" and not (prompt and steps):
+    if kind == "steps" and not (prompt and steps):
         return "no judged steps: a prompt, completions and their labels are needed"
-    return "blank step" if table == "steps" and not all(map(str.strip, steps)) else None
+    return "blank step" if kind == "steps" and not all(map(str.strip, steps)) else None
 
 
 def mix(rows: Mapping[str, Sequence[T]], weights: Mapping[str, float], *, seed: int) -> list[T]:

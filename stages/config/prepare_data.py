@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from rlhf_core.config.data import DataConfig, Files, MixedWorlds, SupportWorld, Use
+from rlhf_core.config.data import KINDS, DataConfig, Files, MixedWorlds, SupportWorld
 from rlhf_core.config.engines import BaseModelConfig, InitModel, PretrainedModel
 from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.file_types import is_hub, source_files
@@ -37,9 +37,10 @@ class PrepareDataConfig(Config):
 def wanted_tables(data: DataConfig) -> list[str]:
     """Return the tables of training and of held-out prompts that `data` makes unless all their rows are dropped."""
     if isinstance(data, Files):
-        return [table for table in Use.model_fields if any(getattr(source.use, table) for source in data.sources)]
+        filled = data.filled()
+        return [table for table in KINDS if table in filled]
     rows = [world.model_dump() for world in (data.worlds if isinstance(data, MixedWorlds) else (data,))]
-    return [table for table in Use.model_fields if any(world.get(table) for world in rows)]
+    return [table for table in KINDS if any(world.get(table) for world in rows)]
 
 
 def content_digests(config: PrepareDataConfig) -> dict[str, str]:

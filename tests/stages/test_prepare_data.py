@@ -137,6 +137,26 @@ def test_no_row_left_is_an_error_with_the_reasons(shop, tmp_path):
         prepare(shop, files_config(write_questions(tmp_path / "qa.jsonl"), max_prompt_tokens=4))
 
 
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([], "no row is left for eval_demonstrations of the 0 rows in test"),
+        (
+            [{"prompt": "only"}],
+            "no row is left for eval_demonstrations of the 1 rows in test: most are dropped as no good",
+        ),
+        ([{"question": "long " * 200, "answer": "1"}], "most are dropped as prompt too long; mend the rows, or remove"),
+    ],
+)
+def test_rows_for_evaluation_that_are_all_dropped_are_an_error(shop, tmp_path, rows, reason):
+    path = tmp_path / "test.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [given] = files_config(write_questions(tmp_path / "qa.jsonl")).data.sources
+    test = Source(name="test", path=str(path), use=Use(eval_demonstrations=1.0))
+    with pytest.raises(DataError, match=reason):
+        prepare(shop, PrepareDataConfig(data=Files(sources=(given, test)), model=SHAPE))
+
+
 def test_a_pretrained_model_keeps_its_weights_and_takes_the_template_asked_for(shop, tmp_path):
     policy = make_policy(tmp_path / "policy")
     config = PrepareDataConfig(data=SMALL, model=PretrainedModel(path=str(policy)), chat_template="chatml")

@@ -176,7 +176,7 @@ class Sheet:
             if old is None or _FATES.index(fate) > _FATES.index(old.fate):
                 self._outcomes[name] = Outcome(self.arguments.module, "", "", fate, [what])
             elif old.fate == fate:
-                old.what.append(what)
+                old.what += [what] if what not in old.what else []
 
     def _comment(self, names: tuple[str, ...], note: str) -> str:
         given = [f"{self.flag(name)} {self.arguments.given[name].text}".strip() for name in names if self.has(name)]

@@ -40,6 +40,8 @@ def datasets(one: Sheet, use: str, *, row_format: str, columns: dict[str, str], 
         one.put("prepare_data.data.mixture", "weights", probabilities)
     one.ignore(probabilities, "one data set is taken whole")
     max_rows(one)
+    if head == "dataset":
+        held_out(one, use, row_format=row_format, columns=columns)
 
 
 def add_source(one: Sheet, fields: dict[str, object], use: str, comment: str) -> None:
@@ -86,13 +88,24 @@ def max_rows(one: Sheet) -> None:
         one.put("prepare_data.data.max_rows", rows, "max_samples")
 
 
-def held_out(one: Sheet) -> None:
-    """Report that held-out rows are a share of the training data; offline commands may name another data set."""
-    nearest = "prepare_data.data.eval_fraction, a share of the prompts"
-    one.refuse("eval_dataset", "rows for evaluation are held out of the training data", nearest)
-    if one.has("eval_dataset"):
-        one.refuse("eval_split", "rows for evaluation are held out of the training data", nearest)
-    one.ignore("eval_split", "rows for evaluation are held out of the training data")
+def held_out(one: Sheet, use: str, *, row_format: str, columns: dict[str, str]) -> None:
+    """Write each data set of --eval_dataset as a source of the held-out rows of the table `use`, read as those to train on."""
+    for path in [path.strip() for path in one.text("eval_dataset").split(",") if path.strip()]:
+        fields = source(one, path, row_format=row_format, columns=columns)
+        fields["split"] = one.text("eval_split")
+        same = [
+            known
+            for known in one.draft.sources
+            if {**known.fields, **fields, "name": ""} == known.fields | {"name": ""}
+        ]
+        if any(use in known.uses for known in same):
+            reason = f"{path} is trained on, and a row is in one table only"
+            one.refuse("eval_dataset", reason, "prepare_data.data.eval_fraction, a share of its prompts")
+            continue
+        add_source(one, fields, f"eval_{use}", f"{one.flag('eval_dataset')} {path}")
+        one.elsewhere("eval_dataset", f"{path} for the held-out {use}")
+        one.elsewhere("eval_split", f'split = "{fields["split"]}"')
+    one.ignore("eval_split", "there is no data set for evaluation alone")
 
 
 def chat(one: Sheet) -> None:
@@ -237,7 +250,6 @@ def kto(one: Sheet, section: str) -> None:
     columns = {"prompt": "input_key", "completion": "output_key", "label": "label_key"}
     datasets(one, "preferences", row_format="unpaired_preference", columns=columns)
     start_from(one, "dpo", STARTS)
-    held_out(one)
     chat(one)
 
 
@@ -246,7 +258,6 @@ def process_reward_model(one: Sheet, section: str) -> None:
     _training(one, section)
     _seed_and_lengths(one, f"{section}.max_length")
     adapters(one, None)
-    held_out(one)
     datasets(one, "steps", row_format="stepwise", columns={})
     reason = "a row has columns prompt, completions (the steps) and labels (one for each step)"
     nearest = f"split the text at {one.text('placeholder_token') or 'the placeholder'}; a label is true or false, or in [0, 1]"
@@ -284,7 +295,6 @@ def distillation(one: Sheet, section: str) -> None:
 
 def _demonstrations(one: Sheet, *, plain_text: bool) -> None:
     """Write demonstrations: prompt and answer in two columns, a text, or conversations."""
-    held_out(one)
     if one.text("output_key"):
         columns = {"prompt": "input_key", "completion": "output_key"}
         datasets(one, "demonstrations", row_format="prompt_completion", columns=columns)
@@ -312,7 +322,6 @@ def _seed_and_lengths(one: Sheet, key: str) -> None:
 
 def _preferences(one: Sheet) -> None:
     """Write preference pairs: with a column for the prompt, or with the prompt inside both answers."""
-    held_out(one)
     answers = {"chosen": "chosen_key", "rejected": "rejected_key"}
     if one.text("prompt_key"):
         datasets(one, "preferences", row_format="preference", columns={"prompt": "prompt_key", **answers})

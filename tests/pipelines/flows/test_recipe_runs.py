@@ -1,7 +1,8 @@
-"""Recipes in the shapes of published pipelines, run to their end with the engines of this process."""
+"""Recipes in the shapes of published pipelines and imported scripts, run to their end with the engines of this process."""
 
 import json
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,15 @@ from pipelines.execution.executor import RunOptions, Tracker
 from pipelines.execution.opening import open_run, open_tracker, store_of
 from pipelines.execution.run import run_stages
 from pipelines.flows.full import lifecycle
-from pipelines.flows.profile import parse, with_overrides
+from pipelines.flows.profile import PipelineConfig, load_profile, parse, with_overrides
+from pipelines.importers.openrlhf.translate import translate
 from pipelines.services.home import Home
+from rlhf_core.data.tables import read_demonstrations, read_preferences
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
 from tests.support.listener import Notes
+from tests.support.workshop import make_policy
 
 BASE = """
 name = "shapes"
@@ -194,7 +198,14 @@ def run(
     home: Home, tree: dict[str, Any], *overrides: str, tracker: Tracker | None = None
 ) -> tuple[dict[str, ArtifactRef], dict[str, str], ArtifactStore]:
     """Run a profile; return the artifacts and the decisions by label, and the store."""
-    notes, config = Notes(), parse(with_overrides(tree, overrides), origin="recipe")
+    return run_config(home, parse(with_overrides(tree, overrides), origin="recipe"), tracker=tracker)
+
+
+def run_config(
+    home: Home, config: PipelineConfig, *, tracker: Tracker | None = None
+) -> tuple[dict[str, ArtifactRef], dict[str, str], ArtifactStore]:
+    """Run a profile as it was read; return the same."""
+    notes = Notes()
     with open_run(
         config, lifecycle, RunOptions(), home=home, tracker=tracker or MemoryTracker(), listener=notes
     ) as opened:
@@ -244,3 +255,51 @@ def test_a_new_run_goes_on_from_the_champion_and_from_a_digest(home):
         assert decisions["more"] == action, policy
         assert digest in results["more"].parents
     assert results["more"].digest != digest
+
+
+# ---------------------------------------------------------------- imported scripts
+
+IN_THIS_PROCESS = ('runtime.type="local"', 'runtime.trainer={engine="torch"}', 'runtime.sampler={type="hf"}')
+OPENRLHF = "deepspeed --module openrlhf.cli."
+SMALL = "--max_len 64 --train_batch_size 4 --max_epochs 1"
+
+
+def imported(folder: Path, script: str, *overrides: str) -> PipelineConfig:
+    """Return the profile of a script of OpenRLHF in `folder`, with the engines of this process."""
+    make_policy(folder / "base")
+    made = translate(script, name="imported", template_file="imported.jinja")
+    (folder / "imported.jinja").write_text(made.template)
+    (folder / "imported.toml").write_text(made.profile)
+    return load_profile(folder / "imported.toml", [*IN_THIS_PROCESS, *overrides])
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sums(first: int, count: int) -> list[dict[str, Any]]:
+    return [
+        {"input": f"{one} + 1?", "output": f"{one + 1}", "chosen": f"It is {one + 1}.", "rejected": "No."}
+        for one in range(first, first + count)
+    ]
+
+
+@pytest.mark.slow
+def test_rows_of_evaluation_files_are_those_that_imported_commands_evaluate(home, tmp_path):
+    write_rows(tmp_path / "train.jsonl", sums(0, 8))
+    write_rows(tmp_path / "test.jsonl", sums(100, 3))
+    rows = "--dataset ./train.jsonl --eval_dataset ./test.jsonl"
+    pairs = f"--pretrain ./sft --prompt_key input --chosen_key chosen --rejected_key rejected {rows} {SMALL}"
+    script = f"""
+{OPENRLHF}train_sft --pretrain ./base --save_path ./sft --output_key output {rows} {SMALL}
+{OPENRLHF}train_rm --save_path ./rm {pairs}
+{OPENRLHF}train_dpo --save_path ./dpo {pairs}
+"""
+    results, decisions, store = run_config(home, imported(tmp_path, script))
+    assert {"sft", "reward_model", "dpo"} <= set(decisions)
+    folder = store.path(results["prepare_data"])
+    for table, read in (("demonstrations", read_demonstrations), ("preferences", read_preferences)):
+        assert len(read(folder / table / "train.parquet")) == 8, "no row is held out of those to train on"
+        assert len(read(folder / table / "eval.parquet")) == 3
+    report = json.loads((store.path(results["reward_model"]) / "report.json").read_text())
+    assert (report["pairs"], report["prompts"]) == (3, 3)

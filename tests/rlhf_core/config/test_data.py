@@ -29,6 +29,12 @@ def test_source_names_differ():
         ADAPTER.validate_python({"type": "files", "sources": [SOURCE, SOURCE]})
 
 
+def test_held_out_rows_are_of_a_table_that_is_trained_on():
+    test = SOURCE | {"name": "test", "use": {"eval_steps": 1.0}}
+    with pytest.raises(ValidationError, match=r"use\.eval_steps of the source test: no source has steps to train on"):
+        ADAPTER.validate_python({"type": "files", "sources": [SOURCE, test]})
+
+
 def test_a_misspelt_key_is_refused():
     with pytest.raises(ValidationError, match="demonstratons"):
         ADAPTER.validate_python({"type": "support", "demonstratons": 3})

@@ -336,6 +336,30 @@ def test_rows_without_judged_steps_cannot_serve_them_and_held_out_prompts_are_ke
     assert len(both(tables, "steps")) == 18
 
 
+KTO = [{"prompt": f"k {number}", "completion": "yes", "label": number % 2 == 0} for number in range(6)]
+TESTED = {
+    "demonstrations": (questions(6), questions(40, "d")),
+    "preferences": (stepwise(12), [row | {"prompt": f"t {row['prompt']}"} for row in stepwise(40)]),
+    "steps": (stepwise(12), [row | {"prompt": f"t {row['prompt']}"} for row in stepwise(40)]),
+    "feedback": (KTO, [row | {"prompt": f"t {row['prompt']}"} for row in KTO * 7]),
+}
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_a_source_of_held_out_rows_takes_the_place_of_a_share_of_the_others(tmp_path, name):
+    rows, training = TESTED[name]
+    table = "preferences" if name == "feedback" else name
+    own = source(tmp_path, rows, f"eval_{table}", name="own")
+    given = source(tmp_path, training, table, name="given")
+    split = tables_of(sources=[given], eval_fraction=0.4, deduplicate=False)[0].named()
+    tables = tables_of(sources=[given, own], eval_fraction=0.4, deduplicate=False)[0].named()
+    assert {row.source for row in tables[name]} == {"given"} and {row.source for row in tables[f"eval_{name}"]} == {
+        "own"
+    }
+    assert len(tables[name]) == len(split[name]) + len(split[f"eval_{name}"]) > len(split[name])
+    assert len(tables[f"eval_{name}"]) == 6 if name != "steps" else 12
+
+
 def test_rows_that_cannot_be_read_are_counted_and_the_others_stay(tmp_path):
     good = [{"prompt": f"what is {n}", "label": {"tests": [f"assert f({n}) == {n}"]}} for n in range(40)]
     bad = ['{"prompt": "\\ud83d"}', "[" * 100_000, '{"prompt": "x", "label": ' + "[" * 900 + "]" * 900 + "}"]
