@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from itertools import pairwise
 
-from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.data.chat import UNLIMITED, ChatTemplate
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.interfaces import Metrics, ModelSpec
 from rlhf_core.models.architecture import check_longest, read_config
@@ -28,13 +28,17 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     if config.packing:
         check_packing(read_config(context.path(policy)))
     chat = ChatTemplate.load(context.path(policy))
-    splits, dropped = {}, 0
+    splits, dropped, documents = {}, 0, {}
     for split in ("train", "eval"):
         rows = read_demonstrations(context.path(demonstrations) / f"{split}.parquet")
         splits[split] = [one for row in rows for one in samples_of(row.messages, chat, config)]
+        documents[split] = len(rows)
         dropped += dropped_answers([row.messages for row in rows], splits[split])
     if dropped and config.train_on == "assistant":
         logger.warning("%s: %d answers begin beyond max_length = %d", context.label, dropped, config.max_length)
+    if config.window_overlap:
+        given = f"of at most {config.max_length} tokens from {documents['train']:,} documents"
+        logger.info("%s: %s windows %s", context.label, f"{len(splits['train']):,}", given)
     context.tracker.dataset("demonstrations", demonstrations.digest, "training")
     context.tracker.input_model(policy.digest)
     context.tracker.table("preview", ["what is trained on"], [[chat.preview(sample)] for sample in splits["train"][:8]])
@@ -47,6 +51,8 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     metrics: Metrics = {"steps": result.steps, "train_samples": len(splits["train"])}
     if config.train_on == "assistant":
         metrics["dropped_answers"] = dropped
+    if config.window_overlap:
+        metrics["train_documents"] = documents["train"]
     metrics |= {f"before/{name}": value for name, value in result.initial.items()}
     return context.commit(PolicyRef, metrics=metrics | result.final)
 
@@ -60,8 +66,28 @@ def dropped_answers(conversations: Sequence[Sequence[Message]], samples: Sequenc
 
 
 def samples_of(messages: Sequence[Message], chat: ChatTemplate, config: SFTConfig) -> list[TokenSample]:
-    """Return the samples of a demonstration: one, or one for each answer where the template rewrites earlier turns."""
+    """Return the samples of a demonstration: one, one for each answer where the template rewrites earlier turns, or windows."""
     if config.train_on == "assistant":
         return chat.examples(messages, max_length=config.max_length)
-    whole = chat.transcript(messages, max_length=config.max_length)
-    return [] if whole is None else [whole]
+    whole = chat.transcript(messages, max_length=UNLIMITED if config.window_overlap else config.max_length)
+    return [] if whole is None else windows(whole, length=config.max_length, overlap=config.window_overlap)
+
+
+def windows(whole: TokenSample, *, length: int, overlap: int) -> list[TokenSample]:
+    """Return a sample in parts of at most `length` tokens. All but the first begin with `overlap` tokens of the part before.
+
+    These are context without a loss, so that each token has it once.
+
+    >>> parts = windows(TokenSample((1, 2, 3, 4, 5, 6), (0, 1, 1, 1, 1, 1)), length=4, overlap=2)
+    >>> [(part.token_ids, part.loss_mask) for part in parts]
+    [((1, 2, 3, 4), (0, 1, 1, 1)), ((3, 4, 5, 6), (0, 0, 1, 1))]
+    """
+    if len(whole.token_ids) <= length:
+        return [whole]
+    return [
+        TokenSample(
+            whole.token_ids[start : start + length],
+            (0,) * (overlap if start else 0) + whole.loss_mask[start + (overlap if start else 0) : start + length],
+        )
+        for start in range(0, len(whole.token_ids) - overlap, length - overlap)
+    ]

@@ -284,7 +284,7 @@ def prepare_data(config: PrepareDataConfig) -> PreparedDataRef:
     engines=("trainer",),
     section="sft",
     page="stages.md",
-    metrics=measured.training("train_samples", "dropped_answers"),
+    metrics=measured.training("train_samples", "train_documents", "dropped_answers"),
 )
 def sft(
     config: SFTConfig,

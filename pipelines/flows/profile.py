@@ -24,7 +24,7 @@ from pydantic import ValidationError, model_validator
 
 from pipelines.flows.profile_errors import check_removal, fields_of, first_error, models_at, shown_value
 from pipelines.flows.profile_paths import relative_to_profile
-from pipelines.flows.recipe import GraphConfig
+from pipelines.flows.recipe import GraphConfig, Step
 from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig, TrackConfig
 from pipelines.flows.sections import (
     POLICY_SECTIONS,
@@ -41,6 +41,7 @@ from rlhf_core.types import CHAMPION, PolicyRef, encodable
 from stages.config.evaluate_suite import JudgeSuite
 from stages.config.measured import policy_numbers
 from stages.config.publish import PublishConfig
+from stages.config.sft import SFTConfig
 
 
 class PipelineConfig(GraphConfig):
@@ -86,7 +87,8 @@ class PipelineConfig(GraphConfig):
                     f"{section}.start_from = {config.start_from!r}: the profile has no [{config.start_from}]; "
                     "add that section or start from 'base'"
                 )
-        self.steps()
+        for step in self.steps():
+            self._check_windows(step)
         if self.distill is not None:
             self._check_teachers(self.distill)
         if self.evaluate is not None:
@@ -113,6 +115,14 @@ class PipelineConfig(GraphConfig):
                 "name one of them"
             )
         return self
+
+    def _check_windows(self, step: Step) -> None:
+        """Raise ValueError for windows of documents of which none is longer than one window."""
+        config, longest = step.config, self.prepare_data.max_tokens
+        reads_data = isinstance(config, SFTConfig) and step.inputs["demonstrations"] == "demonstrations"
+        if isinstance(config, SFTConfig) and reads_data and config.window_overlap and longest <= config.max_length:
+            rule = f"prepare_data.max_tokens = {longest} drops documents that are longer than a window ({config.max_length})"
+            raise ValueError(f"{step.path}.window_overlap = {config.window_overlap}: {rule}; raise max_tokens")
 
     def _check_teachers(self, distill: DistillationConfig) -> None:
         """Raise ValueError for a teacher that no section makes, and for one that is the student."""

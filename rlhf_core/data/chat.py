@@ -508,7 +508,10 @@ class ChatTemplate:
         # Templates may fail on an empty conversation. The text that opens an answer is what a generation prompt adds.
         closed = self._render(_PROBE[:1], generation_prompt=False)
         opened = self._render(_PROBE[:1], generation_prompt=True)
-        start = self._render(_PROBE[1:], generation_prompt=False).partition(opened.removeprefix(closed))
+        alone, opening = self._render(_PROBE[1:], generation_prompt=False), opened.removeprefix(closed)
+        if not opening:  # a template of plain text writes nothing between a prompt and its answer
+            return alone.partition(_PROBE[1].content)[0]
+        start = alone.partition(opening)
         return start[0] + start[1]
 
     def _pieces(self, texts: Sequence[str]) -> list[Ids]:

@@ -1,12 +1,14 @@
 """Configure supervised fine-tuning: `[sft]`, `[rejection_sampling.sft]`, `[conditional_sft.sft]`."""
 
+from __future__ import annotations
+
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.policy import LoopConfig
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
 
 
 class SFTConfig(Config):
@@ -20,6 +22,18 @@ class SFTConfig(Config):
     loss: Literal["nll", "dft"] = "nll"
     train_on: Literal["assistant", "all"] = "assistant"
     """Tokens to train on; `all` means every token but the first, including prompts and the template's own tokens."""
+    window_overlap: int = added_option(0, ge=0)
+    """Above 0, with `train_on = "all"`: longer documents are not cut, but trained in windows of `max_length` tokens. A window
+    begins with so many of the last tokens of the one before, as context: no token is trained on twice."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=2)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
     lora: LoraConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> SFTConfig:
+        given = f"window_overlap = {self.window_overlap}"
+        if self.window_overlap and self.train_on != "all":
+            raise ValueError(f"{given}: windows begin inside of answers; set train_on = 'all', or leave it at 0")
+        if self.window_overlap >= self.max_length:
+            raise ValueError(f"{given}: must be < max_length = {self.max_length}; lower it")
+        return self

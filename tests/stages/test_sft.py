@@ -6,7 +6,7 @@ from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, TokenSample
-from stages.sft import SFTConfig, dropped_answers
+from stages.sft import SFTConfig, dropped_answers, windows
 from tests.support.training import demonstrations, killed_and_resumed, stopped_and_resumed
 from tests.support.workshop import Workshop
 
@@ -93,6 +93,34 @@ def test_dft_learns_and_says_the_plain_loss_too(tmp_path, policy):
     metrics = shop.metrics(decision)
     assert metrics["before/eval/loss"] == pytest.approx(metrics["before/eval/nll"] / 320, rel=0.5)
     assert metrics["eval/nll"] < metrics["before/eval/nll"] - 1
+
+
+@pytest.mark.parametrize("length", range(2, 9))
+@pytest.mark.parametrize("tokens", range(2, 30))
+def test_windows_train_every_token_once_and_have_the_tokens_before_it_as_context(length, tokens):
+    whole = TokenSample(tuple(range(tokens)), (0,) + (1,) * (tokens - 1))
+    for overlap in range(1, length):
+        parts = windows(whole, length=length, overlap=overlap)
+        pairs = [zip(part.token_ids, part.loss_mask, strict=True) for part in parts]
+        assert [token for part in pairs for token, trained in part if trained] == list(range(1, tokens))
+        assert all(part.loss_mask[0] == 0 and len(part.token_ids) <= length for part in parts)
+        assert len(parts) == max(1, -(-(tokens - overlap) // (length - overlap)))
+
+
+def test_documents_longer_than_a_window_are_trained_whole(tmp_path, policy):
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    base = shop.store.external(PolicyRef, policy)
+    inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path)}
+    options = {"train_on": "all", "max_length": 8, "loop": LoopConfig(batch_size=8, epochs=1)}
+    cut = SFTConfig(**options)
+    whole = SFTConfig(**options, window_overlap=2)
+    numbers = {}
+    for config in (cut, whole):
+        _, decision = shop.run("sft", config, inputs)
+        numbers[config.window_overlap] = shop.metrics(decision)
+    assert numbers[0]["train_samples"] == numbers[2]["train_documents"] == 24
+    assert numbers[2]["train_samples"] > 24 and numbers[2]["steps"] == numbers[2]["train_samples"] // 8
+    assert "train_documents" not in numbers[0]
 
 
 def test_all_tokens_are_trained_on_if_asked_for(tmp_path, policy):

@@ -17,6 +17,7 @@ from pipelines.importers.openrlhf.policy_rules import (
 
 # ---------------------------------------------------------------- data rules
 
+_LONGEST_DOCUMENT = 100_000_000  # tokens: more than a book, so that none is dropped
 _ALL_ROWS = 1_000_000
 """OpenRLHF's default of --max_samples for offline commands; this many or more means every row."""
 _FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".py")
@@ -110,6 +111,11 @@ def held_out(one: Sheet, use: str, *, row_format: str, columns: dict[str, str]) 
 
 def chat(one: Sheet) -> None:
     """Write the chat template: the model's, the one in the flags, or one equivalent to the input template."""
+    if _documents(one):
+        for name in ("apply_chat_template", "tokenizer_chat_template", "input_template"):
+            one.ignore(name, "documents are read as they are")
+        _raw_text(one)
+        return
     if one.has("tokenizer_chat_template"):
         one.draft.template = one.text("tokenizer_chat_template")
         one.put(
@@ -127,10 +133,17 @@ def chat(one: Sheet) -> None:
     one.ignore("input_template", "the chat template is applied instead")
 
 
+def _documents(one: Sheet) -> bool:
+    """Return whether a command of SFT reads documents, of which it trains on all tokens."""
+    return one.arguments.command == "sft" and one.has("pretrain_mode")
+
+
 def _raw_text(one: Sheet) -> None:
     """Write a template for text that OpenRLHF uses unchanged, with the input template around each prompt."""
     template = one.text("input_template") or "{}"
-    if one.arguments.command in ("sft", "kto", "kd") and not one.has("input_template"):
+    if _documents(one):
+        template = "{}"
+    elif one.arguments.command in ("sft", "kto", "kd") and not one.has("input_template"):
         template = "User: {}\nAssistant: "
     if "{}" not in template:
         one.ignore("input_template", "OpenRLHF does not use it without {}")
@@ -162,9 +175,14 @@ def sft(one: Sheet, section: str) -> None:
     _training(one, key)
     _seed_and_lengths(one, f"{key}.max_length")
     adapters(one, f"{key}.lora")
-    plain_text = not one.text("output_key") and not one.has("apply_chat_template")
+    documents = _documents(one) and section == "sft"
+    plain_text = documents or (not one.text("output_key") and not one.has("apply_chat_template"))
     if one.has("pretrain_mode") or (plain_text and section == "sft"):
         one.put(f"{key}.train_on", "all", "pretrain_mode")
+    if documents:
+        note = "OpenRLHF trains on the first --max_len tokens of a document alone, as 0 does"
+        one.put(f"{key}.window_overlap", 1, "pretrain_mode", note=note)
+        one.put("prepare_data.max_tokens", _LONGEST_DOCUMENT, "pretrain_mode", note="whole documents, for the windows")
     if one.has("packing_samples"):
         one.put(f"{key}.packing", True, "packing_samples")
     if section != "sft":
@@ -295,11 +313,12 @@ def distillation(one: Sheet, section: str) -> None:
 
 def _demonstrations(one: Sheet, *, plain_text: bool) -> None:
     """Write demonstrations: prompt and answer in two columns, a text, or conversations."""
-    if one.text("output_key"):
+    if plain_text:
+        one.ignore("output_key", "documents are the text of --input_key alone")
+        datasets(one, "demonstrations", row_format="text", columns={"text": "input_key"})
+    elif one.text("output_key"):
         columns = {"prompt": "input_key", "completion": "output_key"}
         datasets(one, "demonstrations", row_format="prompt_completion", columns=columns)
-    elif plain_text:
-        datasets(one, "demonstrations", row_format="text", columns={"text": "input_key"})
     else:
         datasets(one, "demonstrations", row_format="messages", columns={"messages": "input_key"})
 

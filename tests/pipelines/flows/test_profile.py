@@ -186,6 +186,21 @@ def test_a_teacher_beside_teachers_is_refused_and_its_default_is_not():
             "distill.teacher = 'sft': the student starts from the same policy",
         ),
         (
+            "tiny/full",
+            ["sft.train_on=all", "sft.window_overlap=8"],
+            "sft.window_overlap = 8: prepare_data.max_tokens = 192 drops documents that are longer than a window (192)",
+        ),
+        (
+            "tiny/full",
+            ["sft.window_overlap=8"],
+            "sft.window_overlap = 8: windows begin inside of answers; set train_on",
+        ),
+        (
+            "tiny/full",
+            ["sft.train_on=all", "sft.window_overlap=192"],
+            "sft.window_overlap = 192: must be < max_length = 192; lower it",
+        ),
+        (
             "tiny/distill",
             ["distill.teacher=ppo"],
             "distill.teacher = 'ppo': the profile has no [ppo]; add that section",

@@ -285,6 +285,15 @@ def sums(first: int, count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+def test_long_documents_of_an_imported_command_are_trained_whole(home, tmp_path):
+    write_rows(tmp_path / "texts.jsonl", [{"text": f"{one} " + "What is 12 + 30? " * 20} for one in range(6)])
+    script = f"{OPENRLHF}train_sft --pretrain ./base --dataset ./texts.jsonl --input_key text --pretrain_mode {SMALL}"
+    _, _, store = run_config(home, imported(tmp_path, script, "prepare_data.data.eval_fraction=0.01"))
+    [record] = [record for record in store.records() if record.stage == "sft"]
+    assert record.metrics["train_documents"] == 6 and record.metrics["train_samples"] > 12, record.metrics
+
+
+@pytest.mark.slow
 def test_rows_of_evaluation_files_are_those_that_imported_commands_evaluate(home, tmp_path):
     write_rows(tmp_path / "train.jsonl", sums(0, 8))
     write_rows(tmp_path / "test.jsonl", sums(100, 3))

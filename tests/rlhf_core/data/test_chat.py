@@ -98,6 +98,11 @@ def test_running_text_is_trained_after_the_opening_of_an_answer(chat, chatml):
     for one in (chat, chatml):
         spans = trained_spans(one, conversation(one, ANSWER))
         assert [golden(one, span) for span in spans] == ["42<|end|>"]
+    for opening in ("", "{{ '<|user|>' }}"):  # templates without a generation prompt
+        plain = with_template(chat, opening + "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}")
+        assert golden(plain, plain.transcript((ANSWER,), max_length=1000).token_ids).endswith("42<|end|>")
+        spans = trained_spans(plain, plain.continuation((), (ANSWER,), max_length=1000))
+        assert [golden(plain, span) for span in spans] == ["42<|end|>" if opening else "2<|end|>"]
 
 
 def test_the_preview_marks_what_is_trained(chatml):

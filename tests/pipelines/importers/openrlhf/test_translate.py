@@ -229,6 +229,7 @@ PRM = "deepspeed --module openrlhf.cli.train_prm --pretrain m --dataset d.jsonl 
 KD = "deepspeed --module openrlhf.cli.train_kd --pretrain m --teacher_model t --dataset d.jsonl --apply_chat_template "
 LORA = "deepspeed --module openrlhf.cli.train_sft --pretrain m --save_path l --dataset d.jsonl --apply_chat_template --lora_rank 8\n"
 MERGED = "python -m openrlhf.cli.lora_combiner --model_path m --lora_path l --output_path o\n"
+TEXTS = "deepspeed --module openrlhf.cli.train_sft --pretrain m --dataset d.jsonl --input_key text --pretrain_mode"
 EVALUATED = PPO + "--eval_dataset e.jsonl --eval_steps 5 "
 TWO_SERVERS = ("http://a:1/get_reward", "http://b:1/get_reward")
 SETTINGS = [
@@ -320,6 +321,11 @@ SETTINGS = [
     (PPO + "--reward.stop_properly_penalty_coef 0.5", "ppo.rewards.truncated.type", "scale"),
     (PPO + "--reward.stop_properly_penalty_coef -2", "ppo.rewards.truncated.amount", -2.0),
     (PPO + "--enable_vllm_is_correction --vllm_is_correction_type seq-mask-tis", "ppo.correction.token_cap", 5.0),
+    (TEXTS, "sft.train_on", "all"),
+    (TEXTS, "sft.window_overlap", 1),
+    (TEXTS, "sft.max_length", 2048),
+    (TEXTS, "prepare_data.max_tokens", 100_000_000),
+    (TEXTS + " --apply_chat_template --output_key o", "prepare_data.data.sources.0.format", "text"),
     (RM_010, "prepare_data.data.sources.0.use.preferences", 1.0),
     (RM_010, "prepare_data.data.sources.1.use.eval_preferences", 1.0),
     (RM_010, "prepare_data.data.sources.1.path", "data/test.jsonl"),
