@@ -15,13 +15,13 @@ from pathlib import Path
 from statistics import fmean
 
 from rlhf_core.agents.episodes import Episode
-from rlhf_core.agents.process import Environments
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import count_rows, finished_shards, read_generations, shards, write_generations, write_index
 from rlhf_core.data.tables import read_prompts
 from rlhf_core.errors import DataError
 from rlhf_core.interfaces import Metrics, Sampler
-from rlhf_core.rollouts.answers import answers, episode_metrics, open_environments
+from rlhf_core.rewards.scoring import failed_episodes
+from rlhf_core.rollouts.answers import SINGLE_TURN, OpenEnvironments, answers, episode_metrics, open_environments
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Generation, GenerationsRef, Message, PolicyRef, Prompt, PromptsRef, derive_seed
 from stages.config.generate import GenerateConfig
@@ -42,7 +42,9 @@ def run(
     `asked` are the prompts as sent to this policy, by id; the answers are kept as answers to `prompts`.
     """
     chat = ChatTemplate.load(context.path(policy))
-    questions = chosen(read_prompts(context.path(prompts)), config)
+    given = read_prompts(context.path(prompts))
+    config.check_agents({prompt.source for prompt in given}, key=context.label)
+    questions = chosen(given, config)
     context.tracker.dataset("prompts", prompts.digest, "training")
     context.tracker.input_model(policy.digest)
 
@@ -100,13 +102,12 @@ def sample_shards(
     if not pieces:
         return
     with ExitStack() as leases:
-        environments = open_environments(config.agent, policy, leases, context)  # first: it fails in a second
+        environments = open_environments(config, policy, leases, context)  # first: it fails in a second
         sampler = leases.enter_context(context.runtime.sampler(policy))
         for index, piece in enumerate(pieces, start=len(finished)):
             generations = sample(sampler, chat, piece, config, seed=context.seed, put=put, environments=environments)
             # First: a shard that is there is not made again.
-            lost = sum(bool(one.completion.failure) for one in generations)
-            context.failed(index + 1, {"agent": (lost, len(generations))})
+            context.failed(index + 1, failed_episodes(generations, config.agent_keys()))
             context.metrics(index + 1, generation_metrics(generations))
             write_generations(folder, index, generations)
             context.progress(index + 1, len(finished) + len(pieces), f"{len(generations)} answers")
@@ -122,24 +123,24 @@ def sample(
     *,
     seed: int,
     put: Mapping[str, tuple[Message, ...]],
-    environments: Environments | None = None,
+    environments: OpenEnvironments = SINGLE_TURN,
 ) -> list[Generation]:
     """Return `samples_per_prompt` generations per prompt, each from its own seed.
 
     A prompt whose id is in `put` is sent with those messages; the generation has the prompt itself and its tokens.
     """
-    chat = chat if environments is None else chat.with_tools(environments.tools)
+    chat_of = environments.templates(chat)
     asked = [replace(prompt, messages=put[prompt.id]) if prompt.id in put else prompt for prompt in prompts]
     work = [
         Episode(prompt, ids, derive_seed(seed, "generate", config.round, prompt.id, i))
         for prompt in asked
-        for ids in [chat.prompt_ids(prompt.messages)]
+        for ids in [chat_of(prompt).prompt_ids(prompt.messages)]
         for i in range(config.samples_per_prompt)
     ]
     own = [prompt for prompt in prompts for _ in range(config.samples_per_prompt)]
     drawn = answers(sampler, chat, work, config.sampling, environments)
     return [
-        Generation(prompt, chat.prompt_ids(prompt.messages) if prompt.id in put else ids, completion)
+        Generation(prompt, chat_of(prompt).prompt_ids(prompt.messages) if prompt.id in put else ids, completion)
         for prompt, (ids, completion) in zip(own, drawn, strict=True)
     ]
 

@@ -12,16 +12,13 @@ in `algorithms.advantage`, with the losses in `algorithms.policy`. One step, top
 How a step is sampled (ahead of the training, in parts, in several rounds) is chosen by `open_rollouts`.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from rlhf_core.agents.process import Environments
 from rlhf_core.algorithms.distillation import normalized_weights
 from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL
 from rlhf_core.config.policy import (
@@ -34,25 +31,27 @@ from rlhf_core.config.policy import (
     PPOConfig,
     PtxConfig,
 )
-from rlhf_core.config.rewards import check_sources
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import rows_at, shuffled_indices
 from rlhf_core.data.shards import Drawn, RolloutLog
-from rlhf_core.data.tables import DIFFICULTY, read_demonstrations, read_prompts
-from rlhf_core.errors import ConfigError, DataError, nearest
+from rlhf_core.data.tables import read_demonstrations
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.models.loading import shared_vocabulary
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import (
+    SINGLE_TURN,
     AheadSampler,
     DrawAnswers,
     OnPolicySampler,
+    OpenEnvironments,
     PartialAnswers,
     StepSampler,
     WholeAnswers,
     open_environments,
 )
-from rlhf_core.rollouts.guard import HeldOut, RunGuard, await_decision, hold_out
+from rlhf_core.rollouts.guard import HeldOut, RunGuard, await_decision
+from rlhf_core.rollouts.prompts import ordered_prompts, split_prompts
 from rlhf_core.rollouts.scored_step import DynamicScoring, StepScorer, rollout_metrics, with_greedy_rewards
 from rlhf_core.sampling.requests import stop_token_ids
 from rlhf_core.stage.context import StageContext
@@ -123,8 +122,8 @@ class Parts:
     estimator: Advantage | None
     """Of the rewards; None if only teachers are learned from."""
     estimator_function: UserFunction | None
-    turn_weight: float
-    """Weight of a turn's reward that is assigned to the turn itself."""
+    turn_weights: Mapping[str, float]
+    """Weight of a turn's reward that is assigned to the turn itself, by source."""
     objective: PolicyObjective
     """The policy's objective; its `kl_coef` is set at each step."""
     demonstrated: Sequence[TokenSample]
@@ -192,7 +191,7 @@ def open_parts(
     context.tracker.input_model(policy.digest)
     demonstrated = token_samples(config.ptx, chat, demonstrations, context)
     # First, since a mistake in them shows in a second; the models take minutes.
-    environments = open_environments(config.agent, folder, leases, context)
+    environments = open_environments(config, folder, leases, context)
     models = lease_models(config, policy, reference, reward_models, teachers, critic, context, leases)
     rollouts = open_rollouts(
         config,
@@ -217,7 +216,7 @@ def open_parts(
         guard=guard,
         estimator=config.estimator,
         estimator_function=context.user_function(config.advantage),
-        turn_weight=config.turn_weight,
+        turn_weights={source: config.turn_weight(source) for source in {one.source for one in rows}},
         objective=open_objective(config, context),
         demonstrated=demonstrated,
         ends=tuple(stop_token_ids(folder, tokenizer_eos=chat.eos_id)),
@@ -228,7 +227,7 @@ def open_objective(config: PPOConfig, context: StageContext) -> PolicyObjective:
     """Return the objective of an update, with the KL coefficient 0 that each step sets."""
     return PolicyObjective(
         loss=config.loss,
-        max_length=config.agent.max_episode_tokens if config.agent else config.sampling.max_tokens,
+        max_length=config.longest(config.sampling.max_tokens),
         temperature=config.sampling.temperature,
         kl_coef=0.0,
         entropy_coef=config.entropy_coef,
@@ -236,42 +235,6 @@ def open_objective(config: PPOConfig, context: StageContext) -> PolicyObjective:
         kl_estimator=config.kl.estimator if isinstance(config.kl, KLAsLoss) else "k2",
         function=context.user_function(config.loss),
     )
-
-
-def split_prompts(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the training prompts of the sources in use, and the held-out ones; ConfigError if a source has none left."""
-    used = sources_used(config, prompts, key=key)
-    rows, held_out = hold_out(used, config.evaluate)
-    for source in {one.source for one in used} - {one.source for one in rows} if config.mixture else ():
-        rule = f"holds out all prompts of the source {source}"
-        raise ConfigError(f"{key}.evaluate.prompts", len(held_out), rule, "lower it, or take its share away")
-    return rows, held_out
-
-
-def ordered_prompts(config: PPOConfig, folder: Path, *, key: str) -> list[Prompt]:
-    """Return the prompts as they are or, by `order`, those with the highest mean reward first; ConfigError without means."""
-    prompts, difficulty = read_prompts(folder), folder / DIFFICULTY
-    if config.order != "easy_first":
-        return prompts
-    if not difficulty.is_file():
-        rule = "the prompts come without their difficulty"
-        raise ConfigError(f"{key}.order", config.order, rule, 'take those of a select stage with type = "prompts"')
-    means = {row["id"]: row["mean"] for row in json.loads(difficulty.read_text(encoding="utf-8"))["prompts"]}
-    return sorted(prompts, key=lambda prompt: -means[prompt.id])
-
-
-def sources_used(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> list[Prompt]:
-    """Return the prompts of the sources in the mixture, or all; ConfigError for a source that there is not, or without a term."""
-    sources = {prompt.source for prompt in prompts}
-    for source in config.mixture:
-        if source not in sources:
-            rule = f"no prompt has this source; {nearest(source, sorted(sources))}"
-            raise ConfigError(f"{key}.mixture.{source} = {config.mixture[source]}: {rule}")
-    used = {source for source, share in config.mixture.items() if share} or sources
-    check_sources(config.rewards, used, known=sources, key=f"{key}.rewards")
-    if config.distill:
-        config.distill.check_sources(used, key=f"{key}.distill")
-    return [prompt for prompt in prompts if prompt.source in used]
 
 
 def lease_models(
@@ -305,7 +268,7 @@ def lease_models(
     elif config.uses_reference:
         spec = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
         frozen = leases.enter_context(context.runtime.trainer("reference", spec, None))
-    scorer = leases.enter_context(open_scorer(config.rewards, reward_models, context))
+    scorer = leases.enter_context(open_scorer(config.rewards, reward_models, context, config.agent_keys()))
     teaching = {
         name: leases.enter_context(context.runtime.trainer("teacher", spec, None)) for name, spec in taught.items()
     }
@@ -335,7 +298,7 @@ def open_rollouts(
     log: RolloutLog,
     *,
     seed: int,
-    environments: Environments | None = None,
+    environments: OpenEnvironments = SINGLE_TURN,
     note_failed: Callable[[int, Counts], None] = lambda step, counts: None,
 ) -> Iterator[tuple[StepSampler, StepScorer]]:
     """Yield the sampler and the scorer of each step, as `[ppo.ahead]` chooses; leave before the engines' leases end.
@@ -374,7 +337,7 @@ def open_guard(
     chat: ChatTemplate,
     held_out: Sequence[Prompt],
     reward_models: dict[str, RewardModelRef],
-    environments: Environments | None,
+    environments: OpenEnvironments,
     context: StageContext,
     leases: ExitStack,
 ) -> RunGuard:
@@ -430,7 +393,7 @@ def sampling_metrics(parts: Parts, step: int, drawn: Drawn, rollouts: Sequence[R
         rollouts,
         prompts_per_step=config.prompts_per_step,
         group_size=config.samples_per_prompt,
-        episodes=config.agent is not None,
+        episodes=bool(config.agent or config.agents),
         dynamic_sampling=config.ahead if isinstance(config.ahead, DynamicSampling) else None,
         ahead=parts.sampler.ahead,
         ends=parts.ends,
@@ -496,7 +459,7 @@ def estimate(
         group_size=config.samples_per_prompt,
         kl_coef=kl_coef if isinstance(config.kl, KLInReward) else 0.0,
         kl_credit=config.kl.credit if isinstance(config.kl, KLInReward) else "token",
-        turn_weight=parts.turn_weight,
+        turn_weights=[parts.turn_weights[one.prompt.source] for one in experience.rollouts],
         function=parts.estimator_function,
         greedy=greedy,
     )

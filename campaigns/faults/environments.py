@@ -26,7 +26,7 @@ from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.terms import episode_reward
-from rlhf_core.rollouts.answers import answers, episode_metrics
+from rlhf_core.rollouts.answers import OpenEnvironments, answers, episode_metrics
 from rlhf_core.rollouts.scored_step import valid_groups
 from rlhf_core.types import Generation, Message, Prompt, Rollout, derive_seed
 
@@ -186,6 +186,7 @@ class Table:
         self._sampler, self._chat = _sampler(policy), ChatTemplate.load(policy)
         self._scorer = Scorer(RewardsConfig(terms={"game": EpisodeReward()}), {"game": episode_reward})
         self._environments = Environments(config, tokenizer=str(policy))
+        self._opened = OpenEnvironments({"agent": self._environments}, {"": "agent"})
         self.failed = 0.0
         """The share of episodes that failed in the last play."""
 
@@ -193,7 +194,7 @@ class Table:
         """Return an episode for each label."""
         prompts = [Prompt(f"p{at // GROUP}", (Message("user", "hi"),), one, "faults") for at, one in enumerate(labels)]
         work = [Episode(one, self._chat.prompt_ids(one.messages), derive_seed(7, at)) for at, one in enumerate(prompts)]
-        drawn = answers(self._sampler, self._chat, work, SamplingConfig(max_tokens=32), self._environments)
+        drawn = answers(self._sampler, self._chat, work, SamplingConfig(max_tokens=32), self._opened)
         self.failed = episode_metrics([completion for _, completion in drawn])["rollout/failed_episodes"]
         return self._scorer([Generation(one.prompt, *drawn[at]) for at, one in enumerate(work)])
 

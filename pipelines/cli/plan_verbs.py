@@ -12,10 +12,10 @@ from pipelines.execution.executor import RunOptions
 from pipelines.execution.opening import plan_run, store_of
 from pipelines.execution.plan import DIGITS, PENDING, PlannedStage, check_labels, outlook, version_lines
 from pipelines.flows.full import lifecycle
+from pipelines.flows.graph import agents_of
 from pipelines.flows.profile import PipelineConfig, load_profile
 from pipelines.flows.recipe import drawn
 from pipelines.services.home import Home
-from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.stage.decision import last_record, target_of
 from rlhf_core.stage.key import Strictness
 from rlhf_core.store import attempts
@@ -141,12 +141,12 @@ def _next(options: argparse.Namespace, stage: PlannedStage, record: KeyRecord | 
 
 def _unseen(store: ArtifactStore, stage: PlannedStage) -> list[str]:
     """Return the reads of the stage's functions and programs beyond its key, by their source and by its record."""
-    agent = getattr(stage.spec.config, "agent", None)
-    programs = unseen_by_programs(agent.read_files()) if isinstance(agent, EpisodeLimits) else []
+    agents = agents_of(stage.spec.config)
+    programs = {phrase: key for key, agent in agents.items() for phrase in unseen_by_programs(agent.read_files())}
     phrases = dict.fromkeys(phrase for function in stage.spec.callables for phrase in unseen_reads(function))
     record = store.record(stage.decision.key) if stage.decision.key else None
     return [f"not in the key: {phrase}; what counts: {DECLARATION} there" for phrase in phrases] + [
-        *(f"not in the key: {phrase}; what counts: agent.files" for phrase in programs),
+        *(f"not in the key: {phrase}; what counts: {key}.files" for phrase, key in programs.items()),
         *(f"not in the key, as seen when it ran: {note}" for note in (() if record is None else record.unseen)),
     ]
 

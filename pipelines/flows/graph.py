@@ -12,7 +12,7 @@ from pipelines.flows.inputs import Opponents
 from pipelines.flows.trial import try_custom_functions
 from pipelines.services.home import Home
 from pipelines.services.user_servers import registry
-from rlhf_core.config.agents import AgentConfig, EpisodeLimits
+from rlhf_core.config.agents import AgentConfig, AgentsBySource, EpisodeLimits
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.errors import ConfigError
@@ -134,14 +134,12 @@ class Stages:
 
     def _check_episodes(self, path: str, config: Any) -> None:
         """Raise ConfigError for episodes that may exceed the sampler's length: the first such one would end the run."""
-        agent: AgentConfig | None = getattr(config, "agent", None)
         longest: int | None = getattr(self.runtime.sampler, "max_model_len", None)
-        if agent is not None and longest is not None and agent.max_episode_tokens > longest:
-            rule, remedy = (
-                f"the sampler takes at most {longest} tokens",
-                "lower it or raise runtime.sampler.max_model_len",
-            )
-            raise ConfigError(f"{path}.agent.max_episode_tokens", agent.max_episode_tokens, rule, remedy)
+        for key, agent in agents_of(config).items():
+            if longest is not None and agent.max_episode_tokens > longest:
+                rule = f"the sampler takes at most {longest} tokens"
+                remedy = "lower it or raise runtime.sampler.max_model_len"
+                raise ConfigError(f"{path}.{key}.max_episode_tokens", agent.max_episode_tokens, rule, remedy)
 
 
 def inputs_of(stage: Stage[..., Any], config: Config, given: Mapping[str, GivenInput]) -> dict[str, StageInput]:
@@ -168,15 +166,18 @@ def _checked(stage: str, name: str, row: Input, value: ArtifactRef | Mapping[str
     return value if isinstance(value, ArtifactRef) else dict(value)
 
 
+def agents_of(config: Any) -> dict[str, AgentConfig]:
+    """Return the agents of a stage by their keys in its configuration."""
+    return config.by_key if isinstance(config, AgentsBySource) else {}
+
+
 def agent_digests(config: Any, key: str) -> dict[str, str]:
     """Return the digests of the files that an agent's behavior depends on; raise ConfigError if one is missing."""
-    agent = getattr(config, "agent", None)
-    if not isinstance(agent, EpisodeLimits):
-        return {}
-    for name in agent.read_files():
+    files = {name: f"{key}.{part}" for part, agent in agents_of(config).items() for name in agent.read_files()}
+    for name, part in files.items():
         if not Path(name).is_file():
-            raise ConfigError(f"{key}.agent", name, f"there is no such file in {Path.cwd()}", "fix the path")
-    return {name: hash_file(Path(name)) for name in agent.read_files()}
+            raise ConfigError(part, name, f"there is no such file in {Path.cwd()}", "fix the path")
+    return {name: hash_file(Path(name)) for name in files}
 
 
 def reward_functions(config: Any, key: str) -> dict[str, str]:

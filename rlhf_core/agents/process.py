@@ -47,7 +47,8 @@ class Environments:
     """Environments in `config.processes` processes, each episode known by a ticket.
 
     ConfigError if the user's code cannot be loaded, or has changed: `functions` and `files` are the digests by which the
-    key of the stage was made; what the code reads beyond them is noted in the file `notes`. `tokenizer` is the folder of a tokenizer, read only by agents that tokenize.
+    key of the stage was made; what the code reads beyond them is noted in the file `notes`. `tokenizer` is the folder of a
+    tokenizer, read only by agents that tokenize; `key` names the agent in errors.
 
     >>> with Environments(config, tokenizer="policy") as environments:            # doctest: +SKIP
     ...     ticket = environments.begin(prompt, seed=7)
@@ -63,10 +64,12 @@ class Environments:
         functions: Mapping[str, str] = MappingProxyType({}),
         files: Mapping[str, str] = MappingProxyType({}),
         notes: str = "",
+        key: str = "agent",
     ) -> None:
         self.config = config
+        self._key = key
         code = {name: functions[name] for name in config.callables() if name in functions}
-        self._given = (config, tokenizer, code, notes)
+        self._given = (config, tokenizer, code, notes, key)
         self._files = {name: files[name] for name in config.read_files() if name in files}
         self._inbox: queue.SimpleQueue[tuple[_Child, Any]] = queue.SimpleQueue()
         self._homes: dict[int, _Child] = {}
@@ -86,7 +89,7 @@ class Environments:
 
         ConfigError if a file that is read for each episode has changed.
         """
-        check_files(self._files, key="agent")
+        check_files(self._files, key=self._key)
         ticket = self._tickets
         self._tickets += 1
         self._homes[ticket] = self._children[ticket % len(self._children)]
@@ -157,8 +160,9 @@ class _Child:
     """One process, and what is known of its replies."""
 
     def __init__(
-        self, given: tuple[AgentConfig, str, Mapping[str, str], str], inbox: queue.SimpleQueue[tuple[_Child, Any]]
+        self, given: tuple[AgentConfig, str, Mapping[str, str], str, str], inbox: queue.SimpleQueue[tuple[_Child, Any]]
     ) -> None:
+        self._key = given[-1]
         self.owed: dict[int, None] = {}
         """Tickets of the episodes whose calls it has not answered, in order."""
         self.verdict = ""
@@ -192,8 +196,8 @@ class _Child:
         status = self.close()
         if isinstance(message, Ended):
             rule = "its process ended before the code was loaded"
-            raise AgentError("agent", status, rule, "see its error output")
-        raise ConfigError(message[1] if message[0] == "refused" else explain("agent", None, message[1], "fix it"))
+            raise AgentError(self._key, status, rule, "see its error output")
+        raise ConfigError(message[1] if message[0] == "refused" else explain(self._key, None, message[1], "fix it"))
 
     def send(self, call: Call) -> None:
         if call.verb != "end":

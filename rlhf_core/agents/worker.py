@@ -54,12 +54,12 @@ def main(beacon: int) -> None:
     """Serve until the input ends."""
     start_guard()
     answers, requests = take_standard_streams()
-    config, tokenizer, functions, notes = pickle.load(requests)
+    config, tokenizer, functions, notes, key = pickle.load(requests)
     try:
-        check_functions(functions, key="agent")
-        sessions = open_sessions(with_secrets(config, "agent"), tokenizer=tokenizer, code=functions, notes=notes)
+        check_functions(functions, key=key)
+        sessions = open_sessions(with_secrets(config, key), tokenizer=tokenizer, code=functions, notes=notes)
         watch_process()
-        check_functions(functions, key="agent")
+        check_functions(functions, key=key)
     except ConfigError as error:
         send_message(answers, ("refused", str(error)))
         return

@@ -1,13 +1,19 @@
-"""Configure agents, whose answers are episodes of turns: `[ppo.agent]` and `[generate.agent]` with `type`."""
+"""Configure agents, whose answers are episodes of turns: `[ppo.agent]` and `[generate.agent]` with `type`.
+
+`[ppo.agents.NAME]` are agents for the prompts of some sources.
+"""
 
 import ast
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, FunctionName, Seconds
+from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
+from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, FunctionName, Seconds, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS, refuse_plain_options
 
 
@@ -33,6 +39,8 @@ class EpisodeLimits(Config):
     credit: Literal["episode", "turn"] = "episode"
     """`turn` assigns the reward of each turn (the term `type = "episode"`) to the turn's last token. Estimators that
     compare whole answers use the sum either way."""
+    sources: tuple[str, ...] = added_option(())
+    """Sources of the prompts that the agent plays. `agent` without sources plays all that no other agent plays."""
 
     def callables(self) -> tuple[str, ...]:
         """Return the user's functions and classes, whose modules belong to the key of a stage."""
@@ -189,6 +197,99 @@ AgentConfig = Annotated[
     EnvironmentAgent | OpenRLHFAgent | ToolsAgent | ProgramAgent | OpenEnvAgent | NemoGymAgent | VerifiersAgent,
     Field(discriminator="type"),
 ]
+AgentName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w-]*$")]
+
+
+class AgentsBySource(Config):
+    """The options `agent` and `agents`: the agent of each prompt, by its source, and the checks of both."""
+
+    if TYPE_CHECKING:
+        agent: AgentConfig | None
+        agents: dict[AgentName, AgentConfig]
+
+    @property
+    def by_key(self) -> dict[str, AgentConfig]:
+        """Return the agents by their keys: `agent`, `agents.NAME`."""
+        named = {f"agents.{name}": agent for name, agent in sorted(self.agents.items())}
+        return named if self.agent is None else {"agent": self.agent} | named
+
+    @property
+    def plays_all(self) -> bool:
+        """Return whether prompts of every source have an agent."""
+        return self.agent is not None and not self.agent.sources
+
+    def agent_keys(self) -> dict[str, str]:
+        """Return source -> the key of the agent that plays its prompts; below "" that of all other sources.
+
+        The key is "" if prompts are answered in one turn.
+        """
+        named = {source: key for key, agent in self.by_key.items() for source in agent.sources}
+        return {"": "agent" * self.plays_all} | named
+
+    def longest(self, max_tokens: int) -> int:
+        """Return the most tokens of an episode, or of an answer of one turn if there are any, which has `max_tokens`."""
+        return max([max_tokens] * (not self.plays_all) + [one.max_episode_tokens for one in self.by_key.values()])
+
+    def check_agents(self, sources: Collection[str], *, key: str) -> None:
+        """Raise ConfigError for a source of an agent that no prompt has; `sources` are those of the prompts."""
+        for name, agent in self.by_key.items():
+            for source in sorted(set(agent.sources) - set(sources)):
+                rule = f"no prompt has the source {source!r}; {nearest(source, sorted(sources))}"
+                raise ConfigError(f"{key}.{name}.sources = {list(agent.sources)}: {rule}")
+
+    @model_validator(mode="after")
+    def _check_agent_sources(self) -> Self:
+        owners: dict[str, str] = {}
+        for key, agent in self.by_key.items():
+            if not agent.sources and key != "agent":
+                raise ValueError(
+                    f"{key}.sources = []: an agent in `agents` plays the prompts of its sources; add some, or move it to "
+                    "`agent`, which plays all others"
+                )
+            for source in agent.sources:
+                if source in owners:
+                    raise ValueError(
+                        f"{key}.sources = {list(agent.sources)}: {owners[source]} has {source!r}, too; leave it to one of them"
+                    )
+                owners[source] = key
+        return self
+
+
+def check_episode_rewards(agents: AgentsBySource, rewards: RewardsConfig) -> None:
+    """Raise ValueError for a term of type `episode` that applies to prompts without an episode, or whose turns earn no part.
+
+    The spans of partial rollouts look like those of an episode, and none of them earns anything.
+    """
+    terms = {name: term for name, term in rewards.terms.items() if isinstance(term, EpisodeReward)}
+    played = {source for agent in agents.by_key.values() for source in agent.sources}
+    for name, term in terms.items():
+        if not agents.by_key:
+            raise ValueError(
+                f"rewards.terms.{name}.type = 'episode': only agent episodes have this reward; set agent, or remove the term"
+            )
+        if not agents.plays_all and not (term.sources and played.issuperset(term.sources)):
+            raise ValueError(
+                f"rewards.terms.{name}.sources = {list(term.sources)}: only episodes have this reward, and agents play the "
+                f"sources {sorted(played)}; set sources to some of them"
+            )
+    plain = all(term.weight_end is None and term.normalize == "none" and not term.clip for term in terms.values())
+    summed = rewards.normalize == "none" and not rewards.clip and rewards.composition.type == "weighted_sum"
+    for key, agent in agents.by_key.items():
+        if agent.credit == "turn" and not (terms and plain and summed):
+            raise ValueError(
+                f'{key}.credit = "turn": needs a term of type "episode" with a constant weight in a weighted sum, nothing '
+                'normalized or clipped, so that each turn earns what it adds; change the rewards, or set "episode"'
+            )
+
+
+def turn_weight(agents: AgentsBySource, rewards: RewardsConfig, source: str) -> float:
+    """Return the weight of a turn's reward that is assigned to the turn itself; 0 if the whole episode earns it."""
+    keys = agents.agent_keys()
+    key = keys.get(source, keys[""])
+    if not key or agents.by_key[key].credit == "episode":
+        return 0.0
+    terms = [term for term in rewards.terms.values() if isinstance(term, EpisodeReward)]
+    return sum(term.weight for term in terms if not term.sources or source in term.sources)
 
 
 def _defined_names(file: str) -> set[str]:

@@ -26,11 +26,11 @@ from rlhf_core.algorithms.methods import one_of
 from rlhf_core.algorithms.policy.clip import ClipLoss, PolicyMethod
 from rlhf_core.algorithms.preference.base import PreferenceMethod
 from rlhf_core.algorithms.token_math import CorrectionConfig, KLInLoss
-from rlhf_core.config.agents import AgentConfig
+from rlhf_core.config.agents import AgentConfig, AgentName, AgentsBySource, check_episode_rewards, turn_weight
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.former_names import recorded, renamed
 from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
-from rlhf_core.config.rewards import EpisodeReward, Gdpo, RewardsConfig, what_compares_answers, what_moves_rewards
+from rlhf_core.config.rewards import Gdpo, RewardsConfig, what_compares_answers, what_moves_rewards
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import OPERATIONAL, Config, RenamedConfig, added_option, by_type
 
@@ -263,7 +263,7 @@ class PtxConfig(Config):
     max_length: int = Field(256, ge=8)
 
 
-class PPOConfig(RenamedConfig):
+class PPOConfig(AgentsBySource, RenamedConfig):
     """Policy optimization with rewards."""
 
     steps: int = Field(100, ge=1)
@@ -280,6 +280,8 @@ class PPOConfig(RenamedConfig):
     sampling: SamplingConfig = SamplingConfig()
     agent: AgentConfig | None = None
     """Agent that turns every answer into an episode of turns with an environment, tools or a program."""
+    agents: dict[AgentName, AgentConfig] = added_option({})
+    """Agents by name, each for the prompts of its `sources`; prompts of other sources are answered in one turn."""
     rewards: RewardsConfig = RewardsConfig()
 
     advantage: Advantage = GAEAdvantage()
@@ -441,40 +443,12 @@ class PPOConfig(RenamedConfig):
 
     @model_validator(mode="after")
     def _check_episode_rewards(self) -> PPOConfig:
-        # The spans of partial rollouts look like those of an episode, and none of them earns anything.
-        names = [name for name, term in self.rewards.terms.items() if isinstance(term, EpisodeReward)]
-        if names and self.agent is None:
-            raise ValueError(
-                f"rewards.terms.{names[0]}.type = 'episode': only agent episodes have this reward; set agent, or remove the "
-                "term"
-            )
+        check_episode_rewards(self, self.rewards)
         return self
 
-    @property
-    def turn_weight(self) -> float:
+    def turn_weight(self, source: str) -> float:
         """Return the weight of a turn's reward that is assigned to the turn itself; 0 if the whole episode earns it."""
-        if self.agent is None or self.agent.credit == "episode":
-            return 0.0
-        return sum(term.weight for term in self.rewards.terms.values() if isinstance(term, EpisodeReward))
-
-    @model_validator(mode="after")
-    def _check_turn_rewards(self) -> PPOConfig:
-        if self.agent is None or self.agent.credit == "episode":
-            return self
-        terms = [term for term in self.rewards.terms.values() if isinstance(term, EpisodeReward)]
-        plain = all(term.weight_end is None and term.normalize == "none" and not term.clip for term in terms)
-        if (
-            not terms
-            or not plain
-            or self.rewards.normalize != "none"
-            or self.rewards.clip
-            or self.rewards.composition.type != "weighted_sum"
-        ):
-            raise ValueError(
-                'agent.credit = "turn": needs a term of type "episode" with a constant weight in a weighted sum, nothing '
-                'normalized or clipped, so that each turn earns what it adds; change the rewards, or set "episode"'
-            )
-        return self
+        return turn_weight(self, self.rewards, source)
 
     @model_validator(mode="after")
     def _check_kl(self) -> PPOConfig:
@@ -509,7 +483,7 @@ class PPOConfig(RenamedConfig):
         if self.estimator is None or not self.estimator.asks_greedy:
             return self
         moved, compared = what_moves_rewards(self.rewards), what_compares_answers(self.rewards)
-        found = ["agent"] * (self.agent is not None) + [f"ahead.type = {one.type!r}" for one in [self.ahead] if one]
+        found = list(self.by_key)[:1] + [f"ahead.type = {one.type!r}" for one in [self.ahead] if one]
         if moved or compared or found:
             rule = "compares with a greedy answer of the same policy, scored by the same rewards"
             if moved:
@@ -553,7 +527,7 @@ class PPOConfig(RenamedConfig):
     def _check_rounds(self, ahead: PartialRollouts) -> None:
         # Rounds of equal size complete every answer, and a pool of at least a step's groups lets every step finish.
         longest = self.sampling.max_tokens
-        if self.agent:
+        if self.by_key:
             raise ValueError(
                 "ahead.type = 'partial': the episodes of an agent cannot be carried over; remove one of them"
             )

@@ -144,6 +144,10 @@ NO_REWARD = "no reward applies"
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
 
 
+ONE_AGENT: Mapping[str, str] = {"": "agent"}
+"""Keys of an agent that plays the prompts of all sources, if there is one."""
+
+
 class Scorer:
     """Scores generations with opened terms.
 
@@ -151,9 +155,16 @@ class Scorer:
     step; `state` and `restore` are for checkpoints.
     """
 
-    def __init__(self, config: RewardsConfig, rewards: Mapping[str, Reward]) -> None:
+    def __init__(
+        self,
+        config: RewardsConfig,
+        rewards: Mapping[str, Reward],
+        agents: Mapping[str, str] = ONE_AGENT,
+    ) -> None:
+        """`agents` are the keys of the agents that play the prompts of each source (`AgentsBySource.agent_keys`)."""
         self._config = config
         self._rewards = rewards
+        self._agents = agents
         self._step = 0
         self._normalizer = RunningNormalizer.empty()
         self._of_terms = dict.fromkeys(
@@ -181,7 +192,7 @@ class Scorer:
         shown = [generations[at] for at in sent]
         outcomes = self._outcomes(shown)
         self._keep_logs(outcomes)
-        self._count_failed(outcomes, episodes=len(generations), lost=len(generations) - len(shown))
+        self._count_failed(outcomes, failed_episodes(generations, self._agents))
         weights = self._weights()
         rewards = self._composed(outcomes, weights, [one.prompt.id for one in shown])
         reasons = [self._reason(at, outcomes, weights, rewards[at]) for at in range(len(shown))]
@@ -209,7 +220,7 @@ class Scorer:
         composition = WeightedSum() if isinstance(self._config.composition, Gdpo) else self._config.composition
         clip = 0.0 if what_moves_rewards(self._config) else self._config.clip
         plain = {"terms": terms, "composition": composition, "normalize": "none", "clip": clip}
-        return Scorer(self._config.model_copy(update=plain), self._rewards)
+        return Scorer(self._config.model_copy(update=plain), self._rewards, self._agents)
 
     def logs(self) -> Metrics:
         """Return the logs of the rewards in this step: means, and for terms that may fail the share that did.
@@ -228,7 +239,7 @@ class Scorer:
         return means | {_metric("reward_constant", name): float(same) for name, same in constant.items()}
 
     def failed(self) -> Counts:
-        """Return how many of how many answers failed in this step: episodes, as `agent`, and each `rewards.terms.<name>`."""
+        """Return how many of how many answers failed in this step: episodes by their agent, and each `rewards.terms.<name>`."""
         return self._failed
 
     def state(self) -> dict[str, Any]:
@@ -355,13 +366,23 @@ class Scorer:
                 found.append({_metric("reward_failed", name): (len(outcome.failures), outcome.of)})
         self._logs = merged_logs(found)
 
-    def _count_failed(self, outcomes: Mapping[str, RewardOutcome], *, episodes: int, lost: int) -> None:
-        counted = {"agent": (lost, episodes)}
+    def _count_failed(self, outcomes: Mapping[str, RewardOutcome], episodes: Counts) -> None:
+        counted = dict(episodes)
         for name, outcome in outcomes.items():
             counted[f"rewards.terms.{name}"] = (len(outcome.failures), outcome.of)
         for path, (failed, of) in counted.items():
             before, seen = self._failed.get(path, (0, 0))
             self._failed[path] = (before + failed, seen + of)
+
+
+def failed_episodes(generations: Sequence[Generation | Rollout], agents: Mapping[str, str]) -> Counts:
+    """Return how many of how many episodes failed, by the keys of the agents; `agents` as in `Scorer`."""
+    found: dict[str, tuple[int, int]] = {}
+    for one in generations:
+        if key := agents.get(one.prompt.source, agents[""]):
+            failed, of = found.get(key, (0, 0))
+            found[key] = (failed + bool(one.completion.failure), of + 1)
+    return found
 
 
 def spread(outcome: RewardOutcome, places: Sequence[int], count: int) -> RewardOutcome:
@@ -384,7 +405,10 @@ def spread(outcome: RewardOutcome, places: Sequence[int], count: int) -> RewardO
 
 @contextmanager
 def open_scorer(
-    config: RewardsConfig, reward_models: Mapping[str, RewardModelRef], context: StageContext
+    config: RewardsConfig,
+    reward_models: Mapping[str, RewardModelRef],
+    context: StageContext,
+    agents: Mapping[str, str] = ONE_AGENT,
 ) -> Iterator[Scorer]:
     """Yield a scorer whose reward models are leased, and verified against their contracts, and whose functions run.
 
@@ -393,7 +417,7 @@ def open_scorer(
     """
     check_reward_models(config, reward_models)
     with ExitStack() as leases:
-        yield Scorer(config, open_terms(config, reward_models, context, leases))
+        yield Scorer(config, open_terms(config, reward_models, context, leases), agents)
 
 
 def component_means(rollouts: Sequence[Rollout]) -> Metrics:

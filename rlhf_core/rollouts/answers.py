@@ -1,6 +1,7 @@
 """Sample the answers of a step: whole, in parts, or ahead of the training.
 
-With an agent an answer is an episode: turns of the policy with the environment's observations between them.
+With an agent an answer is an episode: turns of the policy with the environment's observations between them. Prompts of
+different sources may have different agents, or none.
 
 Partial rollouts sample in rounds of so many tokens per answer and end, for a step, with the round after which its groups
 are whole. What is unfinished then stays in the pool and continues with the weights of the next step, so that no step waits
@@ -29,7 +30,7 @@ from typing import Protocol, Self, TypeVar
 
 from rlhf_core.agents.episodes import Episode, play
 from rlhf_core.agents.process import Environments
-from rlhf_core.config.agents import AgentConfig
+from rlhf_core.config.agents import AgentsBySource
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import mixed_rows, rows_from
@@ -115,6 +116,27 @@ class OnPolicySampler:
         self._pool = read_pool(folder / POOL)
 
 
+@dataclass(frozen=True)
+class OpenEnvironments:
+    """The environments of the agents by their keys, and the keys by source (`AgentsBySource.agent_keys`)."""
+
+    by_key: Mapping[str, Environments]
+    keys: Mapping[str, str]
+
+    def key_of(self, prompt: Prompt) -> str:
+        """Return the key of the agent that plays a prompt, "" for an answer of one turn."""
+        return self.keys.get(prompt.source, self.keys[""])
+
+    def templates(self, chat: ChatTemplate) -> Callable[[Prompt], ChatTemplate]:
+        """Return the template of each prompt: `chat`, with the tools of the prompt's agent."""
+        shown = {key: chat.with_tools(opened.tools) for key, opened in self.by_key.items()}
+        return lambda prompt: shown.get(self.key_of(prompt), chat)
+
+
+SINGLE_TURN = OpenEnvironments({}, {"": ""})
+"""No environments: every answer has one turn."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Draw:
     """What the answers of a step are drawn from, and how many they are."""
@@ -152,7 +174,7 @@ class Draw:
 class WholeAnswers(Draw):
     """Draws the prompts of a step and samples their answers whole: a `DrawAnswers` without a pool."""
 
-    environments: Environments | None = None
+    environments: OpenEnvironments = SINGLE_TURN
 
     def __call__(self, step: int, pool: Pool) -> tuple[list[Generation], Pool]:
         """Return the answers of `step`, and the pool as it is."""
@@ -164,28 +186,36 @@ class WholeAnswers(Draw):
         Each round has other prompts and seeds. A prompt that occurs twice in it continues to number its answers.
         """
         seed = derive_seed(self.seed, "round", number) if number else self.seed
-        chat = self.chat if self.environments is None else self.chat.with_tools(self.environments.tools)
+        chat_of = self.environments.templates(self.chat)
         work: list[Episode] = []
         drawn: Counter[str] = Counter()
         for prompt in self.drawn(step * self.groups, self.groups, seed):
-            ids = chat.prompt_ids(prompt.messages)
+            ids = chat_of(prompt).prompt_ids(prompt.messages)
             numbers = range(drawn[prompt.id], drawn[prompt.id] + self.group_size)
             work += [Episode(prompt, ids, derive_seed(seed, "ppo", step, prompt.id, i)) for i in numbers]
             drawn[prompt.id] += self.group_size
-        made = answers(self.engine, chat, work, self.sampling, self.environments)
+        made = answers(self.engine, self.chat, work, self.sampling, self.environments)
         return [Generation(one.prompt, ids, completion) for one, (ids, completion) in zip(work, made, strict=True)]
 
 
 def open_environments(
-    agent: AgentConfig | None, policy: Path, leases: ExitStack, context: StageContext
-) -> Environments | None:
-    """Start the agent's processes, which end with `leases`; None without an agent. `policy` is the policy's folder."""
-    if agent is None:
-        return None
-    opened = Environments(
-        agent, tokenizer=str(policy), functions=context.functions, files=context.files, notes=context.notes
-    )
-    return leases.enter_context(opened)
+    config: AgentsBySource, policy: Path, leases: ExitStack, context: StageContext
+) -> OpenEnvironments:
+    """Start the processes of the agents, which end with `leases`. `policy` is the policy's folder."""
+    opened = {
+        key: leases.enter_context(
+            Environments(
+                agent,
+                tokenizer=str(policy),
+                functions=context.functions,
+                files=context.files,
+                notes=context.notes,
+                key=key,
+            )
+        )
+        for key, agent in config.by_key.items()
+    }
+    return OpenEnvironments(opened, config.agent_keys())
 
 
 def answers(
@@ -193,15 +223,27 @@ def answers(
     chat: ChatTemplate,
     work: Sequence[Episode],
     sampling: SamplingConfig,
-    environments: Environments | None,
+    environments: OpenEnvironments,
 ) -> list[tuple[tuple[int, ...], Completion]]:
-    """Return one completion per prompt of `work`, played with `environments` if there are any, with the prompt's tokens."""
-    if environments is None:
-        requests = [SamplingRequest(one.prompt_ids, one.seed) for one in work]
-        completions = sampler.generate(requests, sampling)
-        return [(one.prompt_ids, completion) for one, completion in zip(work, completions, strict=True)]
-    played = play(sampler, chat, work, environments, environments.config, sampling)
-    return [(one.prompt_ids, one.completion) for one in played]
+    """Return one completion per prompt of `work` with the prompt's tokens: in one turn, or played with its agent.
+
+    The answers of one turn are sampled together, then the episodes of each agent.
+    """
+    places: defaultdict[str, list[int]] = defaultdict(list)
+    for at, one in enumerate(work):
+        places[environments.key_of(one.prompt)].append(at)
+    made: dict[int, tuple[tuple[int, ...], Completion]] = {}
+    for key, found in sorted(places.items()):  # the key of answers of one turn is ""
+        own = [work[at] for at in found]
+        if key:
+            opened = environments.by_key[key]
+            played = play(sampler, chat.with_tools(opened.tools), own, opened, opened.config, sampling)
+            drawn = [(one.prompt_ids, one.completion) for one in played]
+        else:
+            completions = sampler.generate([SamplingRequest(one.prompt_ids, one.seed) for one in own], sampling)
+            drawn = [(one.prompt_ids, completion) for one, completion in zip(own, completions, strict=True)]
+        made |= zip(found, drawn, strict=True)
+    return [made[at] for at in range(len(work))]
 
 
 def episode_metrics(completions: Sequence[Completion]) -> Metrics:

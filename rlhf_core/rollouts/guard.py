@@ -22,17 +22,15 @@ from statistics import fmean, stdev
 from typing import Any, Self
 
 from rlhf_core.agents.episodes import Episode
-from rlhf_core.agents.process import Environments
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.monitors import HeldOutConfig
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.tables import content_id
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics, Sampler, Trainer, Weights
 from rlhf_core.monitoring.bands import Action, History, MonitorConfig
 from rlhf_core.rewards.scoring import Scorer, component_means
-from rlhf_core.rollouts.answers import StepSampler, answers
+from rlhf_core.rollouts.answers import OpenEnvironments, StepSampler, answers
 from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoint
@@ -51,25 +49,6 @@ class Measured:
     samples: dict[str, tuple[float, ...]]
 
 
-def hold_out(prompts: Sequence[Prompt], config: HeldOutConfig | None) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the training prompts and the held-out ones, which share no conversation.
-
-    The choice depends on the contents alone: not on their order, their ids or the seed of the run. Raises ConfigError if
-    no training prompt would be left.
-    """
-    if config is None:
-        return list(prompts), []
-    by_content: dict[str, Prompt] = {}
-    for prompt in prompts:
-        by_content.setdefault(content_id(prompt.messages), prompt)
-    if config.prompts >= len(by_content):
-        rule = f"there are {len(by_content)} different prompts, and some must be left to train on"
-        raise ConfigError("ppo.evaluate.prompts", config.prompts, rule, "lower it, or provide more prompts")
-    chosen = sorted(by_content, key=lambda content: (derive_seed("held-out", content), content))[: config.prompts]
-    held_out = set(chosen)
-    return [one for one in prompts if content_id(one.messages) not in held_out], [by_content[one] for one in chosen]
-
-
 class HeldOut:
     """The held-out prompts with the engines that answer and score them; `measure` is called by who has the sampler."""
 
@@ -82,21 +61,24 @@ class HeldOut:
         chat: ChatTemplate,
         sampling: SamplingConfig,
         seed: int,
-        environments: Environments | None,
+        environments: OpenEnvironments,
         scorer: Scorer,
         independent: Scorer | None,
         note_failed: Callable[[int, Counts], None],
     ) -> None:
         self.config = config
         self._engine = engine
-        self._chat = chat if environments is None else chat.with_tools(environments.tools)
+        self._chat = chat
         self._sampling = sampling
         self._environments = environments
         self._scorer = scorer
         self._independent = independent
         self._note_failed = note_failed
+        chat_of = environments.templates(chat)
         self._work = [
-            Episode(prompt, self._chat.prompt_ids(prompt.messages), derive_seed(seed, "held-out", prompt.id, number))
+            Episode(
+                prompt, chat_of(prompt).prompt_ids(prompt.messages), derive_seed(seed, "held-out", prompt.id, number)
+            )
             for prompt in prompts
             for number in range(config.samples)
         ]
@@ -157,7 +139,7 @@ def _counts(name: str, failed: Counts) -> dict[str, tuple[int, int]]:
     """
     if name == "reward":
         return dict(failed)
-    terms = {path: count for path, count in failed.items() if path != "agent"}
+    terms = {path: count for path, count in failed.items() if path.startswith("rewards.")}
     return {f"evaluate.independent.{path.removeprefix('rewards.')}": count for path, count in terms.items()}
 
 

@@ -76,15 +76,15 @@ def estimate_advantages(
     group_size: int,
     kl_coef: float,
     kl_credit: KLCredit = "token",
-    turn_weight: float = 0.0,
+    turn_weights: Sequence[float] = (),
     function: UserFunction | None = None,
     greedy: Sequence[float] = (),
 ) -> Advantages:
     """Return advantages of `estimator` from rewards that include the KL penalty (`kl_coef` = 0 leaves it out).
 
     Token rewards (arXiv 2203.02155) are -kl_coef * k1 on every token, with k1 = log pi_old - log pi_ref, plus the
-    rollout's reward on the last token. `turn_weight` moves that fraction of each turn's reward to the turn's own last
-    token. gae and reinforce++ use token rewards. Group estimators compare whole answers, and `kl_credit` sets how the
+    rollout's reward on the last token. `turn_weights` (of each rollout) move that fraction of a turn's reward to the
+    turn's own last token. gae and reinforce++ use token rewards. Group estimators compare whole answers, and `kl_credit` sets how the
     penalty enters:
 
     `token`: A_t = (reward after the group's baseline) - kl_coef * (sum of k1 from t on). The baseline contains rewards
@@ -118,8 +118,8 @@ def estimate_advantages(
         metrics["reward/zero_variance_groups"] = float(zero_variance_groups(scores_B.reshape(-1, group_size)))
     else:
         rewards_BT = token_rewards(scores_B, kl_BT, mask_BT, kl_coef=kl_coef)
-        if turn_weight:
-            move_to_turns(rewards_BT, experience.rollouts, weight=turn_weight)
+        if any(turn_weights):
+            move_to_turns(rewards_BT, experience.rollouts, turn_weights)
         values_BT = completion_tensor(experience.values, experience) if estimator.uses_values else None
         greedy_B = torch.tensor(greedy, dtype=torch.float32) if greedy else None
         if greedy_B is not None:
@@ -226,9 +226,9 @@ def token_rewards(scores_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, *, kl_coef: 
     return rewards_BT
 
 
-def move_to_turns(rewards_BT: Tensor, rollouts: Sequence[Rollout], *, weight: float) -> None:
-    """Move `weight` times the reward of each turn from the last action to the turn's own last action, in place."""
-    for row, rollout in zip(rewards_BT, rollouts, strict=True):
+def move_to_turns(rewards_BT: Tensor, rollouts: Sequence[Rollout], weights: Sequence[float]) -> None:
+    """Move the reward of each turn, times the weight of its rollout, from the last action to the turn's own, in place."""
+    for row, rollout, weight in zip(rewards_BT, rollouts, weights, strict=True):
         spans = [span for span in rollout.completion.spans if span.end > span.start]
         for span in spans:
             row[span.end - 1] += weight * span.reward  # to the turn that earned it

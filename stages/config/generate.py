@@ -4,18 +4,20 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlhf_core.config.agents import AgentConfig
+from rlhf_core.config.agents import AgentConfig, AgentName, AgentsBySource
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.schema.base import OPERATIONAL, Config
+from rlhf_core.schema.base import OPERATIONAL, added_option
 
 
-class GenerateConfig(Config):
+class GenerateConfig(AgentsBySource):
     """The number of answers to sample, and the settings of sampling."""
 
     samples_per_prompt: int = Field(8, ge=1)
     sampling: SamplingConfig = SamplingConfig()
     agent: AgentConfig | None = None
     """Agent that turns every answer into an episode of turns with an environment, tools or a program."""
+    agents: dict[AgentName, AgentConfig] = added_option({})
+    """Agents by name, each for the prompts of its `sources`; prompts of other sources are answered in one turn."""
     max_prompts: int = Field(0, ge=0)
     """Number of prompts to use, from the start; 0 uses all."""
     shard_size: Annotated[int, Field(ge=1), OPERATIONAL] = 128

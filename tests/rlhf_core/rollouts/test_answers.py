@@ -6,15 +6,17 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
-from rlhf_core.config.rewards import EpisodeReward, RewardsConfig
+from rlhf_core.config.rewards import EpisodeReward, FunctionReward, RewardsConfig
 from rlhf_core.data.shards import read_generations
+from rlhf_core.data.tables import write_prompts
+from rlhf_core.errors import ConfigError
 from rlhf_core.rollouts.answers import episode_metrics
 from rlhf_core.stage.decision import Decision
-from rlhf_core.types import ActionSpan, Completion
+from rlhf_core.types import ActionSpan, Completion, Prompt, PromptsRef
 from stages.generate import GenerateConfig
 from stages.ppo import PPOConfig
 from tests.rlhf_core.agents.scripted import WORLDS
-from tests.support.training import killed_and_resumed, series, shop_and_inputs, untimed
+from tests.support.training import killed_and_resumed, question, series, shop_and_inputs, untimed
 from tests.support.workshop import Workshop
 
 OPENRLHF = {"type": "openrlhf", "file": str(Path(WORLDS).parents[1] / "integrations" / "openrlhf_agent.py")}
@@ -24,13 +26,13 @@ def world(name: str, **settings: Any) -> dict[str, Any]:
     return {"type": "environment", "environment": f"{WORLDS}:{name}", "max_episode_tokens": 64} | settings
 
 
-def config(agent: dict[str, Any], **changes: Any) -> PPOConfig:
+def config(agent: dict[str, Any] | None, **changes: Any) -> PPOConfig:
     settings: dict[str, Any] = {
         "steps": 3,
         "prompts_per_step": 4,
         "samples_per_prompt": 4,
         "sampling": SamplingConfig(max_tokens=5),
-        "agent": agent | {"max_episode_tokens": 64},
+        "agent": agent and agent | {"max_episode_tokens": 64},
         "rewards": RewardsConfig(terms={"won": EpisodeReward()}),
         "advantage": "grpo",
         "optimizer": OptimizerConfig(learning_rate=2e-2, schedule="constant"),
@@ -73,6 +75,60 @@ def test_a_killed_run_with_an_agent_makes_the_same_bytes(tmp_path, policy, agent
     shop, inputs = shop_and_inputs(tmp_path / "killed", policy)
     assert killed_and_resumed(shop, "ppo", settings, inputs, at=1).digest == uninterrupted.digest
     assert untimed(shop.tracker.points)[-1] == untimed(whole.tracker.points)[-1]
+
+
+def mixed_inputs(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]:
+    """Return a store with prompts of three sources, two of each."""
+    shop, inputs = shop_and_inputs(root, policy)
+    rows = [Prompt(f"q{i}", question(i), str(i), ("game", "moody", "plain")[i % 3]) for i in range(6)]
+    write_prompts(root / "mixed", rows)
+    return shop, inputs | {"prompts": shop.store.external(PromptsRef, root / "mixed")}
+
+
+def of_sources(**changes: Any) -> PPOConfig:
+    agents = {"a": world("Readable", sources=["game"]), "b": world("Moody", retries=0, sources=["moody"])}
+    terms = {
+        "won": EpisodeReward(sources=("game", "moody")),
+        "own": FunctionReward(function="tests.support.token_rewards:small_is_good", sources=("plain",)),
+    }
+    settings = {"steps": 4, "prompts_per_step": 6, "samples_per_prompt": 2}
+    settings |= {"agents": agents, "rewards": RewardsConfig(terms=terms)}
+    return config(None, **settings | changes)
+
+
+def test_sources_have_their_own_environments_beside_answers_of_one_turn_and_a_killed_run_makes_the_same_bytes(
+    tmp_path, policy
+):
+    whole, inputs = mixed_inputs(tmp_path / "whole", policy)
+    uninterrupted, decision = whole.run("ppo", of_sources(), inputs)
+    failed, of = failed_of(whole, decision)["agents.b"]
+    assert set(failed_of(whole, decision)) == {"agents.b"} and 0 < failed < of == 16
+    assert max(series(whole, "source/plain/length")) <= 5 and max(series(whole, "rollout/turns")) > 1
+    shop, inputs = mixed_inputs(tmp_path / "killed", policy)
+    assert killed_and_resumed(shop, "ppo", of_sources(), inputs, at=2).digest == uninterrupted.digest
+    assert untimed(shop.tracker.points)[-1] == untimed(whole.tracker.points)[-1]
+
+
+def test_generated_answers_have_the_agent_of_their_source_and_its_tokens(tmp_path, policy):
+    shop, inputs = mixed_inputs(tmp_path, policy)
+    settings = GenerateConfig(samples_per_prompt=2, sampling=SamplingConfig(max_tokens=12), agents=of_sources().agents)
+    made = {"policy": inputs["policy"], "prompts": inputs["prompts"]}
+    ref, _ = shop.run("generate", settings, made)
+    rows = read_generations(shop.store.path(ref))
+    assert [one.prompt.id for one in rows] == [f"q{i}" for i in range(6) for _ in range(2)]
+    turns = {(one.prompt.source, len(one.completion.spans)) for one in rows if not one.completion.failure}
+    assert {("game", 2), ("moody", 1), ("plain", 0)} <= turns <= {("game", 1), ("game", 2), ("moody", 1), ("plain", 0)}
+    alone, _ = shop.run("generate", settings.model_copy(update={"agents": {}}), made)
+    plain = [
+        [one for one in read_generations(shop.store.path(each)) if one.prompt.source == "plain"]
+        for each in (ref, alone)
+    ]
+    assert [one.completion.token_ids for one in plain[0]] == [one.completion.token_ids for one in plain[1]]
+    misspelt = settings.model_copy(
+        update={"agents": {"a": settings.agents["a"].model_copy(update={"sources": ("gam",)})}}
+    )
+    with pytest.raises(ConfigError, match=r"generate\.agents\.a\.sources = \['gam'\]: no prompt has the source 'gam'"):
+        shop.run("generate", misspelt, made)
 
 
 def failed_of(shop: Workshop, decision: Decision) -> dict[str, tuple[int, int]]:

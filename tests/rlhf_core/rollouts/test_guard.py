@@ -12,7 +12,7 @@ from rlhf_core.config.policy import Staleness
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.tables import read_prompts, write_prompts
 from rlhf_core.errors import ConfigError
-from rlhf_core.rollouts.guard import hold_out
+from rlhf_core.rollouts.prompts import hold_out
 from rlhf_core.types import ArtifactRef, PromptsRef
 from stages.ppo import PPOConfig
 from tests.stages.test_ppo import config

@@ -14,7 +14,9 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.scoring import Scorer
-from rlhf_core.rollouts.guard import HeldOut, hold_out
+from rlhf_core.rollouts.answers import SINGLE_TURN
+from rlhf_core.rollouts.guard import HeldOut
+from rlhf_core.rollouts.prompts import hold_out
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import Completion, Generation, Message, Prompt, SamplingRequest
 
@@ -81,7 +83,7 @@ def held_out(
         chat=chat,
         sampling=SamplingConfig(),
         seed=17,
-        environments=None,
+        environments=SINGLE_TURN,
         scorer=scorer,
         independent=independent,
         note_failed=lambda step, counts: noted.append((step, counts)),

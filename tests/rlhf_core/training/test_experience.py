@@ -207,7 +207,7 @@ def test_credit_for_turns_changes_no_advantage_of_whole_answers():
     turns = tuple(replace(span, reward=0.25) for span in made.rollouts[2].completion.spans)
     played = replace(made.rollouts[2], completion=replace(made.rollouts[2].completion, spans=turns))
     made = replace(made, rollouts=(*made.rollouts[:2], played, made.rollouts[3]))
-    by_turn = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.1, turn_weight=2.0)
+    by_turn = estimate_advantages(made, estimator=RLOOAdvantage(), group_size=2, kl_coef=0.1, turn_weights=[2.0] * 4)
     torch.testing.assert_close(by_turn.advantages_BT, torch.tensor(by_hand(made, "rloo", 0.1, inside=False)), **FLOAT32)
 
 
@@ -252,7 +252,7 @@ def test_each_turn_gets_its_own_reward_and_the_last_action_the_rest():
     spans = (ActionSpan(0, 2, 0, reward=1.0), ActionSpan(3, 5, 0, reward=0.5))
     completion = Completion((3, 4, 5, 6, 7), (-0.5, -0.5, 0.0, -0.5, -0.5), "text", "stop", 0, 1, spans)
     made = experience(Rollout(PROMPT, (1, 2), completion, 4.0, {}), old=-0.5, ref=-0.5, value=0.0)
-    estimates = estimate_advantages(made, estimator=GAE, group_size=1, kl_coef=0.0, turn_weight=2.0)
+    estimates = estimate_advantages(made, estimator=GAE, group_size=1, kl_coef=0.0, turn_weights=[2.0])
     # 2 * 1 at the end of the first turn, 4 - 2 * 1 = 2 at the last action; advantages are the sums to come
     assert estimates.returns_BT.tolist() == [[4.0, 4.0, 0.0, 2.0, 2.0]]
     whole = estimate_advantages(made, estimator=GAE, group_size=1, kl_coef=0.0)
@@ -267,7 +267,7 @@ def test_turns_that_split_equal_rewards_differently_leave_the_group_without_a_gr
 
     made = experience(played(0.1, 0.2), played(0.3), old=-0.5, ref=-0.5, value=0.0)
     estimator = GRPOAdvantage(eps=1e-9)
-    found = estimate_advantages(made, estimator=estimator, group_size=2, kl_coef=0.0, turn_weight=1.0)
+    found = estimate_advantages(made, estimator=estimator, group_size=2, kl_coef=0.0, turn_weights=[1.0] * 2)
     # 0.1 + (0.3 - 0.1) is not 0.3 in float32, and that difference over a spread made of it would be +-0.68
     assert found.advantages_BT.abs().max() == 0.0
 
