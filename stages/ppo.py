@@ -258,7 +258,7 @@ def lease_models(
         # By name, and not by the order of a mapping, which does not survive a file.
         names = sorted(reward_models, key=lambda name: (isinstance(reward_models[name], ProcessRewardModelRef), name))
         start = critic or (reward_models[names[0]] if names else policy)
-        spec = ModelSpec(path=str(context.path(start)), head="value", lora=None, seed=context.seed)
+        spec = ModelSpec(path=str(context.path(start)), head="value", lora=config.value.lora, seed=context.seed)
         value_model = leases.enter_context(context.runtime.trainer("value_model", spec, config.value.optimizer))
     sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
     trained = leases.enter_context(context.runtime.trainer("policy", actor, config.optimizer))

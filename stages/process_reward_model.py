@@ -43,7 +43,7 @@ def run(
     context.tracker.dataset("steps", steps.digest, "training")
     context.tracker.input_model(policy.digest)
 
-    model = ModelSpec(path=str(context.path(policy)), head="score", lora=None, seed=context.seed)
+    model = ModelSpec(path=str(context.path(policy)), head="score", lora=config.lora, seed=context.seed)
     with context.runtime.trainer("reward_model", model, config.optimizer) as trainer:
         result = fit(trainer, samples, StepObjective(), config.optimizer, config.loop, context)
         trainer.export(context.out)

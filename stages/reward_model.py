@@ -70,7 +70,7 @@ def run(
     context.tracker.dataset("preferences", preferences.digest, "training")
     context.tracker.input_model(policy.digest)
 
-    model = ModelSpec(path=str(context.path(policy)), head="score", lora=None, seed=context.seed)
+    model = ModelSpec(path=str(context.path(policy)), head="score", lora=config.lora, seed=context.seed)
     with context.runtime.trainer("reward_model", model, config.optimizer) as trainer:
         objective = BradleyTerryObjective(centering_coef=config.centering_coef)
         result = fit(trainer, pairs, objective, config.optimizer, config.loop, context)

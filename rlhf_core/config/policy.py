@@ -244,6 +244,7 @@ class ValueConfig(Config):
     warmup_steps: int = Field(0, ge=0)
     """Number of steps that train only the value model, before the policy's schedule begins."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
+    lora: LoraConfig | None = added_option(None)
 
     @model_validator(mode="after")
     def _check_average(self) -> Self:

@@ -187,6 +187,10 @@ class ValueModel(nn.Module):
         """Write the backbone in Hugging Face layout and the head beside it."""
         backbone: Any = self.backbone
         backbone.save_pretrained(folder)
+        self.save_head(folder)
+
+    def save_head(self, folder: Path) -> None:
+        """Write the head, which has a file of its own."""
         save_file({"weight": self.value_head.weight.detach().cpu().contiguous()}, folder / VALUE_HEAD_FILE)
 
 

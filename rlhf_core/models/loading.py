@@ -64,16 +64,14 @@ _REPORT = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpointing: bool, device: str) -> nn.Module:
     """Load the model of `spec` on `device` without dropout, in evaluation mode.
 
-    The head `lm` gives a causal LM, with adapters if `spec.lora`; `score` a sequence classifier with one output, or a
+    The head `lm` gives a causal LM; `score` a sequence classifier with one output, or a
     `ValueModel` where transformers has no such class; `value` a `ValueModel`. Scores and values are float32. A missing `score` or `value` head is drawn from N(0, 1/(hidden + 1)) with `spec.seed`. A
-    value model made from a reward model starts from its head. Raises ConfigError if the folder is not a decoder or lacks
+    value model made from a reward model starts from its head. With `spec.lora`, the adapters and a `score` or `value` head
+    are trained, and nothing else. Raises ConfigError if the folder is not a decoder or lacks
     weights, if its rows would need an attention mask, or if `attention` omits a part of what the architecture computes.
     """
     folder = Path(spec.path)
     check_folder(folder)
-    if spec.lora is not None and spec.head != "lm":
-        rule = "adapters are only supported with the LM head"
-        raise ConfigError("lora", spec.head, rule, "remove lora from this role")
     if spec.lora is not None and spec.lora.quantize:
         check_quantizer()
     config = _config_without_dropout(folder)
@@ -81,8 +79,9 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     check_attention(config, attention)
     load = {"lm": _load_lm, "score": _load_score, "value": _load_value}[spec.head]
     model: Any = load(folder, config, spec.seed, {"dtype": getattr(torch, dtype), "attn_implementation": attention})
+    adapted = model if spec.head == "lm" else backbone_of(model)  # other heads begin at random, and are trained whole
     if spec.lora is not None:
-        model = apply_lora(model, spec.lora, seed=spec.seed)
+        apply_lora(adapted, spec.lora, seed=spec.seed)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -90,7 +89,7 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     model = model.to(device)
     check_rows(model)
     if spec.lora is not None:
-        check_adapters(model, spec.lora)
+        check_adapters(adapted, spec.lora)
     if gradient_checkpointing:
         _checkpoint_activations(model)
     if spec.head == "lm":
@@ -329,14 +328,18 @@ def _ensure_padding(config: PretrainedModel, model: Any, tokenizer: Any) -> None
 def export_model(model: nn.Module, folder: Path, *, tokenizer_from: Path) -> None:
     """Write `model` in Hugging Face layout (safetensors, LoRA merged) with the tokenizer of `tokenizer_from`.
 
-    Adapters are also written separately to `adapter/`. The same weights give the same bytes.
+    Those of a causal LM are also written separately to `adapter/`. The same weights give the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, ValueModel):
-        model.save(folder)
+        if has_lora(model):
+            _save(model.backbone, folder)
+            model.save_head(folder)
+        else:
+            model.save(folder)
     else:
         _save(model, folder)
-    if has_lora(model):
+    if has_lora(model) and not hasattr(model, "score"):
         save_adapter(model, folder / "adapter")
     if tokenizer_from.resolve() != folder.resolve():
         _copy_tokenizer(tokenizer_from, folder)

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.engines import OptimizerConfig, refuse_average
+from rlhf_core.config.engines import LoraConfig, OptimizerConfig, refuse_average
 from rlhf_core.config.policy import LoopConfig
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
 
 
 class ProcessRewardModelConfig(Config):
@@ -23,6 +23,7 @@ class ProcessRewardModelConfig(Config):
     """Reduction of an answer's step probabilities to its score, if the reward that uses this model sets none."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    lora: LoraConfig | None = added_option(None)
 
     @model_validator(mode="after")
     def _check_best_weights(self) -> ProcessRewardModelConfig:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.data import Suite
-from rlhf_core.config.engines import OptimizerConfig, refuse_average
+from rlhf_core.config.engines import LoraConfig, OptimizerConfig, refuse_average
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.schema.base import Config, added_option
 
@@ -47,6 +47,7 @@ class RewardModelConfig(Config):
     """The member of an ensemble that is trained; `[reward_model.ensemble]` of a profile sets it."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=1)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    lora: LoraConfig | None = added_option(None)
 
     @model_validator(mode="after")
     def _check_best_weights(self) -> RewardModelConfig:

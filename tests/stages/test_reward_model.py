@@ -10,7 +10,7 @@ from pydantic import ValidationError
 import stages.compare_reward_models
 import stages.reward_model
 from rlhf_core.config.data import Suite
-from rlhf_core.config.engines import OptimizerConfig
+from rlhf_core.config.engines import LoraConfig, OptimizerConfig
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.tables import Preference
 from rlhf_core.errors import ConfigError, DataError
@@ -92,16 +92,17 @@ def test_single_answers_are_refused_before_any_model_is_loaded(tmp_path, policy)
         shop.run("reward_model", CONFIG, inputs)
 
 
-def test_a_killed_run_ends_with_the_same_weights(tmp_path, policy):
-    weights = []
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+def test_a_killed_run_ends_with_the_same_weights(tmp_path, policy, lora):
+    weights, config = [], CONFIG.model_copy(update={"lora": lora})
     for name in ("whole", "killed"):
         shop = Workshop(ArtifactStore(tmp_path / name / "store"))
         inputs = {
             "policy": shop.store.external(PolicyRef, policy),
             "preferences": preferences(shop.store, tmp_path / name),
         }
-        made = shop.run("reward_model", CONFIG, inputs)[0] if name == "whole" else None
-        ref = made or killed_and_resumed(shop, "reward_model", CONFIG, inputs, at=8)
+        made = shop.run("reward_model", config, inputs)[0] if name == "whole" else None
+        ref = made or killed_and_resumed(shop, "reward_model", config, inputs, at=8)
         weights.append((shop.store.path(ref) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 
@@ -109,11 +110,6 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path, policy):
 def test_an_average_of_weights_is_refused_since_the_contract_is_of_the_weights():
     with pytest.raises(ValidationError, match=r"optimizer\.ema_decay = 0\.9: the report and the probe scores"):
         RewardModelConfig.model_validate({"optimizer": {"ema_decay": 0.9}})
-
-
-def test_adapters_are_not_offered():
-    with pytest.raises(ValidationError, match="lora"):
-        RewardModelConfig.model_validate({"lora": {"rank": 4}})
 
 
 def test_a_sequence_is_scored_where_its_answer_ends():

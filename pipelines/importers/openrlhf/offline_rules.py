@@ -197,7 +197,7 @@ def reward_model(one: Sheet, section: str) -> None:
     """Write the reward model; both of its losses are -log sigmoid of the margin."""
     _training(one, section)
     _seed_and_lengths(one, f"{section}.max_length")
-    adapters(one, None)
+    adapters(one, f"{section}.lora")
     if one.has("margin_loss"):
         one.put(f"{section}.use_margin", True, "margin_loss")
     one.ignore("loss", "sigmoid and logexp are one function")
@@ -275,7 +275,7 @@ def process_reward_model(one: Sheet, section: str) -> None:
     """Write the process reward model. OpenRLHF judges a step by the token at a placeholder, we by a scalar head."""
     _training(one, section)
     _seed_and_lengths(one, f"{section}.max_length")
-    adapters(one, None)
+    adapters(one, f"{section}.lora")
     datasets(one, "steps", row_format="stepwise", columns={})
     reason = "a row has columns prompt, completions (the steps) and labels (one for each step)"
     nearest = f"split the text at {one.text('placeholder_token') or 'the placeholder'}; a label is true or false, or in [0, 1]"

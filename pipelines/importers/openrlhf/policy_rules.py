@@ -383,17 +383,13 @@ def loop(one: Sheet, key: str) -> None:
             one.ignore(name, otherwise)
 
 
-def adapters(one: Sheet, key: str | None) -> None:
-    """Write the adapters; `key` is None if the stage's models have none."""
+def adapters(one: Sheet, key: str) -> None:
+    """Write the adapters of a model."""
     others = ("lora_alpha", "target_modules")
     if one.integer("lora_rank") == 0:
         for name in ("lora_rank", *others):
             one.ignore(name, "rank 0 has no adapters")
         one.refuse("load_in_4bit", "weights in 4 bits are not trained themselves", "adapters: lora.quantize")
-        return
-    if key is None:
-        for name in ("lora_rank", *others, "load_in_4bit"):
-            one.refuse(name, "reward models are trained whole", "gradient_checkpointing and offload_optimizer")
         return
     one.put(f"{key}.rank", one.integer("lora_rank"), "lora_rank")
     one.put(f"{key}.alpha", one.number("lora_alpha"), "lora_alpha")

@@ -186,7 +186,7 @@ def serve(one: Sheet, section: str) -> None:
 def combine(one: Sheet, section: str) -> None:
     """Record that adapters are merged on export; those from outside are merged before, by peft."""
     base, adapter, out = (one.needed(name) for name in ("model_path", "lora_path", "output_path"))
-    one.ignore("is_rm", "reward models are trained whole")
+    one.ignore("is_rm", "exports are merged, those of reward models, too")
     one.ignore("bf16", "an export has the precision of training")
     if adapter in one.draft.made:
         made = one.draft.made[out] = one.draft.made[adapter]
@@ -442,6 +442,7 @@ def value_model(one: Sheet) -> None:
         optimizer(one, "ppo.value.optimizer", head="critic")
         if one.text("critic_pretrain") not in ("", one.text("reward_pretrain")):
             critic(one)
+        adapters(one, "ppo.value.lora")
     for name in (*_CRITIC, *_CRITIC_SCHEDULE):
         one.ignore(name, "there is no value model")
     one.ignore("critic_pretrain", "the value model starts from the reward model, or else from the policy")

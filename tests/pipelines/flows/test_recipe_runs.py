@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from pipelines.execution.executor import RunOptions, Tracker
 from pipelines.execution.opening import open_run, open_tracker, store_of
@@ -261,6 +263,8 @@ def test_a_new_run_goes_on_from_the_champion_and_from_a_digest(home):
 
 IN_THIS_PROCESS = ('runtime.type="local"', 'runtime.trainer={engine="torch"}', 'runtime.sampler={type="hf"}')
 OPENRLHF = "deepspeed --module openrlhf.cli."
+PPO = "--advantage_estimator gae --vllm_num_engines 0 --rollout_batch_size 4 --train_batch_size 4 --max_samples 4"
+PPO += " --prompt_max_len 32 --generate_max_len 8"
 SMALL = "--max_len 64 --train_batch_size 4 --max_epochs 1"
 
 
@@ -291,6 +295,26 @@ def test_long_documents_of_an_imported_command_are_trained_whole(home, tmp_path)
     _, _, store = run_config(home, imported(tmp_path, script, "prepare_data.data.eval_fraction=0.01"))
     [record] = [record for record in store.records() if record.stage == "sft"]
     assert record.metrics["train_documents"] == 6 and record.metrics["train_samples"] > 12, record.metrics
+
+
+@pytest.mark.slow
+def test_adapters_of_an_imported_reward_model_and_of_the_value_model_that_starts_from_it_are_trained(home, tmp_path):
+    write_rows(tmp_path / "train.jsonl", sums(0, 8))
+    lora = "--lora_rank 4 --learning_rate 1e-3"
+    pairs = f"--dataset ./train.jsonl --prompt_key input --chosen_key chosen --rejected_key rejected {SMALL} {lora}"
+    script = f"""
+{OPENRLHF}train_rm --pretrain ./base --save_path ./rm {pairs}
+python -m openrlhf.cli.train_ppo_ray --pretrain ./base --reward_pretrain ./rm --prompt_data ./train.jsonl {PPO} --lora_rank 4
+"""
+    results, _, store = run_config(home, imported(tmp_path, script, "ppo.steps=1"))
+    folder = store.path(results["reward_model"])
+    assert not (folder / "adapter").exists() and (folder / "model.safetensors").is_file()
+    assert (store.path(results["ppo"]) / "adapter/adapter_model.safetensors").is_file()
+    base, made = (
+        load_file(one / "model.safetensors") for one in (store.path(results["prepare_data"]) / "base", folder)
+    )
+    names = {name for name in base if name in made and not torch.equal(base[name], made[name])}
+    assert names and all("proj" in name for name in names), "layers that are not adapted stay as they are"
 
 
 @pytest.mark.slow

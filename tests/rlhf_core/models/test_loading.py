@@ -168,11 +168,6 @@ def test_weights_of_another_architecture_are_refused(tiny_llama, tmp_path, chang
     assert not (tmp_path / "out").exists()
 
 
-def test_adapters_on_a_reward_model_are_refused(tiny_llama):
-    with pytest.raises(ConfigError, match="adapters are only supported with the LM head"):
-        loaded(tiny_llama, "score", lora=LoraConfig())
-
-
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere'.*must be a model folder"):
         loaded(tmp_path / "nowhere")

@@ -10,8 +10,11 @@ from torch import nn
 from rlhf_core.config.engines import LoraConfig
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.models import lora as quantised
+from rlhf_core.models.batches import collate
+from rlhf_core.models.forward import sequence_scores, token_values
 from rlhf_core.models.loading import export_model
 from rlhf_core.models.lora import has_lora, merged_state_dict, save_adapter, weights_digest
+from rlhf_core.types import TokenSample
 from tests.rlhf_core.models.conftest import IDS, loaded
 
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -38,9 +41,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(folder: Path, lora: LoraConfig = LORA, *, dtype: str = "float32") -> Any:
+def trained(folder: Path, lora: LoraConfig = LORA, *, dtype: str = "float32", head: Any = "lm") -> Any:
     """A model whose adapters are no longer zero."""
-    model = loaded(folder, lora=lora, dtype=dtype)
+    model = loaded(folder, head, lora=lora, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -217,13 +220,34 @@ def test_all_that_is_adapted_in_a_family_is_in_its_export(family, adapted, froze
             {"target_modules": ("q_proj", "dt_proj")},
             r"does not call \['model.layers.\*.mamba.dt_proj'\]",
         ),
+        ("score", False, {"target_modules": ("q_proj", "score")}, r"no linear modules \['score'\]"),
         ("gpt2", False, {"target_modules": "all-linear", "quantize": "nf4"}, "Conv1D layers, which have no 4-bit form"),
     ],
 )
 def test_adapters_that_would_not_be_trained_or_merged_are_refused(family, tied, lora, message, made, monkeypatch):
     monkeypatch.setattr("rlhf_core.models.loading.check_quantizer", lambda: None)
     with pytest.raises(ConfigError, match=message):
-        loaded(made(family, tie_word_embeddings=tied, **FAMILIES.get(family, {})), lora=LoraConfig(rank=2, **lora))
+        head = "score" if family == "score" else "lm"
+        folder = made("llama" if head == "score" else family, tie_word_embeddings=tied, **FAMILIES.get(family, {}))
+        loaded(folder, head, lora=LoraConfig(rank=2, **lora))
+
+
+@pytest.mark.parametrize("head", ["score", "value"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "cohere", "qwen3_moe", "jamba"])
+def test_adapters_below_a_scalar_head_leave_it_whole_and_are_merged_on_export(family, head, made, tmp_path):
+    folder = made(family, **FAMILIES.get(family, {}))
+    model = trained(folder, LoraConfig(rank=2, target_modules="all-linear"), head=head)
+    whole = [name for name, one in model.named_parameters() if one.requires_grad and ".lora_" not in name]
+    assert whole == ["score.weight" if type(model).__name__ != "ValueModel" else "value_head.weight"]
+    batch = collate([TokenSample((1, 20, 30, 40), (0, 1, 1, 1)), TokenSample((7, 8, 9, 9), (0, 1, 1, 1))], pad_id=0)
+    compute = sequence_scores if head == "score" else token_values
+    with torch.no_grad():
+        wanted = compute(model, batch)
+        assert (wanted - compute(loaded(folder, head), batch)).abs().max() > 1e-3
+        export_model(model, tmp_path / "out", tokenizer_from=folder)
+        found = compute(loaded(tmp_path / "out", head, seed=9), batch)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-4)
+    assert not (tmp_path / "out/adapter").exists()
 
 
 def test_the_end_of_a_full_name_selects_a_module(tiny_llama):
