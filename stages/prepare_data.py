@@ -17,10 +17,12 @@ from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.files import make_tables as from_files
 from rlhf_core.data.limits import DropReport, Origin, limit, parts
 from rlhf_core.data.mixing import trained
+from rlhf_core.data.suite_overlap import OVERLAPS, Overlaps, without_prompts
 from rlhf_core.data.tables import (
     Feedback,
     Tables,
     preview,
+    read_prompts,
     write_demonstrations,
     write_feedback,
     write_preferences,
@@ -58,11 +60,20 @@ MANY_DROPPED = 0.05
 MOST_REASONS = 8  # of dropped rows in the log; all are in validation.json
 
 
-def run(config: PrepareDataConfig, *, context: StageContext) -> PreparedDataRef:
-    """Write the tables and the base model; return one handle whose parts are handles of their own."""
+def run(
+    config: PrepareDataConfig, *, suites: dict[str, PromptsRef] | None = None, context: StageContext
+) -> PreparedDataRef:
+    """Write the tables and the base model; return one handle whose parts are handles of their own.
+
+    With `suite_ngram`, training rows that have prompts of `suites` are left out.
+    """
     context.progress(0, 4, "reading rows")
     with _as_planned(config, context.files):
         tables, facts, origins, report = _rows(config.data, seed=context.seed)
+        if suites:
+            prompts = {name: read_prompts(context.path(ref)) for name, ref in sorted(suites.items())}
+            tables, overlaps = without_prompts(tables, prompts, config.suite_ngram, origins, report)
+            facts |= write_overlaps(overlaps, context)
         context.progress(1, 4, "making the base model")
         _base_model(config, tables, context.out / "base", seed=context.seed)
     chat = ChatTemplate.load(context.out / "base")
@@ -175,6 +186,17 @@ def _template(name: str) -> str | None:
 
 
 # ---------------------------------------------------------------- what is written and shown
+
+
+def write_overlaps(overlaps: Overlaps, context: StageContext) -> dict[str, float]:
+    """Write the report on the overlap with suites, and log it; return the rows that were left out for each suite."""
+    (context.out / OVERLAPS).write_text(
+        json.dumps(overlaps.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    context.tracker.file(context.out / OVERLAPS, "data")
+    for line in overlaps.lines():
+        logger.warning("%s: %s", context.label, line)
+    return {f"contaminated/{name}": float(count) for name, count in overlaps.rows().items()}
 
 
 def _write(tables: Tables, report: DropReport, out: Path) -> dict[str, tuple[str, type[ArtifactRef]]]:

@@ -274,8 +274,12 @@ def numbers_of(spec: StageSpec, specs: Specs) -> Numbers | None:
     metrics=measured.prepare_data,
     files=prepared_files,
 )
-def prepare_data(config: PrepareDataConfig) -> PreparedDataRef:
-    """Read or generate the data, and make the base model."""
+def prepare_data(
+    config: PrepareDataConfig,
+    *,
+    suites: Annotated[Mapping[str, PromptsRef] | None, From({}, when=lambda config: config.suite_ngram > 0)] = None,
+) -> PreparedDataRef:
+    """Read or generate the data, and make the base model. With `suite_ngram`, leave out training rows with prompts of `suites`."""
 
 
 @stage(

@@ -25,7 +25,7 @@ from pipelines.flows.sections import (
     RejectionSamplingConfig,
     RewardModelSection,
 )
-from pipelines.flows.suites import Candidates, Condition, evaluate_suites
+from pipelines.flows.suites import Candidates, Condition, evaluate_suites, suites_to_avoid
 from rlhf_core.errors import ConfigError
 from rlhf_core.types import (
     CHAMPION,
@@ -93,7 +93,9 @@ class LifecycleState:
 def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
     """Run the steps of a profile and the evaluation; return the policies by name, in the order they were made."""
     stages = replace(stages, recipe=frozenset(config.recipe))
-    data = stages.run(table.prepare_data, "prepare_data", config.prepare_data)
+    ngram = config.prepare_data.suite_ngram
+    avoided = suites_to_avoid(ngram, config.evaluate, stages) if ngram else None
+    data = stages.run(table.prepare_data, "prepare_data", config.prepare_data, suites=avoided)
     state = LifecycleState(data, {"base": part(data, "base", PolicyRef)}, evaluated=config.evaluate is not None)
     steps, compared = config.steps(), config.policies()
     for step in steps:

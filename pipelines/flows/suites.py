@@ -4,6 +4,7 @@ A suite with the held-out prompts and the sampling of `[evaluate.generate]` read
 is about; suites with the same prompts and sampling of their own share theirs.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -19,6 +20,8 @@ from stages.config.generate import GenerateConfig
 from stages.config.import_policy import ImportPolicyConfig
 from stages.config.report_suites import ReportSuitesConfig
 from stages.config.suite_prompts import SuitePromptsConfig
+
+logger = logging.getLogger(__name__)
 
 PARENT = "parent"
 Condition: TypeAlias = Callable[[str, PromptsRef], PromptsRef]
@@ -136,6 +139,25 @@ def prompts_of(config: EvaluationConfig, suite: AnswerSuite) -> SuitePromptsConf
         return None
     kinds = {other.type for other in config.suites if isinstance(other, AnswerSuite) and other.prompts == suite.prompts}
     return suite.prompts.model_copy(update={"label_kinds": tuple(sorted(kinds & {"instructions", "refusal"}))})
+
+
+def suites_to_avoid(ngram: int, config: EvaluationConfig | None, stages: Stages) -> dict[str, PromptsRef]:
+    """Return the prompts of the suites that have some of their own, by suite; training rows are compared with them.
+
+    Raises ConfigError if there are none. Those of lm_eval are in the harness, and are left out with a warning.
+    """
+    key, found = "prepare_data.suite_ngram", dict[str, PromptsRef]()
+    for suite in config.suites if config else ():
+        if isinstance(suite, HarnessSuite):
+            logger.warning(
+                "%s: training rows are not compared with the tasks of the suite %s (lm_eval)", key, suite.name
+            )
+        elif config and (own := prompts_of(config, suite)):
+            found[suite.name] = stages.run(table.suite_prompts, f"prepare_data/suites/{suite.name}", own)
+    if not found:
+        rule, remedy = "no suite has prompts of its own", "add [[evaluate.suites]] with prompts, or set it to 0"
+        raise ConfigError(key, ngram, rule, remedy)
+    return found
 
 
 def sample_candidates(

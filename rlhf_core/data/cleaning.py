@@ -75,29 +75,57 @@ def decontaminate(
     With `ngram`, a row is also removed if its prompt or an answer shares that many consecutive words with an evaluation
     prompt (the overlap test of GPT-3, arXiv 2005.14165, appendix C).
     """
-    held_out = list(evaluation)
-    prompts = {exact(example.prompt).casefold() for example in held_out if example.prompt}
-    grams = {gram for example in held_out for gram in _ngrams(example.prompt, ngram)} if ngram else set()
+    overlap = Overlap((example.prompt for example in evaluation), ngram=ngram)
     kept = []
     for example in training:
-        own = (example.prompt, example.chosen, example.rejected)
-        reason = ""
-        if any(exact(opening).casefold() in prompts for opening in _openings(example)):
-            reason = "contaminated: it begins with an evaluation prompt"
-        elif grams and any(gram in grams for turns in own for gram in _ngrams(turns, ngram)):
-            reason = f"contaminated: shares {ngram} words in a row with an evaluation prompt"
-        if reason:
-            report.add(example.source, example.origin, reason)
-        else:
+        found = overlap.found(example.prompt, (example.chosen, example.rejected))
+        if found is None:
             kept.append(example)
+            continue
+        how = f"shares {ngram} words in a row with" if found.words else "it begins with"
+        report.add(example.source, example.origin, f"contaminated: {how} an evaluation prompt")
     return kept
 
 
-def _openings(example: Example) -> Iterator[Turns]:
-    """Yield the prompt, and the turns before each assistant turn of the prompt and of either answer."""
-    yield example.prompt
-    for answer in (example.chosen, example.rejected):
-        turns = example.prompt + answer
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The number of a prompt that a row has, and whether it only shares words with it."""
+
+    prompt: int
+    words: bool
+
+
+class Overlap:
+    """Prompts that no training row should have: whole at its beginning, or `ngram` words of one in a row anywhere."""
+
+    def __init__(self, prompts: Iterable[Turns], *, ngram: int | None) -> None:
+        """Compare with `prompts`; words are compared only with `ngram`, white space and case never."""
+        self._ngram = ngram
+        self._whole: dict[str, int] = {}
+        self._grams: dict[tuple[str, ...], int] = {}
+        for number, turns in enumerate(prompts):
+            if turns:
+                self._whole.setdefault(exact(turns).casefold(), number)
+            for gram in _ngrams(turns, ngram):
+                self._grams.setdefault(gram, number)
+
+    def found(self, prompt: Turns, answers: Sequence[Turns]) -> Shared | None:
+        """Return the first prompt that a row has; a conversation that begins with one has its answer, too."""
+        for opening in _openings(prompt, answers):
+            if (number := self._whole.get(exact(opening).casefold())) is not None:
+                return Shared(number, words=False)
+        for turns in (prompt, *answers) if self._grams else ():
+            for gram in _ngrams(turns, self._ngram):
+                if gram in self._grams:
+                    return Shared(self._grams[gram], words=True)
+        return None
+
+
+def _openings(prompt: Turns, answers: Sequence[Turns]) -> Iterator[Turns]:
+    """Yield the prompt, and the turns before each assistant turn of the prompt and of each answer."""
+    yield prompt
+    for answer in answers or ((),):
+        turns = prompt + answer
         for index, message in enumerate(turns):
             if message.role == "assistant" and index > 0:
                 yield turns[:index]

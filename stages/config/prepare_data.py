@@ -11,7 +11,7 @@ from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.data.file_types import is_hub, source_files
 from rlhf_core.errors import DataError
 from rlhf_core.models.packages import PACKAGE, package_folder
-from rlhf_core.schema.base import Config
+from rlhf_core.schema.base import Config, added_option
 from rlhf_core.store.fingerprint import hash_file, hash_files, list_files, tree_digest
 
 MODEL_TEMPLATE = "model"
@@ -32,6 +32,9 @@ class PrepareDataConfig(Config):
     """Maximum number of tokens of prompt and answer together."""
     preview_rows: int = Field(8, ge=1)
     """Number of rows per table in `preview.md` and in the tracker."""
+    suite_ngram: int = added_option(0, ge=0)
+    """Number of words in a row that a training row must not share with a prompt of a suite of `[[evaluate.suites]]`, for
+    example 13 (GPT-3, arXiv 2005.14165, appendix C). Rows that begin with a whole prompt are left out, too. 0 compares none."""
 
 
 def wanted_tables(data: DataConfig) -> list[str]:

@@ -10,10 +10,17 @@ import pytest
 from rlhf_core.config.data import ArithmeticWorld, Files, Filters, Source, SupportWorld, Use
 from rlhf_core.config.engines import InitModel, PretrainedModel
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.data.tables import read_demonstrations, read_feedback, read_preferences, read_prompts, read_steps
+from rlhf_core.data.tables import (
+    read_demonstrations,
+    read_feedback,
+    read_preferences,
+    read_prompts,
+    read_steps,
+    write_prompts,
+)
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import PreparedDataRef, StepsRef
+from rlhf_core.types import Message, PreparedDataRef, Prompt, PromptsRef, StepsRef
 from stages.config.prepare_data import PrepareDataConfig, content_digests
 from tests.support.workshop import Workshop, make_policy
 
@@ -324,3 +331,44 @@ def test_tool_calls_are_trained_on_and_masks_of_personal_data_are_counted(shop, 
     assert len(trained) == 2 and '"name": "add"' in trained[0] and trained[1].startswith("There.")
     with pytest.raises(ConfigError, match="does not render the tools"):
         prepare(shop, config.model_copy(update={"chat_template": "chatml"}))
+
+
+def test_training_rows_with_prompts_of_suites_are_left_out_with_a_report_for_each_suite(shop, tmp_path):
+    asked = "name all the seven largest rivers of the whole continent of north america"
+    talks = [
+        ("What is 3 + 1?", "4"),
+        (f"Please {asked.title()} now!", "no"),
+        ("Rivers?", f"You mean: {asked}?"),
+        ("what is  2 + 2?", "4"),
+        *((f"What is {n} + 1?", "yes") for n in range(10, 30)),
+    ]
+    turns = [[("system", "Be brief."), ("user", question), ("assistant", answer)] for question, answer in talks]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in one]} for one in turns]
+    (tmp_path / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    use = Use(demonstrations=1.0)
+    data = Files(sources=(Source(name="qa", path=str(tmp_path / "qa.jsonl"), use=use),), eval_fraction=1e-9)
+    suites = {}
+    for name, texts in {"sums": ["What is 2 + 2?", "What is 9 + 9?"], "rivers": [asked]}.items():
+        write_prompts(
+            tmp_path / name, [Prompt(f"{name}{n}", (Message("user", text),), "", "all") for n, text in enumerate(texts)]
+        )
+        suites[name] = shop.store.external(PromptsRef, tmp_path / name)
+    config = PrepareDataConfig(data=data, model=SHAPE, suite_ngram=13)
+    ref, decision = shop.run("prepare_data", config, {"suites": suites})
+    metrics = shop.metrics(decision)
+    assert {name: metrics[f"contaminated/{name}"] for name in suites} == {"sums": 1.0, "rivers": 2.0}
+    report = json.loads((shop.store.path(ref) / "suite_overlap.json").read_text())["suites"]
+    assert report["sums"] | {"found": []} == {
+        "prompts": 2,
+        "prompts_found": 1,
+        "rows": {"demonstrations": 1},
+        "found": [],
+    }
+    assert [(one["line"], one["shares"], one["prompt"]) for one in report["rivers"]["found"]] == [
+        (2, "13 words", "rivers0"),
+        (3, "13 words", "rivers0"),
+    ]
+    kept = read_demonstrations(shop.store.path(ref.demonstrations) / "train.parquet")
+    assert len(kept) == 21 and metrics["dropped/contaminated"] == 3
+    longer, _ = shop.run("prepare_data", config.model_copy(update={"suite_ngram": 14}), {"suites": suites})
+    assert len(read_demonstrations(shop.store.path(longer.demonstrations) / "train.parquet")) == 23

@@ -70,6 +70,25 @@ def test_suites_read_the_answers_that_there_are_and_draw_others_once(tmp_path, r
     }
 
 
+def test_training_rows_are_compared_with_the_prompts_of_suites_that_have_some(tmp_path, rows):
+    suites: list[dict[str, Any]] = [
+        {"name": "gold", "type": "gold", "function": GOLD},
+        {"name": "safety", "type": "refusal", "prompts": {"path": rows}},
+    ]
+    plain, stages = (
+        planned(tmp_path, profile(suites)),
+        planned(tmp_path, profile(suites, "prepare_data.suite_ngram=13")),
+    )
+    assert list(stages)[:2] == ["prepare_data/suites/safety", "prepare_data"]
+    prompts = stages["prepare_data"].spec.inputs["suites"]
+    assert {name: ref.uri for name, ref in prompts.items()} == {"safety": "pending://prepare_data/suites/safety"}
+    keys = [{label: stage.decision.key for label, stage in one.items()} for one in (plain, stages)]
+    assert keys[1]["prepare_data/suites/safety"] == keys[0]["evaluate/suites/safety/prompts"]
+    assert keys[1]["prepare_data"] != keys[0]["prepare_data"]
+    with pytest.raises(ConfigError, match=r"prepare_data\.suite_ngram = 13: no suite has prompts of its own"):
+        planned(tmp_path, profile(suites[:1], "prepare_data.suite_ngram=13"))
+
+
 def test_a_judge_compares_with_the_parent_and_leaves_out_who_has_none(tmp_path):
     judge = {"url": "http://127.0.0.1:1/v1", "model": "m"}
     suites = [
