@@ -70,11 +70,16 @@ class SmallWorld:
     data: PreparedDataRef | None = None
 
     @classmethod
-    def at(cls, state: Path) -> SmallWorld:
-        """Return the world in the store below `state`, with data and SFT policy, which take a minute at first."""
+    def at(cls, state: Path, *, hidden: int = 64) -> SmallWorld:
+        """Return the world in the store below `state`, with data and SFT policy, which take a minute at first.
+
+        Rows and tokenizer are the same whatever the policy's number of `hidden` units.
+        """
         world = cls(ArtifactStore(state / "store"))
         world.store.create()
-        data = world.run("prepare_data", DATA, {})
+        assert isinstance(DATA.model, InitModel)
+        sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden}
+        data = world.run("prepare_data", DATA.model_copy(update={"model": DATA.model.model_copy(update=sizes)}), {})
         assert isinstance(data, PreparedDataRef)
         world.data = data
         sft = SFTConfig(max_length=192, loop=LOOP, optimizer=OptimizerConfig(learning_rate=5e-3, weight_decay=0.01))
@@ -82,8 +87,8 @@ class SmallWorld:
         world.inputs = {"policy": policy, "reference": policy, "prompts": data.prompts, "reward_models": {}}
         return world
 
-    def reward_model(self, pairs: int) -> ArtifactRef:
-        """Return a reward model that was trained on the first `pairs` pairs."""
+    def reward_model(self, pairs: int, *, hidden: int = 64, seed: int = SEED) -> ArtifactRef:
+        """Return a reward model that was trained on the first `pairs` pairs, from an SFT policy of as many `hidden` units."""
         assert self.data is not None and self.data.preferences is not None
         folder = self.store.path(self.data.preferences)
         rows = read_preferences(folder / "train.parquet")[:pairs]
@@ -93,8 +98,9 @@ class SmallWorld:
         config = RewardModelConfig(
             max_length=192, loop=LOOP, optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.01)
         )
-        given = {"policy": self.inputs["policy"], "preferences": self.store.external(PreferencesRef, first)}
-        return self.run("reward_model", config, given)
+        start = SmallWorld.at(self.store.layout.root.parent, hidden=hidden).inputs["policy"]
+        given = {"policy": start, "preferences": self.store.external(PreferencesRef, first)}
+        return self.run("reward_model", config, given, seed=seed)
 
     def run(
         self,
