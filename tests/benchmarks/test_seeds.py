@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import instructions, methods, online_rounds, specialists
+from benchmarks import arms, instructions, methods, online_rounds, over_optimization
 from benchmarks.seeds import add_first, keep, latest, read, seeds_parser
 
 
@@ -30,10 +30,11 @@ def test_the_options_have_the_defaults_of_the_profiles() -> None:
     assert (options.seeds, options.first, options.overrides, options.print_only) == (3, 17, [], False)
 
 
-@pytest.mark.parametrize("benchmark", [instructions, methods, online_rounds, specialists])
+@pytest.mark.parametrize("benchmark", [arms, instructions, methods, online_rounds, over_optimization])
 def test_the_benchmarks_print_what_is_there_and_train_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], benchmark: object
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["benchmark", "--print", "--state", str(tmp_path), "--seeds", "1"])
+    words = ["specialists"] if benchmark is arms else []
+    monkeypatch.setattr("sys.argv", ["benchmark", *words, "--print", "--state", str(tmp_path), "--seeds", "1"])
     assert benchmark.main() == 0
     assert capsys.readouterr().out and list(tmp_path.iterdir()) == []
