@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import signal
@@ -24,6 +25,8 @@ EXIT_BLOCKED = 77
 """A gate failed or was rejected; EX_NOPERM of sysexits.h."""
 EXIT_OVER_BUDGET = 69
 """A run has spent its budget; EX_UNAVAILABLE of sysexits.h."""
+EXIT_UNWRITTEN = 74
+"""Standard output could not be written, as on a full disk; EX_IOERR of sysexits.h."""
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_PIPE = 141  # 128 + SIGPIPE: what read the output has ended, as `head` does
 
@@ -31,8 +34,8 @@ PACKAGE = "rlhf-lifecycle"
 DESCRIPTION = """Train language models from human feedback as cached, resumable stages. A profile (a TOML file) holds all
 settings of a pipeline; `--set KEY=VALUE` changes one of them."""
 EPILOG = """`rlhf COMMAND --help` describes a command, `rlhf --version` prints the version. Exit status: 0 success,
-1 a difference (`reproduce`) or a failure (`sweep`, `status`, `doctor`), 2 invalid input, 69 budget spent, 75 waiting for a
-person, 77 blocked by a gate, 130 interrupted, 141 reader of a pipe has ended."""
+1 a difference (`reproduce`) or a failure (`sweep`, `status`, `doctor`), 2 invalid input, 69 budget spent, 74 output not
+written, 75 waiting for a person, 77 blocked by a gate, 130 interrupted, 141 reader of a pipe has ended."""
 EXAMPLES = """examples:
   rlhf init my_desk              a folder with a profile, a reward, rows and a README
   rlhf plan tiny/full            which stages would run, and why
@@ -89,6 +92,25 @@ VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status, one of the constants above. Errors are printed in one line."""
+    _open_standard_streams()
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _leave_output()
+        return EXIT_PIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) or not _output_fails():
+            raise
+        _leave_output()
+        sys.stderr.write(f"standard output: {error.strerror}; write to another place, and run the command again\n")
+        return EXIT_UNWRITTEN
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Run one command; return its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.verb is None:
@@ -98,9 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     skip_last_collections()
     before = {number: signal.signal(number, _interrupt) for number in terminations()}
     try:
-        status = int(_verb(options)(options) or 0)
-        sys.stdout.flush()
-        return status
+        return int(_verb(options)(options) or 0)
     except RlhfError as error:
         sys.stderr.write(f"{without_secrets(str(error))}\n")
         return EXIT_REFUSED
@@ -113,12 +133,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"interrupted; finished work is kept{_resume(options)}\n")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_PIPE
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _open_standard_streams() -> None:
+    """Give a command that was started without standard streams (`>&-`) ones that lead nowhere.
+
+    Python has None for them, and the next file to be opened, such as a database, would get their number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False, encoding="utf-8"))
+
+
+def _output_fails() -> bool:
+    """Return whether it is standard output that cannot be written, by writing a byte."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
+
+
+def _leave_output() -> None:
+    """Send the rest of standard output nowhere, which the interpreter would fail to write when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show_warnings() -> None:

@@ -45,13 +45,19 @@ def cli(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_reader_that_ends_ends_the_command_as_other_tools(tmp_path):
-    for words in (["profiles"], ["plan", "tiny/full"], ["completion", "bash"]):
-        command = f"{sys.executable} -m pipelines.cli.main {' '.join(words)} | true; exit ${{PIPESTATUS[0]}}"
+FULL = "standard output: No space left on device; write to another place, and run the command again\n"
+
+
+@pytest.mark.parametrize(
+    ("to", "status", "error"), [("| true", 141, ""), ("> /dev/full", 74, FULL), (">&- <&-", 0, "")]
+)
+def test_output_that_is_not_read_or_cannot_be_written_ends_the_command_as_other_tools(tmp_path, to, status, error):
+    for words in (["profiles"], ["plan", "tiny/full"], ["completion", "bash"], ["--version"]):
+        command = f"{sys.executable} -m pipelines.cli.main {' '.join(words)} {to}; exit ${{PIPESTATUS[0]}}"
         done = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, env=os.environ | {"RLHF_HOME": str(tmp_path)}
         )
-        assert (done.returncode, done.stderr) == (141, "")
+        assert (done.returncode, done.stderr) == (status, error)
 
 
 @pytest.mark.parametrize(
