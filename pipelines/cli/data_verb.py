@@ -22,7 +22,7 @@ MOST_MALFORMED: float = Files.model_fields["max_bad_fraction"].default
 
 
 def data(options: argparse.Namespace) -> int:
-    """Describe the files, or the sources of a profile; return 2 if a source has no row that can be used."""
+    """Describe the files, or the sources of a profile; return 2 if prepare_data would fail, or a source has no usable row."""
     if bool(options.files) == bool(options.profile):
         rule, remedy = "files or a profile are needed, and not both", "rlhf data rows.jsonl, or --profile my.toml"
         raise ConfigError("rlhf data", options.profile or options.files, rule, remedy)
@@ -41,7 +41,9 @@ def data(options: argparse.Namespace) -> int:
                 print_line(console, line)
         for line in _tables(tables):
             print_line(console, line)
-    return REFUSED if any(not found.usable for found in sources) or "problem" in tables else 0
+    alone = not tables  # a profile has a limit of its own for malformed rows
+    unusable = any(not found.usable or (alone and _too_many(_malformed(found), found.rows_read)) for found in sources)
+    return REFUSED if unusable or "problem" in tables else 0
 
 
 def _of_profile(options: argparse.Namespace) -> tuple[list[SourceReport], dict[str, Any]]:
@@ -102,9 +104,10 @@ def _lines(found: SourceReport, *, whole: bool) -> Iterator[str]:
     yield from (f"    {reason}" for reason in found.dropped[:MOST_REASONS])
     if len(found.dropped) > MOST_REASONS:
         yield f"    and {len(found.dropped) - MOST_REASONS} more reasons"
-    malformed, most = sum(one.rows for one in found.dropped if one.rule.startswith("malformed")), MOST_MALFORMED
-    if whole and malformed > most * found.rows_read:
-        yield f"  prepare_data would stop: {malformed:,} of {found.rows_read:,} rows are malformed, and data.max_bad_fraction is {most}"
+    malformed = _malformed(found)
+    if whole and _too_many(malformed, found.rows_read):
+        limit = f"data.max_bad_fraction is {MOST_MALFORMED}"
+        yield f"  prepare_data would stop: {malformed:,} of {found.rows_read:,} rows are malformed, and {limit}"
     if whole and found.usable:
         yield "  rows that each table of prepare_data would have, if the whole file went there (`use`):"
         yield from (
@@ -114,6 +117,14 @@ def _lines(found: SourceReport, *, whole: bool) -> Iterator[str]:
     for number, row in enumerate(found.rows, start=1):
         yield f"  row {number}, with what is trained on inside 【 】:"
         yield from (f"    {line}" for line in row.splitlines())
+
+
+def _malformed(found: SourceReport) -> int:
+    return sum(one.rows for one in found.dropped if one.rule.startswith("malformed"))
+
+
+def _too_many(malformed: int, rows: int) -> bool:
+    return malformed > MOST_MALFORMED * rows
 
 
 def _tables(tables: Mapping[str, Any]) -> Iterator[str]:

@@ -75,9 +75,9 @@ def test_what_cannot_be_described_is_refused(arguments, line, capsys):
     assert capsys.readouterr().err.startswith(line)
 
 
-def lines_of(tmp_path, capsys, *rows):
+def lines_of(tmp_path, capsys, *rows, status=0):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    main(["data", str(tmp_path / "rows.jsonl")])
+    assert main(["data", str(tmp_path / "rows.jsonl")]) == status
     return [line.strip() for line in capsys.readouterr().out.splitlines()]
 
 
@@ -96,5 +96,5 @@ def test_more_malformed_rows_than_a_run_takes_are_pointed_out(tmp_path, capsys):
         {"prompt": "r", "completions": ["a", "b"], "ranks": [1]},
     ]
     stop = "prepare_data would stop: 1 of 2 rows are malformed, and data.max_bad_fraction is 0.05"
-    assert stop in lines_of(tmp_path, capsys, *rows)
+    assert stop in lines_of(tmp_path, capsys, *rows, status=2)
     assert stop not in lines_of(tmp_path, capsys, rows[0])
