@@ -27,7 +27,7 @@ FORMER = {
 }
 """Former key -> its table and its option."""
 _FORMER = re.compile(rf"^((?:recipe\.)?[^.]+(?:\.ppo)?)\.({'|'.join(FORMER)})(?=[.\[]|$)")
-_SPELLED = re.compile(rf"(?<=\.)({'|'.join(SPELLINGS)})(?=\.|$)")
+_SPELLED = re.compile(rf"(?<=\.)(?<!\.terms\.)({'|'.join(SPELLINGS)})$")
 OF_REWARD = {"credit": "token"}
 OF_LOSS = {"estimator": "k2"}
 """Options of one type of `[ppo.kl]` and the values at which the other type had them, too."""
@@ -76,6 +76,8 @@ def present_name(key: str) -> str:
 
     >>> present_name("ppo.kl_coef"), present_name("recipe.improve.staleness"), present_name("ppo.ahead.staleness")
     ('ppo.kl.coef', 'recipe.improve.ahead.steps', 'ppo.ahead.staleness')
+    >>> present_name("ppo.rewards.normalise"), present_name("ppo.rewards.terms.normalise.weight")  # a term's name is the user's
+    ('ppo.rewards.normalize', 'ppo.rewards.terms.normalise.weight')
     """
 
     def moved(found: re.Match[str]) -> str:
