@@ -112,7 +112,9 @@ _LAYERS = ("pipelines/flows", "rlhf_core/config", "rlhf_core/stage", "pipelines"
 
 def way_lines(trace: CallTrace) -> Iterator[str]:
     """Yield a line per class and function on the way of the setting, after one for the profile."""
-    former = f"its former name, `ppo.{measure.USED_AS}`, becomes this one in `rlhf_core/config/former_names.py` (`renamed`)"
+    former = (
+        f"its former name, `ppo.{measure.USED_AS}`, becomes this one in `rlhf_core/config/former_names.py` (`renamed`)"
+    )
     yield f"1. a profile (TOML), or `--set`; {former}\n"
     entered = trace.files()
     places = measure.paths_of_a_setting(ROOT)
