@@ -24,7 +24,14 @@ _NAMES_KEY = re.compile(r"[^\s:]+( = |:|, )")
 """Begins the message of a rule that names a key of its table."""
 _KIND = "Input should be "
 _TABLE = r"a valid dictionary( or instance of \w+| or object to extract fields from)?"
-_WORDS = {"Input should": "must", "Tuple should": "must", "a valid tuple": "a list", _TABLE: "a table"}
+_WORDS = {
+    "Input should": "must",
+    "(Tuple|List) should": "must",
+    "a valid (tuple|list)": "a list",
+    "a valid string": "text",
+    r"at least (\d+) items? after validation, not (\d+)": r"\1 or more entries, and has \2",
+    _TABLE: "a table",
+}
 """Patterns of pydantic's words -> those of a profile."""
 ANY = "NAME"
 """A key that the profile chooses."""
@@ -35,13 +42,16 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
 
     `tree` is the parsed profile, `model` the target type, `origin` the source of the profile.
     """
-    unknown = [one for one in error.errors() if one["type"] == "extra_forbidden"]
-    first = (unknown or error.errors())[0]
+    errors = error.errors()
+    unknown = [one for one in errors if one["type"] == "extra_forbidden"]
+    first = (unknown or errors)[0]
+    if isinstance(first["input"], list):  # one of its items is wrong, which says more than that the list as a whole is
+        first = next((one for one in errors if one["loc"][:-2] == first["loc"][:-1] and one["loc"][-1:] != ()), first)
     location, given = first["loc"], first["input"]
     tags = [given.get(tag) for tag in FIELD_OF] if isinstance(given, Mapping) else []
     if first["type"] == "value_error" and location and location[-1] in tags:
         location = location[:-1]  # the rule is about a whole table, and this is the tag of its union
-    keys = _real_keys(location, tree, model)
+    keys = _real_keys(location, tree, model, given)
     dotted = ".".join(keys)
     if first["type"] == "extra_forbidden":
         tag, others = _types_with(keys, model)
@@ -71,7 +81,8 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     rule = _rule(error, location) if len(keys) < len(location) else message
     for theirs, ours in _WORDS.items():
         rule = re.sub(theirs, ours, rule)
-    shown = shown_value(keys[-1] if keys else "", value) if not isinstance(value, (Mapping, list)) else "{...}"
+    is_long = isinstance(value, Mapping) or (isinstance(value, list) and any(map(_holds_others, value)))
+    shown = "{...}" if is_long else shown_value(keys[-1] if keys else "", value)
     remedy = f"change it in {origin} or with --set {dotted}=..."
     if first["type"] == "literal_error":
         near = nearest(str(value), re.findall("'([^']+)'", first["ctx"]["expected"]))
@@ -79,11 +90,15 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; {remedy}"
 
 
+def _holds_others(value: object) -> bool:
+    return isinstance(value, (Mapping, list))
+
+
 def _rule(error: ValidationError, location: Sequence[int | str]) -> str:
     """Return the rule of an option that takes several kinds of values: that of the kind it was given, else all of them."""
     rules = [one["msg"] for one in error.errors() if one["loc"][:-1] == location[:-1]]
     of_kind = [rule for rule in rules if not rule.startswith(_KIND)]
-    return of_kind[0] if of_kind else _KIND + " or ".join(rule.removeprefix(_KIND) for rule in rules)
+    return of_kind[0] if of_kind else _KIND + " or ".join(dict.fromkeys(rule.removeprefix(_KIND) for rule in rules))
 
 
 def check_removal(keys: Sequence[str], table: Mapping[Any, Any], model: type[BaseModel]) -> None:
@@ -165,8 +180,11 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-def _real_keys(location: Sequence[int | str], tree: Any, model: type[BaseModel]) -> list[str]:
-    """Return the keys of `location` that are in the file: pydantic adds the tag of each union behind the union's key."""
+def _real_keys(location: Sequence[int | str], tree: Any, model: type[BaseModel], given: Any) -> list[str]:
+    """Return the keys of `location` that are in the file, for an error about the value `given`.
+
+    Pydantic adds the tag of each union behind the union's key, and the kind of value that the union takes.
+    """
     keys: list[str] = []
     is_behind_tag = False
     for position, key in enumerate(location):
@@ -181,7 +199,7 @@ def _real_keys(location: Sequence[int | str], tree: Any, model: type[BaseModel])
             tree = tree[key]
         elif isinstance(tree, (list, tuple)) and isinstance(key, int):
             tree = tree[key] if key < len(tree) else None
-        elif position < len(location) - 1 or not isinstance(tree, Mapping):
+        elif position < len(location) - 1 or not isinstance(tree, Mapping) or ("[" in str(key) and given == tree):
             continue
         keys.append(str(key))
     return keys

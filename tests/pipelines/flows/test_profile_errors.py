@@ -74,6 +74,26 @@ def test_an_unknown_key_below_a_name_of_the_profile_is_near_one_with_that_name()
     [
         (["ppo.loss.type=clp"], "ppo.loss.type = 'clp': there is no such type; did you mean clip?"),
         (["ppo.loss=clp"], "ppo.loss.type = 'clp': there is no such type; did you mean clip?"),
+        (
+            ["sft.lora={target_modules=[1]}"],
+            ("sft.lora.target_modules.0 = 1: must be text; "
+            "change it in tiny/full or with --set sft.lora.target_modules.0=..."),
+        ),
+        (
+            ["sft.lora={target_modules=[]}"],
+            ("sft.lora.target_modules = []: must have 1 or more entries, and has 0; "
+            "change it in tiny/full or with --set sft.lora.target_modules=..."),
+        ),
+        (
+            ["sft.lora={target_modules={a=1}}"],
+            ("sft.lora.target_modules = {...}: must be 'all-linear' or a list; "
+            "change it in tiny/full or with --set sft.lora.target_modules=..."),
+        ),
+        (
+            ['ppo.rewards.terms.x={type="ensemble",models=[1,2]}'],
+            ("ppo.rewards.terms.x.models.0 = 1: must be text; "
+            "change it in tiny/full or with --set ppo.rewards.terms.x.models.0=..."),
+        ),
         (["runtime.type=loca"], "runtime.type = 'loca': must be 'ray' or 'local'; did you mean local?"),
         (["runtime.trainer.engine=deepsped"], "runtime.trainer.engine = 'deepsped': must be 'deepspeed' or 'torch'; did you mean deepspeed?"),
         (
