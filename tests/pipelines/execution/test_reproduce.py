@@ -82,7 +82,7 @@ def test_the_first_stage_with_other_bytes_is_named(made, again, tmp_path, monkey
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["nothing"], "input = 'nothing': is neither label nor digest of an artifact"),
+        (["nothing"], "artifact = 'nothing': is neither label nor digest of an artifact"),
         (["sft", "--into", "STORE"], "is in a store; name an empty folder"),
         (["sft", "--into", "STORE/again"], "is in a store; name an empty folder"),
         (["sft", "--into", "PROFILES"], "is not empty; name another folder, or remove this one"),
