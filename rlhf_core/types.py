@@ -41,11 +41,15 @@ class ArtifactRef(BaseModel):
     parents: tuple[str, ...] = ()
 
 
-class PolicyRef(ArtifactRef):
+class ModelRef(ArtifactRef):
+    """A decoder in Hugging Face layout with its tokenizer and chat template: a policy, or one with a scalar head."""
+
+
+class PolicyRef(ModelRef):
     """A causal language model with its tokenizer and chat template, in Hugging Face layout (safetensors)."""
 
 
-class RewardModelRef(ArtifactRef):
+class RewardModelRef(ModelRef):
     """A sequence classifier with one output, its tokenizer and `contract.json` (template, lengths, probe scores)."""
 
 

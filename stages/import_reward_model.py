@@ -22,7 +22,7 @@ from stages.config.import_reward_model import ImportRewardModelConfig, copied
 def run(config: ImportRewardModelConfig, *, policy: PolicyRef, context: StageContext) -> RewardModelRef:
     """Copy the reward model and write its contract; ConfigError if it reads other tokens than `policy` writes."""
     folder = Path(config.path).expanduser()
-    check_classifier(folder)
+    check_classifier(folder, template=config.template == "own")
     names = copied(folder)
     for name in names:
         shutil.copyfile(folder / name, context.out / name)
@@ -31,8 +31,11 @@ def run(config: ImportRewardModelConfig, *, policy: PolicyRef, context: StageCon
     (context.out / "config.json").write_text(json.dumps(single_output(stored), indent=2), encoding="utf-8")
     context.tracker.input_model(policy.digest)
 
+    policys = ChatTemplate.load(context.path(policy))
+    if config.template == "policy":
+        (context.out / "chat_template.jinja").write_text(policys.tokenizer.chat_template, encoding="utf-8")
     chat = ChatTemplate.load(context.out)
-    check_tokens(chat, ChatTemplate.load(context.path(policy)), config)
+    check_tokens(chat, policys, config)
     probe = probes(chat, config.max_length)
     spec = ModelSpec(path=str(context.out), head="score", lora=None, seed=context.seed)
     with context.runtime.trainer("reward_model", spec, None) as trainer:

@@ -37,7 +37,7 @@ from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
-from rlhf_core.models.loading import shared_vocabulary
+from rlhf_core.models.loading import check_same_tokens, shared_vocabulary
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import (
     SINGLE_TURN,
@@ -75,6 +75,7 @@ from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjec
 from rlhf_core.training.trainer import check_updated
 from rlhf_core.types import (
     DemonstrationsRef,
+    ModelRef,
     PolicyRef,
     PolicySample,
     ProcessRewardModelRef,
@@ -140,7 +141,7 @@ def run(
     reward_models: dict[str, RewardModelRef],
     demonstrations: DemonstrationsRef | None = None,
     teachers: dict[str, PolicyRef] | None = None,
-    critic: PolicyRef | None = None,
+    critic: ModelRef | None = None,
     context: StageContext,
 ) -> PolicyRef:
     """Optimize `policy` on `prompts` for the rewards, or to be like `teachers`, held near `reference`; return the new policy."""
@@ -178,7 +179,7 @@ def open_parts(
     reward_models: dict[str, RewardModelRef],
     demonstrations: DemonstrationsRef | None,
     teachers: Mapping[str, PolicyRef],
-    critic: PolicyRef | None,
+    critic: ModelRef | None,
     context: StageContext,
     leases: ExitStack,
 ) -> Parts:
@@ -243,7 +244,7 @@ def lease_models(
     reference: PolicyRef,
     reward_models: dict[str, RewardModelRef],
     teachers: Mapping[str, PolicyRef],
-    critic: PolicyRef | None,
+    critic: ModelRef | None,
     context: StageContext,
     leases: ExitStack,
 ) -> Models:
@@ -258,6 +259,8 @@ def lease_models(
         # By name, and not by the order of a mapping, which does not survive a file.
         names = sorted(reward_models, key=lambda name: (isinstance(reward_models[name], ProcessRewardModelRef), name))
         start = critic or (reward_models[names[0]] if names else policy)
+        if critic:
+            check_same_tokens(context.path(policy), context.path(critic), key=f"{context.label}.critic")
         spec = ModelSpec(path=str(context.path(start)), head="value", lora=config.value.lora, seed=context.seed)
         value_model = leases.enter_context(context.runtime.trainer("value_model", spec, config.value.optimizer))
     sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))

@@ -23,6 +23,7 @@ from rlhf_core.types import (
     ComparisonsRef,
     DemonstrationsRef,
     GenerationsRef,
+    ModelRef,
     PolicyRef,
     PreferencesRef,
     PreparedDataRef,
@@ -547,7 +548,7 @@ def ppo(
     teachers: Annotated[
         Mapping[str, PolicyRef] | None, From({"sft": "sft"}, when=lambda config: config.distill is not None)
     ] = None,
-    critic: Annotated[PolicyRef | None, From("")] = None,
+    critic: Annotated[ModelRef | None, From("")] = None,
 ) -> PolicyRef:
     """Policy optimization of `policy` on `prompts`, kept close to `reference`, which is not needed if no setting uses it.
 

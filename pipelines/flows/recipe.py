@@ -199,7 +199,13 @@ class GraphConfig(Config):
 
     def judge(self) -> str:
         """Return the reward model by which policies are compared: the one called `reward_model`, or the only one."""
-        models = [name for step in self.steps() if step.output is RewardModelRef for name in step.made]
+        steps = self.steps()
+        scoring, starts = (
+            {name for step in steps for name in listed(step.inputs.get(kind, ""))}
+            for kind in ("reward_models", "critic")
+        )
+        models = [name for step in steps if step.output is RewardModelRef for name in step.made]
+        models = [name for name in models if name in scoring or name not in starts]
         return "reward_model" if "reward_model" in models else models[0] if len(models) == 1 else ""
 
     def policies(self) -> list[str]:

@@ -185,7 +185,7 @@ class PolicyOptimizationConfig(PPOConfig):
     start_from: Annotated[Start, OPERATIONAL] = "sft"
     """The policy that training starts from. Not part of the key, because the digest of the policy is."""
     critic: Annotated[str, OPERATIONAL] = added_option("")
-    """The policy whose weights the value model starts from; if empty, a reward model, or else the policy."""
+    """The policy or reward model whose weights the value model starts from; if empty, a reward model, or else the policy."""
 
 
 class DistillationConfig(DistillConfig):
@@ -352,7 +352,7 @@ class PPOStep(PPOConfig):
     demonstrations: Name = "demonstrations"
     """Demonstrations for `ptx`."""
     critic: Name = added_option("")
-    """The policy whose weights the value model starts from; if empty, a reward model, or else the policy."""
+    """The policy or reward model whose weights the value model starts from; if empty, a reward model, or else the policy."""
 
 
 class DistillStep(DistillConfig):

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.architecture import length_limit, padding_id, too_long, unknown_token
 from rlhf_core.models.batches import TokenBatch, check_packing, keeps_apart, prefix_width, shared_rows
+from rlhf_core.models.packages import VALUE_HEAD_FILE
 
 # ---------------------------------------------------------------- one call of the head
 
@@ -121,8 +122,6 @@ class _DrawnTokens(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------- heads
-
-VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 class Float32Linear(nn.Linear):

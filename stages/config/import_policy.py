@@ -1,7 +1,8 @@
 """Configure a policy from outside: `[[evaluate.baselines]]`."""
 
 from rlhf_core.config.engines import PretrainedModel
-from rlhf_core.models.packages import local_folder
+from rlhf_core.models.packages import local_folder, scalar_head
+from rlhf_core.rewards.model import has_scalar_head
 from rlhf_core.schema.base import Config
 from rlhf_core.store.fingerprint import hash_files, list_files, tree_digest
 
@@ -16,10 +17,12 @@ class ImportPolicyConfig(Config):
 def content_digests(config: ImportPolicyConfig) -> dict[str, str]:
     """Return the digest of a local folder, for the stage's key; a Hub model is identified by its commit.
 
-    Raises ConfigError, before the policies of the pipeline are trained, for a model that there is not.
+    Raises ConfigError, before the policies of the pipeline are trained, for a model that there is not, or no language model.
     """
     folder = local_folder(config.model)
     if folder is None:
         return {}
+    if has_scalar_head(folder):
+        raise scalar_head(config.model.path)
     names = [name for name in list_files(folder) if "__pycache__" not in name.split("/")]
     return {"model": tree_digest(hash_files(folder, names))}

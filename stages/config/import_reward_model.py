@@ -1,12 +1,12 @@
 """Configure `[import_reward_model]`, and compute the digest of the model that it names."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rlhf_core.rewards.model import check_classifier
-from rlhf_core.schema.base import OPERATIONAL, Config
+from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.store.fingerprint import hash_files, tree_digest
 
 COPIED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt")
@@ -20,12 +20,15 @@ class ImportRewardModelConfig(Config):
     """Folder of the model and its tokenizer. Its content belongs to the stage's key, its path does not."""
     max_length: int = Field(2048, ge=8)
     """Maximum number of tokens of prompt and answer that the model reads; longer ones are cut."""
+    template: Literal["own", "policy"] = added_option("own")
+    """The model's own chat template, which has to give the policy's tokens, or that of the policy in its place, for models
+    that were trained on text without roles."""
 
 
 def content_digests(config: ImportRewardModelConfig) -> dict[str, str]:
     """Return the digest of the files to copy. Raises ConfigError, before anything runs, for an unusable folder."""
     folder = Path(config.path).expanduser()
-    check_classifier(folder)
+    check_classifier(folder, template=config.template == "own")
     return {"reward_model": tree_digest(hash_files(folder, copied(folder)))}
 
 

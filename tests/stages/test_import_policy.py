@@ -4,9 +4,10 @@ import pytest
 
 from rlhf_core.config.engines import PretrainedModel
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.loading import materialize
 from rlhf_core.types import PolicyRef
 from stages.config.import_policy import ImportPolicyConfig, content_digests
-from tests.support.workshop import Workshop
+from tests.support.workshop import Workshop, make_reward_model
 
 
 def test_a_folder_becomes_a_policy_with_its_weights_and_template(store, policy):
@@ -30,3 +31,13 @@ def test_a_model_that_there_is_not_is_refused_by_the_plan(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rule):
         content_digests(ImportPolicyConfig(model=PretrainedModel(**model)))
+
+
+@pytest.mark.parametrize("head", ["score", "value"])
+def test_a_model_with_a_scalar_head_is_no_policy(tmp_path, policy, head):
+    config = ImportPolicyConfig(model=PretrainedModel(path=str(make_reward_model(tmp_path / "rm", policy, head=head))))
+    with pytest.raises(ConfigError, match=r"rm': has a scalar head: .* read it by stage = \"import_reward_model\""):
+        content_digests(config)
+    if head == "score":  # as one of the Hub, whose weights no plan reads
+        with pytest.raises(ConfigError, match="has a scalar head"):
+            materialize(config.model, tmp_path / "out")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from pipelines.execution.plan import plan
 from pipelines.flows.profile import load_profile
 from pipelines.importers.openrlhf.translate import translate
+from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.model import PROBES
 from rlhf_core.stage.run import execute
@@ -244,6 +245,23 @@ def test_one_with_another_tokenizer_than_the_policys_is_refused_before_anything_
     train_tokenizer(["quite another text, with other pairs of letters"] * 5, vocab_size=300, folder=outside)
     with pytest.raises(ConfigError, match=r"turns 'What is 12 \+ 30\?' into other tokens than the policy's"):
         imported(ArtifactStore(tmp_path / "store"), policy, outside)
+
+
+def test_one_without_roles_gets_the_template_of_the_policy(tmp_path, policy, outside):
+    settings = json.loads((outside / "tokenizer_config.json").read_text())
+    (outside / "tokenizer_config.json").write_text(
+        json.dumps({k: v for k, v in settings.items() if k != "chat_template"})
+    )
+    (outside / "chat_template.jinja").unlink(missing_ok=True)
+    shop, config = (
+        Workshop(ArtifactStore(tmp_path / "store")),
+        ImportRewardModelConfig(path=str(outside), template="policy"),
+    )
+    inputs = {"policy": shop.store.external(PolicyRef, policy)}
+    with pytest.raises(ConfigError, match="its tokenizer has no chat template"):
+        content_digests(ImportRewardModelConfig(path=str(outside)))
+    ref, _ = shop.run("import_reward_model", config, inputs, files=content_digests(config))
+    assert ChatTemplate.load(shop.store.path(ref)).digest == ChatTemplate.load(policy).digest
 
 
 def test_a_profile_that_openrlhfs_script_became_imports_its_reward_model(tmp_path, outside):

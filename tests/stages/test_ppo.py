@@ -18,11 +18,13 @@ from rlhf_core.config.rewards import FunctionReward, RewardsConfig
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics, ModelSpec, Role, Trainer
+from rlhf_core.models.initialize import train_tokenizer
 from rlhf_core.rollouts.answers import WholeAnswers
+from rlhf_core.rollouts.prompts import ordered_prompts, sources_used, split_prompts
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.training.objectives.base import PolicyObjective
-from rlhf_core.types import Generation, Message, PolicyRef, Prompt, PromptsRef
-from stages.ppo import Models, PPOConfig, ordered_prompts, sources_used, split_prompts, update
+from rlhf_core.types import Generation, Message, PolicyRef, Prompt, PromptsRef, RewardModelRef
+from stages.ppo import Models, PPOConfig, update
 from tests.support.training import (
     demonstrations,
     killed_and_resumed,
@@ -31,7 +33,7 @@ from tests.support.training import (
     stopped_and_resumed,
     untimed,
 )
-from tests.support.workshop import RUNTIME, Workshop, make_policy
+from tests.support.workshop import RUNTIME, Workshop, make_policy, make_reward_model
 
 TAUGHT = {"teachers": {"a": 1.0}}
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]
@@ -187,6 +189,13 @@ def test_the_value_model_starts_from_the_critic_that_is_given(tmp_path, policy):
     critic = shop.store.external(PolicyRef, make_policy(tmp_path / "critic"))
     shop.run("ppo", config(steps=1), inputs | {"critic": critic})
     assert runtime.models["value_model"] == str(shop.store.path(critic)) != runtime.models["policy"]
+    judge = shop.store.external(RewardModelRef, make_reward_model(tmp_path / "judge", policy))
+    shop.run("ppo", config(steps=1), inputs | {"critic": judge})
+    assert runtime.models["value_model"] == str(shop.store.path(judge))
+    train_tokenizer(["Nothing in common."] * 5, vocab_size=290, folder=tmp_path / "judge")
+    other = shop.store.external(RewardModelRef, tmp_path / "judge")
+    with pytest.raises(ConfigError, match=r"ppo\.critic = .* of the policy's tokens are others there"):
+        shop.run("ppo", config(steps=1), inputs | {"critic": other})
 
 
 class Scripted:

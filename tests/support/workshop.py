@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipelines.execution.gates import numbers
 from rlhf_core.config.engines import HFSamplerConfig, InitModel, RuntimeConfig, TrainerConfig
 from rlhf_core.config.monitors import is_named
+from rlhf_core.interfaces import ModelSpec
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.schema.base import Config
 from rlhf_core.stage.decision import Decision
@@ -75,6 +76,16 @@ def make_policy(folder: Path) -> Path:
 
     train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=folder)
     initialize_llama(SHAPE, folder, seed=7)
+    return folder
+
+
+def make_reward_model(folder: Path, policy: Path, *, head: Literal["score", "value"] = "score") -> Path:
+    """Write a policy with a scalar head in place of its LM head."""
+    from rlhf_core.models.loading import export_model, load_model
+
+    spec = ModelSpec(str(policy), head, None, seed=3)
+    model = load_model(spec, dtype="float32", attention="sdpa", gradient_checkpointing=False, device="cpu")
+    export_model(model, folder, tokenizer_from=policy)
     return folder
 
 

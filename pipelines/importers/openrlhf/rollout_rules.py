@@ -22,6 +22,8 @@ from pipelines.importers.openrlhf.policy_rules import (
     trainer,
     workers,
 )
+from rlhf_core.errors import ConfigError
+from rlhf_core.rewards.model import has_scalar_head
 
 # ---------------------------------------------------------------- sampling rules
 
@@ -155,9 +157,16 @@ def reward_model(one: Sheet, name: str, key: str) -> None:
         )
         return
     first = path.split(",")[0].strip()
-    one.put("import_reward_model.path", first, name)
+    outside(one, "import_reward_model", first, name)
     if not Path(first).expanduser().is_dir():
         one.draft.note(f"the reward model {first} is not a folder here: download it, and set import_reward_model.path")
+
+
+def outside(one: Sheet, key: str, path: str, name: str) -> None:
+    """Write the import of a reward model, given by the flag `name`. OpenRLHF lets it read the policy's text as it is."""
+    one.put(f"{key}.path", path, name)
+    if one.draft.template:
+        one.put(f"{key}.template", "policy", note="the script applies no chat template")
 
 
 def serve(one: Sheet, section: str) -> None:
@@ -388,7 +397,7 @@ def rewards(one: Sheet) -> None:
     for number, path in enumerate(one.text("reward_pretrain").split(",")[1:], start=2):  # OpenRLHF adds them
         name = f"reward_model_{number}"
         one.put(f"recipe.{name}.stage", "import_reward_model")
-        one.put(f"recipe.{name}.path", path.strip(), "reward_pretrain")
+        outside(one, f"recipe.{name}", path.strip(), "reward_pretrain")
         one.put(f"ppo.rewards.terms.{name}.type", "reward_model")
         one.put(f"ppo.rewards.terms.{name}.model", name, "reward_pretrain")
 
@@ -424,23 +433,37 @@ def overlap(one: Sheet) -> None:
 
 
 def critic(one: Sheet) -> None:
-    """Write the model that the value model starts from, if it is not the reward model."""
+    """Write the model that the value model starts from, if it is not the first reward model."""
     path = one.text("critic_pretrain")
     made = one.draft.made.get(path, "base" if path == one.text("pretrain") else "")
-    if made in ("reward_model", "process_reward_model"):
-        one.refuse("critic_pretrain", "is a reward model that does not score", "the reward model that scores")
-        return
-    if not made:
+    scoring = [part.strip() for part in one.text("reward_pretrain").split(",")]
+    if not made and "ppo.rewards.terms.reward_model_2.type" in one.draft.values and path in scoring:
+        made = f"reward_model_{scoring.index(path) + 1}"
+    if not made and _is_reward_model(Path(path).expanduser()):
+        one.put("recipe.critic.stage", "import_reward_model")
+        outside(one, "recipe.critic", path, "critic_pretrain")
+    elif not made:
         one.put("recipe.critic.stage", "import_policy")
         external_model(one, "recipe.critic.model", "critic_pretrain")
+        if not Path(path).expanduser().is_dir():
+            other = f'recipe.critic = {{stage = "import_reward_model", path = "{path}"}}'
+            one.draft.note(f"the critic {path} is not a folder here: if it is a reward model, set {other}")
     one.put("ppo.critic", made or "critic", "critic_pretrain")
+
+
+def _is_reward_model(folder: Path) -> bool:
+    """Return whether the folder, if there is one, has the weights of a reward model or value model."""
+    try:
+        return has_scalar_head(folder)
+    except ConfigError:  # not readable: the plan names the file
+        return False
 
 
 def value_model(one: Sheet) -> None:
     """Write the value model's optimizer. The value model starts from the reward model, or the policy, on both sides."""
     if one.text("advantage_estimator") == "gae":
         optimizer(one, "ppo.value.optimizer", head="critic")
-        if one.text("critic_pretrain") not in ("", one.text("reward_pretrain")):
+        if one.text("critic_pretrain") not in ("", one.text("reward_pretrain").split(",")[0].strip()):
             critic(one)
         adapters(one, "ppo.value.lora")
     for name in (*_CRITIC, *_CRITIC_SCHEDULE):

@@ -269,6 +269,10 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         {"a": {**PPO, "policy": "base", "critic": "base"}},
         r"recipe\.a\.critic = 'base': there is no value model that could start from it; remove it, or set advantage",
     ),
+    "critic that is no model": (
+        {"a": {**PPO, "policy": "base", "advantage": {"type": "gae"}, "critic": "prompts"}},
+        r"recipe\.a\.critic = 'prompts': is prompts, and critic must be a model; name one of base",
+    ),
     "merge without a base": (
         {
             "s": {"stage": "merge", "weights": {"base": 1.0, "a": 1.0}, "method": {"type": "ties"}},

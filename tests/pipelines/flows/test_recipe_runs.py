@@ -21,7 +21,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.tracking.memory import MemoryTracker
 from rlhf_core.types import ArtifactRef
 from tests.support.listener import Notes
-from tests.support.workshop import make_policy
+from tests.support.workshop import make_policy, make_reward_model
 
 BASE = """
 name = "shapes"
@@ -315,6 +315,22 @@ python -m openrlhf.cli.train_ppo_ray --pretrain ./base --reward_pretrain ./rm --
     )
     names = {name for name in base if name in made and not torch.equal(base[name], made[name])}
     assert names and all("proj" in name for name in names), "layers that are not adapted stay as they are"
+
+
+@pytest.mark.slow
+def test_the_value_model_of_an_imported_command_starts_from_a_reward_model_from_elsewhere(home, tmp_path):
+    write_rows(tmp_path / "train.jsonl", sums(0, 8))
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels, **kwargs):\n    return {'rewards': [len(queries[0])]}\n"
+    )
+    folder = make_reward_model(tmp_path / "critic", make_policy(tmp_path / "base"))
+    script = "python -m openrlhf.cli.train_ppo_ray --pretrain ./base --remote_rm_url ./reward.py --prompt_data ./train.jsonl "
+    config = imported(tmp_path, f"{script} --critic_pretrain {folder} {PPO}", "ppo.steps=1")
+    assert config.judge() == "", "the critic scores no answers"
+    results, decisions, store = run_config(home, config)
+    assert set(decisions) >= {"critic", "ppo"}
+    assert results["critic"].digest in results["ppo"].parents
+    assert (store.path(results["critic"]) / "contract.json").is_file()
 
 
 @pytest.mark.slow

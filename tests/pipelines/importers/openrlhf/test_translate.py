@@ -390,7 +390,9 @@ def test_a_reference_and_reward_models_from_elsewhere_are_steps_of_a_recipe(tmp_
         "reward_model_2": "reward_model_2",
     }
     flags = "--advantage_estimator gae --reward_pretrain ./models/a --critic_pretrain "
-    for path, name in (("models/sft", "base"), ("./models/critic", "critic"), ("./models/a", "")):
+    flags = flags.replace("./models/a", "./models/a,./models/b")
+    others = (("./models/critic", "critic"), ("./models/a", ""), ("./models/b", "reward_model_2"))
+    for path, name in (("models/sft", "base"), *others):
         other, outcomes = translated(PPO + flags + path, tmp_path)
         assert {step.name: step.inputs for step in other.steps()}["ppo"]["critic"] == name
         assert fates(outcomes)["--critic_pretrain"] == ("translated" if name else "ignored")
