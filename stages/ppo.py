@@ -70,6 +70,7 @@ from rlhf_core.training.experience import (
     value_samples,
     with_lessons,
 )
+from rlhf_core.training.exports import Exports
 from rlhf_core.training.moving_reference import MovingReference
 from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
 from rlhf_core.training.trainer import check_updated
@@ -130,6 +131,7 @@ class Parts:
     demonstrated: Sequence[TokenSample]
     """Samples that `ptx` mixes into the updates."""
     ends: tuple[int, ...]
+    exports: Exports
 
 
 def run(
@@ -168,6 +170,7 @@ def run(
             metrics = estimated | updated | sampled | component_means(rollouts) | models.scorer.logs()
             kl, metrics = end_step(parts, step, kl, metrics, took, rollouts)
         metrics = guard.export(models.policy) | metrics
+    parts.exports.deliver(context.out)
     return context.commit(PolicyRef, metrics=metrics)
 
 
@@ -221,6 +224,7 @@ def open_parts(
         objective=open_objective(config, context),
         demonstrated=demonstrated,
         ends=tuple(stop_token_ids(folder, tokenizer_eos=chat.eos_id)),
+        exports=Exports(config.exported_steps, context.work),
     )
 
 
@@ -528,6 +532,7 @@ def end_step(
     metrics = metrics | {"kl/coef": kl.coef, "rollout/valid": valid}
     if models.reference:
         kl = kl.updated(metrics["kl/per_sequence"], len(rollouts))
+    parts.exports.after_step(step + 1, models.policy)
     metrics |= guard.after_step(step + 1, metrics, models.policy.weights)
     record(parts, step + 1, metrics, took, rollouts)
     kl = rolled_back(models, guard, kl)

@@ -10,11 +10,13 @@ from itertools import pairwise
 
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate
 from rlhf_core.data.tables import read_demonstrations
+from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics, ModelSpec
 from rlhf_core.models.architecture import check_longest, read_config
 from rlhf_core.models.batches import check_packing
 from rlhf_core.stage.context import StageContext
-from rlhf_core.training.fit import fit
+from rlhf_core.training.exports import Exports
+from rlhf_core.training.fit import fit, total_steps
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import DemonstrationsRef, Message, PolicyRef, TokenSample
 from stages.config.sft import SFTConfig
@@ -44,10 +46,12 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
     context.tracker.table("preview", ["what is trained on"], [[chat.preview(sample)] for sample in splits["train"][:8]])
 
     objective = SftObjective(pack_to=config.max_length if config.packing else None, dft=config.loss == "dft")
+    exports = open_exports(config, len(splits["train"]), context)
     model = ModelSpec(path=str(context.path(policy)), head="lm", lora=config.lora, seed=context.seed)
     with context.runtime.trainer("policy", model, config.optimizer) as trainer:
-        result = fit(trainer, splits, objective, config.optimizer, config.loop, context)
+        result = fit(trainer, splits, objective, config.optimizer, config.loop, context, exports=exports)
         trainer.export(context.out)
+    exports.deliver(context.out)
     metrics: Metrics = {"steps": result.steps, "train_samples": len(splits["train"])}
     if config.train_on == "assistant":
         metrics["dropped_answers"] = dropped
@@ -55,6 +59,17 @@ def run(config: SFTConfig, *, policy: PolicyRef, demonstrations: DemonstrationsR
         metrics["train_documents"] = documents["train"]
     metrics |= {f"before/{name}": value for name, value in result.initial.items()}
     return context.commit(PolicyRef, metrics=metrics | result.final)
+
+
+def open_exports(config: SFTConfig, samples: int, context: StageContext) -> Exports:
+    """Return the exports on the way; ConfigError if the data end before the steps that name them."""
+    last = total_steps(samples, config.loop) if samples else 0
+    if config.exported_steps and last < config.loop.max_steps:
+        rule = f"there are {last} steps in the data, and the policies of `export_every` are named by this number"
+        raise ConfigError(
+            f"{context.label}.loop.max_steps", config.loop.max_steps, rule, "lower it, or raise loop.epochs"
+        )
+    return Exports(config.exported_steps, context.work)
 
 
 def dropped_answers(conversations: Sequence[Sequence[Message]], samples: Sequence[TokenSample]) -> int:

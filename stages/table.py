@@ -36,6 +36,7 @@ from rlhf_core.types import (
     StepsRef,
 )
 from stages.config import measured
+from stages.config.checkpoint import CheckpointConfig
 from stages.config.collect_preferences import CollectPreferencesConfig
 from stages.config.collect_preferences import content_digests as annotator_files
 from stages.config.compare_reward_models import CompareRewardModelsConfig
@@ -615,6 +616,11 @@ def evaluate_suite(
 )
 def evaluate_harness(config: HarnessSuite, *, policy: Annotated[PolicyRef, From("ppo")]) -> ReportRef:
     """Tasks of EleutherAI's evaluation harness on one `policy`."""
+
+
+@stage(version=1, code="strict", engines=(), page="recipes.md", metrics=measured.fixed("step"))
+def checkpoint(config: CheckpointConfig, *, policy: Annotated[PolicyRef, From("ppo")]) -> PolicyRef:
+    """The policy after one step of the training of `policy`, which exported it (`export_every`)."""
 
 
 @stage(version=1, code="strict", engines=(), page="evaluation.md", metrics=measured.report_suites)

@@ -41,6 +41,7 @@ from rlhf_core.types import (
     RolloutsRef,
 )
 from stages import table
+from stages.config.checkpoint import CheckpointConfig
 from stages.config.condition import ConditionConfig
 from stages.table import STAGES
 
@@ -120,7 +121,9 @@ def with_parents(config: EvaluationConfig, steps: Sequence[Step]) -> EvaluationC
     started: dict[str, str] = {}
     for step in steps:
         if step.key and step.output is PolicyRef and "policy" in step.inputs:
-            started |= dict(zip(step.made, [str(step.inputs["policy"]), *step.made], strict=False))  # round by round
+            start = str(step.inputs["policy"])
+            rounds = zip(step.made, [start, *step.made], strict=False)
+            started |= dict.fromkeys(step.made, start) if step.exported else dict(rounds)
     return config.model_copy(
         update={"evaluate": config.evaluate.model_copy(update={"parents": started | config.evaluate.parents})}
     )
@@ -165,6 +168,10 @@ def run_stage(step: Step, stages: Stages, state: LifecycleState) -> None:
         state.artifacts[step.alias or label] = made
         if step.name in step.made:  # of an ensemble the first serves as the only one
             state.artifacts.setdefault(step.name, made)
+    for name, number in step.exported.items():
+        trained = state.artifacts[step.name]
+        assert isinstance(trained, PolicyRef)
+        state.artifacts[name] = stages.run(table.checkpoint, name, CheckpointConfig(step=number), policy=trained)
 
 
 def learn_from_best(step: Step, stages: Stages, state: LifecycleState) -> None:

@@ -131,7 +131,13 @@ class Step:
             return [f"{self.name}_{number + 1}" for number in range(self.config.rounds)]
         if isinstance(self.config, RewardModelSection) and self.config.ensemble:
             return [*self.config.stage_configs(self.name), self.name]
-        return [self.alias or self.name]
+        return [*self.exported, self.alias or self.name]
+
+    @property
+    def exported(self) -> dict[str, int]:
+        """The names of the policies that a training exports on its way, and their steps."""
+        trains = self.stage in ("sft", "ppo") and isinstance(self.config, (SFTConfig, PPOConfig))
+        return {f"{self.name}_{step}": step for step in self.config.exported_steps} if trains else {}
 
     @property
     def may_be_empty(self) -> tuple[str, ...]:

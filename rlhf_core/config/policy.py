@@ -320,6 +320,9 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     monitors: tuple[Monitor, ...] = added_option(())
     """Conditions on the metrics of the steps that warn, stop the stage, or roll it back."""
 
+    export_every: int = added_option(0, ge=0)
+    """Number of steps after which the policy is exported, each time: as the policies `<name>_<step>` of the section or of a
+    step of a recipe, which are evaluated, too. 0 exports the last policy alone."""
     checkpoint_every: Annotated[int, Field(ge=1), OPERATIONAL] = 10
     table_every: Annotated[int, Field(ge=1), OPERATIONAL] = 10
 
@@ -327,6 +330,11 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     def uses_reference(self) -> bool:
         """Return whether anything depends on the reference: a coefficient of 0 stays 0, as it is adapted by factors."""
         return self.kl.coef > 0
+
+    @property
+    def exported_steps(self) -> tuple[int, ...]:
+        """Return the steps after which the policy is exported, without the last one."""
+        return tuple(range(self.export_every, self.steps, self.export_every)) if self.export_every else ()
 
     @property
     def staleness(self) -> int:
@@ -556,9 +564,14 @@ class PPOConfig(AgentsBySource, RenamedConfig):
             uses_teachers=self.distill is not None,
             late=late,
         )
-        chooses = self.evaluate is not None and (
-            self.evaluate.export == "best" or any(monitor.action != "warn" for monitor in self.monitors)
-        )
+        acts = any(monitor.action != "warn" for monitor in self.monitors)
+        chooses = self.evaluate is not None and (self.evaluate.export == "best" or acts)
+        if self.export_every and (acts or (self.evaluate is not None and self.evaluate.patience)):
+            what = "a monitor" if acts else f"evaluate.patience = {self.evaluate.patience}" if self.evaluate else ""
+            raise ValueError(
+                f"export_every = {self.export_every}: {what} may end the run or go back before these steps, and their policies "
+                "would be missing; remove one of them"
+            )
         if chooses and self.optimizer.ema_decay:
             raise ValueError(
                 f"optimizer.ema_decay = {self.optimizer.ema_decay}: the average is exported, but evaluations choose the "

@@ -17,6 +17,7 @@ from rlhf_core.interfaces import Metrics, Objective, Trainer
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.training.adamw import scheduled_rate
+from rlhf_core.training.exports import Exports
 from rlhf_core.training.trainer import count_skipped
 from rlhf_core.types import derive_seed
 
@@ -74,11 +75,12 @@ def fit(
     context: StageContext,
     *,
     look_ahead: LookAhead | None = None,
+    exports: Exports | None = None,
 ) -> FitResult:
     """Train on `samples["train"]` and evaluate on `samples["eval"]`, from the newest checkpoint of this stage's key if any.
 
     `look_ahead` receives all samples of a step (or of an evaluation) first, and may change them and the objective. What a
-    `Carried` one remembers is in the checkpoints.
+    `Carried` one remembers is in the checkpoints. `exports` are written on the way.
 
     The trainer ends with the last weights, or with the best ones if `loop.keep_best` is set.
     """
@@ -112,6 +114,8 @@ def fit(
         if done % loop.eval_every == 0 or done == steps:
             evaluated = _evaluate(trainer, evaluation, objective, evaluated_ahead)
             context.metrics(done, evaluated)
+        if exports:
+            exports.after_step(done, trainer)
         due = done % loop.checkpoint_every == 0 or done == steps or (evaluated and loop.keep_best)
         stop = context.stopping()  # read once: a request that comes after the save waits for the next step
         if due or stop:

@@ -25,9 +25,26 @@ class SFTConfig(Config):
     window_overlap: int = added_option(0, ge=0)
     """Above 0, with `train_on = "all"`: longer documents are not cut, but trained in windows of `max_length` tokens. A window
     begins with so many of the last tokens of the one before, as context: no token is trained on twice."""
+    export_every: int = added_option(0, ge=0)
+    """Number of steps after which the model is exported, each time: as the policies `<name>_<step>` of a section or a step of
+    a recipe, which are evaluated, too. It needs `loop.max_steps`. 0 exports the last model alone."""
     loop: LoopConfig = LoopConfig(batch_size=32, epochs=2)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
     lora: LoraConfig | None = None
+
+    @property
+    def exported_steps(self) -> tuple[int, ...]:
+        """Return the steps after which the model is exported, without the last one."""
+        return tuple(range(self.export_every, self.loop.max_steps, self.export_every)) if self.export_every else ()
+
+    @model_validator(mode="after")
+    def _check_exports(self) -> SFTConfig:
+        if self.export_every and not self.loop.max_steps:
+            raise ValueError(
+                f"export_every = {self.export_every}: the policies are named by their steps, whose number depends on the data; "
+                "set loop.max_steps, or leave it at 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_windows(self) -> SFTConfig:

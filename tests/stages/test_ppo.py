@@ -122,10 +122,16 @@ def test_without_a_value_model_the_policy_waits_for_nothing(tmp_path, policy):
         {"advantage": {"type": "gae"}, "kl": {"coef": 0.05, "target": 0.5}},
         {"advantage": {"type": "gae"}, "value": {"lora": {"rank": 4}}},
         {"advantage": {"type": "grpo"}, "kl": {"in": "loss", "coef": 0.05, "target": 0.5}},
-        {"advantage": {"type": "grpo"}},
+        {"advantage": {"type": "grpo"}, "export_every": 3},
         {"kl": {"in": "loss", "coef": 0.05, "reference_sync": {"every": 2, "mix": 0.5}}, "truncated_answers": "mask"},
     ],
-    ids=["gae", "gae with adapters", "grpo", "grpo without a reference", "a moving reference"],
+    ids=[
+        "gae",
+        "gae with adapters",
+        "grpo",
+        "grpo without a reference, with a policy on the way",
+        "a moving reference",
+    ],
 )
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path, policy, changes):
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)

@@ -4,8 +4,11 @@ import pytest
 
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.policy import LoopConfig
+from rlhf_core.data.chat import ChatTemplate
+from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, TokenSample
+from stages.config.checkpoint import CheckpointConfig
 from stages.sft import SFTConfig, dropped_answers, windows
 from tests.support.training import demonstrations, killed_and_resumed, stopped_and_resumed
 from tests.support.workshop import Workshop
@@ -48,6 +51,27 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, policy):
         made = shop.run("sft", CONFIG, inputs)[0] if name == "whole" else None
         refs.append(made or killed_and_resumed(shop, "sft", CONFIG, inputs, at=7))
     assert refs[0].digest == refs[1].digest
+
+
+def test_models_on_the_way_are_artifacts_of_their_own_and_the_same_after_a_kill(tmp_path, policy):
+    loop = CONFIG.loop.model_copy(update={"max_steps": 10, "checkpoint_every": 3})
+    config = SFTConfig.model_validate(CONFIG.model_dump() | {"loop": loop.model_dump(), "export_every": 4})
+    made = []
+    for name in ("whole", "killed"):
+        shop = Workshop(ArtifactStore(tmp_path / name / "store"))
+        base = shop.store.external(PolicyRef, policy)
+        inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path / name)}
+        ref = shop.run("sft", config, inputs)[0] if name == "whole" else None
+        ref = ref or killed_and_resumed(shop, "sft", config, inputs, at=5)  # the export of step 4 comes again
+        made.append([ref, *(shop.run("checkpoint", CheckpointConfig(step=at), {"policy": ref})[0] for at in (4, 8))])
+    assert [one.digest for one in made[0]] == [one.digest for one in made[1]]
+    assert len({one.digest for one in made[0]}) == 3
+    assert ChatTemplate.load(shop.store.path(made[1][1])).digest == ChatTemplate.load(policy).digest
+    with pytest.raises(ConfigError, match=r"checkpoint\.step = 5: .* but step_000004, step_000008; set export_every"):
+        shop.run("checkpoint", CheckpointConfig(step=5), {"policy": ref})
+    longer = config.model_copy(update={"loop": loop.model_copy(update={"max_steps": 99})})
+    with pytest.raises(ConfigError, match=r"sft\.loop\.max_steps = 99: there are 12 steps in the data"):
+        shop.run("sft", longer, inputs)
 
 
 def test_a_stage_that_is_asked_to_stop_saves_and_loses_no_step(tmp_path, policy):

@@ -401,6 +401,28 @@ def test_the_policy_without_a_successor_is_published_and_every_round_has_its_par
     assert parse(tree, origin="").published() == "sft"
 
 
+def test_policies_on_the_way_of_a_training_are_steps_that_others_read_and_evaluations_compare() -> None:
+    loop = {"batch_size": 4, "max_steps": 5}
+    first = {"stage": "sft", "policy": "base", "export_every": 2, "loop": loop}
+    later = PPO | {"stage": "ppo", "policy": "first_2", "steps": 4, "export_every": 3}
+    full = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
+    evaluate = {"generate": full["evaluate"]["generate"], "evaluate": {"gold": full["evaluate"]["evaluate"]["gold"]}}
+    tree = small(first=first, later=later) | {
+        "evaluate": evaluate | {"evaluate": evaluate["evaluate"] | {"reference": "base"}}
+    }
+    profile = parse(tree, origin="test")
+    assert profile.policies() == ["base", "first_2", "first_4", "first", "later_3", "later"]
+    made = specs(tree)
+    assert made["first_4"].name == "checkpoint" and read(made["first_4"], "policy") == "pending://first"
+    assert read(made["later"], "policy") == "pending://first_2"
+    parents = made["evaluate"].config.model_dump()["parents"]
+    assert parents == {"first_2": "base", "first_4": "base", "first": "base", "later_3": "first_2", "later": "first_2"}
+    with pytest.raises(ConfigError, match="export_every = 2: the policies are named by their steps"):
+        parse(small(first=first | {"loop": {"batch_size": 4}}), origin="test")
+    with pytest.raises(ConfigError, match=r"makes what \S+ makes"):
+        parse(small(first=first, first_4=first), origin="test")
+
+
 def test_what_no_step_reads_is_pointed_out(caplog):
     warn_unread.cache_clear()
     parse(small(rm={"stage": "reward_model", "policy": "base"}), origin="")

@@ -135,6 +135,18 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
             {"rewards": {"normalise": "none", "normalize": "none"}},
             "normalise = 'none': is the former spelling of normalize",
         ),
+        (
+            {"export_every": 2, "evaluate": {"prompts": 4, "patience": 2}},
+            r"export_every = 2: evaluate\.patience = 2 may end the run",
+        ),
+        (
+            {
+                "export_every": 2,
+                "evaluate": {"prompts": 4},
+                "monitors": [{"type": "band", "metric": "kl/k3", "high": 1.0, "action": "stop"}],
+            },
+            "export_every = 2: a monitor may end the run",
+        ),
         ({"in_flight_groups": 64}, r"ahead\.partial\.tokens\s+Field required"),
     ],
 )
