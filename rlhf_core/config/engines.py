@@ -69,6 +69,10 @@ Url = Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]
 # ---------------------------------------------------------------- models
 
 
+GIVEN_TO_TEMPLATES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables of chat templates that are of a conversation."""
+
+
 class PretrainedModel(Config):
     """A causal LM, given by folder or Hub name, or a GGUF file inside a folder."""
 
@@ -79,6 +83,18 @@ class PretrainedModel(Config):
     """Commit of a Hub model; required for a Hub name so that the key means one model."""
     gguf_file: str = ""
     """Name of a GGUF file in `path`, dequantized on load."""
+    chat_template_kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | int | float | str] = (
+        added_option({})
+    )
+    """Values of variables that the chat template reads, such as `{enable_thinking = false}`. They are written into the template
+    of the model, so that training, sampling and serving have the same."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_variables(cls, values: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
+        for name in sorted(values.keys() & GIVEN_TO_TEMPLATES):
+            raise ValueError(f"{name} = {values[name]!r}: is given to the template with each conversation; remove it")
+        return values
 
 
 class InitModel(Config):

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 import shutil
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -129,6 +131,9 @@ def materialize(
     _check_type(found, config.path, lm=True)
     if any(name.endswith("ForSequenceClassification") for name in found.architectures or ()):
         raise scalar_head(config.path)  # with a tied LM head, no weight would be missing
+    if config.chat_template_kwargs:
+        tokenizer.chat_template = with_variables(tokenizer.chat_template, config.chat_template_kwargs)
+    _check_type(_fetch(AutoConfig, config, source, options), config.path, lm=True)
     model, loading = _fetch(AutoModelForCausalLM, config, source, options | _weights_options(config) | _REPORT)
     _check_weights(loading, config.path)
     if hasattr(model, "peft_config"):
@@ -139,6 +144,43 @@ def materialize(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     export_model(model, folder, tokenizer_from=folder)
+
+
+def with_variables(template: Any, values: Mapping[str, bool | int | float | str]) -> str:
+    """Return a chat template in which variables have these values, whatever a caller gives.
+
+    Raises ConfigError for a variable that the template does not read, and for several templates by name.
+
+    >>> with_variables("{% if enable_thinking %}<think>{% endif %}", {"enable_thinking": False})
+    '{%- set enable_thinking = false %}{% if enable_thinking %}<think>{% endif %}'
+    """
+    key = "model.chat_template_kwargs"
+    if not isinstance(template, str):
+        rule, remedy = "the tokenizer has several templates by name", "give one of them as prepare_data.chat_template"
+        raise ConfigError(key, sorted(values), rule, remedy)
+    for name in values:
+        if not re.search(rf"(?<![\w.'\"]){re.escape(name)}(?![\w'\"])", template):
+            raise ConfigError(f"{key}.{name}", values[name], "the chat template reads no such variable", "remove it")
+    before, rest = _written_variables(template)  # of an export that is imported again: the later one would win
+    settings = [
+        f"{{%- set {name} = {json.dumps(one, ensure_ascii=False)} %}}"
+        for name, one in sorted((before | dict(values)).items())
+    ]
+    return "".join(settings) + rest
+
+
+def _written_variables(template: str) -> tuple[dict[str, Any], str]:
+    """Return the variables that a template begins with, and the rest."""
+    found: dict[str, Any] = {}
+    while match := re.match(r"\{%- set (\w+) = ", template):
+        try:
+            value, end = json.JSONDecoder().raw_decode(template, match.end())
+        except ValueError:
+            break
+        if not template.startswith(" %}", end):
+            break
+        found[match[1]], template = value, template[end + 3 :]
+    return found, template
 
 
 # ---------------------------------------------------------------- heads

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -114,6 +115,51 @@ def test_a_template_for_any_tokenizer_begins_with_what_the_tokenizer_puts_before
         own = load_tokenizer(tmp_path / folder)
         rendered = own.apply_chat_template([{"role": "user", "content": "Hi"}])["input_ids"]
         assert rendered == own("Hi", add_special_tokens=add_bos)["input_ids"]
+
+
+THINKS = "{{ messages[0]['content'] }}{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}{{ style }}"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, "Hi<think>"),
+        ({"enable_thinking": False}, "Hi"),
+        ({"enable_thinking": True, "style": 'a "b" \\ ü'}, 'Hi<think>a "b" \\ ü'),
+        ({"style": 1.5}, "Hi<think>1.5"),
+    ],
+)
+def test_variables_of_a_template_are_written_into_it_and_no_caller_changes_them(tiny_llama, tmp_path, values, expected):
+    model = PretrainedModel(path=str(tiny_llama), chat_template_kwargs=values)
+    materialize(model, tmp_path / "out", chat_template=THINKS)
+    rows, own = [{"role": "user", "content": "Hi"}], load_tokenizer(tmp_path / "out")
+    assert own.apply_chat_template(rows, tokenize=False) == expected
+    if "enable_thinking" in values:
+        other = not values["enable_thinking"]
+        assert own.apply_chat_template(rows, tokenize=False, enable_thinking=other) == expected
+
+
+def test_variables_of_an_export_that_is_imported_again_are_the_last_ones(tiny_llama, tmp_path):
+    first = PretrainedModel(path=str(tiny_llama), chat_template_kwargs={"enable_thinking": False, "style": " %} "})
+    materialize(first, tmp_path / "one", chat_template=THINKS)
+    again = PretrainedModel(path=str(tmp_path / "one"), chat_template_kwargs={"enable_thinking": True})
+    materialize(again, tmp_path / "two")
+    rows = [{"role": "user", "content": "Hi"}]
+    assert load_tokenizer(tmp_path / "two").apply_chat_template(rows, tokenize=False) == "Hi<think> %} "
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        ({"enable_thinkin": False}, "enable_thinkin = False: the chat template reads no such variable"),
+        ({"content": "x"}, "content = 'x': the chat template reads no such variable"),
+        ({"tools": "x"}, "tools = 'x': is given to the template with each conversation"),
+        ({"a-b": 1}, "String should match pattern"),
+    ],
+)
+def test_variables_that_a_template_does_not_read_are_refused(tiny_llama, tmp_path, values, rule):
+    with pytest.raises((ConfigError, ValidationError), match=rule):
+        materialize(PretrainedModel(path=str(tiny_llama), chat_template_kwargs=values), tmp_path, chat_template=THINKS)
 
 
 def test_materialise_twice_gives_the_same_bytes(tiny_llama, tmp_path):
