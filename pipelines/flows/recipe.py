@@ -136,8 +136,9 @@ class Step:
     @property
     def exported(self) -> dict[str, int]:
         """The names of the policies that a training exports on its way, and their steps."""
-        trains = self.stage in ("sft", "ppo") and isinstance(self.config, (SFTConfig, PPOConfig))
-        return {f"{self.name}_{step}": step for step in self.config.exported_steps} if trains else {}
+        if self.stage not in ("sft", "ppo") or not isinstance(self.config, (SFTConfig, PPOConfig)):
+            return {}
+        return {f"{self.name}_{step}": step for step in self.config.exported_steps}
 
     @property
     def may_be_empty(self) -> tuple[str, ...]:

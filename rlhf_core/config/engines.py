@@ -230,6 +230,10 @@ class TrainerConfig(Config):
 LEAST_TEMPERATURE = 0.01
 
 
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Penalties of sampling -> the value without effect."""
+
+
 class SamplingConfig(Config):
     """The settings by which tokens are sampled. The trainer applies the same temperature."""
 
@@ -238,7 +242,30 @@ class SamplingConfig(Config):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     """Number of likeliest tokens to sample from; 0 keeps every token."""
+    min_p: float = added_option(0.0, ge=0, lt=1)
+    """Least probability of a token, as a part of the likeliest token's (arXiv 2407.01082); 0 keeps every token."""
+    repetition_penalty: float = added_option(1.0, gt=0, le=2)
+    """Divisor of the positive logits, and factor of the negative ones, of tokens in the prompt or the answer so far."""
+    presence_penalty: float = added_option(0.0, ge=-2, le=2)
+    """Number subtracted from the logits of tokens in the answer so far."""
+    frequency_penalty: float = added_option(0.0, ge=-2, le=2)
+    """Number subtracted from the logit of a token for each time that it is in the answer so far."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = added_option(())
+    """Texts that end an answer: it is cut after the token that completes the first of them, and its text has it."""
     max_tokens: int = Field(64, ge=1)
+
+    @property
+    def reshapes(self) -> str:
+        """Return the first setting by which tokens are not drawn from the policy's whole distribution, or ""."""
+        whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0} | NO_PENALTIES
+        return next(
+            (f"{name} = {getattr(self, name)}" for name, one in whole.items() if getattr(self, name) != one), ""
+        )
+
+    @property
+    def penalties(self) -> dict[str, float]:
+        """Return the penalties that are set, by name."""
+        return {name: getattr(self, name) for name, none in NO_PENALTIES.items() if getattr(self, name) != none}
 
     @field_validator("temperature")
     @classmethod

@@ -444,10 +444,13 @@ class PPOConfig(AgentsBySource, RenamedConfig):
         rule = "the trainer's log-probs are those of the whole distribution"
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature = 0.0: greedy answers are not samples of the policy; raise it")
-        if self.sampling.top_p < 1:
-            raise ValueError(f"sampling.top_p = {self.sampling.top_p}: {rule}; leave it at 1")
-        if self.sampling.top_k > 0:
-            raise ValueError(f"sampling.top_k = {self.sampling.top_k}: {rule}; leave it at 0")
+        if self.sampling.reshapes:
+            raise ValueError(f"sampling.{self.sampling.reshapes}: {rule}; remove it")
+        if self.sampling.stop and isinstance(self.ahead, PartialRollouts):
+            raise ValueError(
+                f"sampling.stop = {list(self.sampling.stop)}: a text may lie in two rounds of ahead.type = 'partial'; remove one "
+                "of them"
+            )
         return self
 
     @model_validator(mode="after")

@@ -121,7 +121,7 @@ def log_ratios(
     For an episode it is the sum over the tokens that the policy sampled. The environment's tokens are given to both.
 
     The result is empty without a reference, and has no greedy or filtered answers. Greedy answers are not samples of a
-    distribution, and top_p and top_k renormalize mu over the remaining tokens, but not the reference.
+    distribution, and top_p, top_k, min_p and penalties change mu, but not the reference.
     """
     if ref is None:
         return dict.fromkeys(rows, ())
@@ -144,7 +144,7 @@ def log_ratios(
 
 
 def _comparable(sampling: SamplingConfig) -> bool:
-    return sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k == 0
+    return sampling.temperature > 0 and not sampling.reshapes
 
 
 def _as_sample(generation: Generation) -> TokenSample:

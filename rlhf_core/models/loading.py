@@ -133,7 +133,6 @@ def materialize(
         raise scalar_head(config.path)  # with a tied LM head, no weight would be missing
     if config.chat_template_kwargs:
         tokenizer.chat_template = with_variables(tokenizer.chat_template, config.chat_template_kwargs)
-    _check_type(_fetch(AutoConfig, config, source, options), config.path, lm=True)
     model, loading = _fetch(AutoModelForCausalLM, config, source, options | _weights_options(config) | _REPORT)
     _check_weights(loading, config.path)
     if hasattr(model, "peft_config"):

@@ -5,6 +5,7 @@ Legend: B rows of a batch, L positions, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,7 +60,9 @@ class HFSampler:
             with torch.inference_mode():
                 self._fill(rows, sampling)
             completions += [
-                self._policy.completion(row.request, tuple(row.token_ids), tuple(row.logprobs), version=self._version)
+                self._policy.completion(
+                    row.request, tuple(row.token_ids), tuple(row.logprobs), version=self._version, stop=sampling.stop
+                )
                 for row in rows
             ]
         return completions
@@ -105,7 +108,7 @@ class HFSampler:
         """Run the rows together, left-padded, until each has a stop token or its maximum number of tokens."""
         ids_BL, mask_BL = _left_pad([row.request.prompt_ids for row in rows], device=self._model.device)
         positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
-        cache = None
+        cache, penalizes = None, bool(sampling.penalties)
         for step in range(max(row.most for row in rows)):
             output = self._model(
                 input_ids=ids_BL,
@@ -116,7 +119,12 @@ class HFSampler:
                 logits_to_keep=1,
             )
             cache = output.past_key_values
-            logprobs_BV = processed_logprobs(output.logits[:, -1].float(), sampling)
+            logits_BV = output.logits[:, -1].float()
+            if penalizes:
+                logits_BV = penalized(
+                    logits_BV, [row.request.prompt_ids for row in rows], [row.token_ids for row in rows], sampling
+                )
+            logprobs_BV = processed_logprobs(logits_BV, sampling)
             tokens_B = self._draw(rows, logprobs_BV, step, greedy=sampling.temperature == 0)
             if all(row.finished for row in rows):
                 return
@@ -141,13 +149,16 @@ ENGINE = SamplerEngine[HFSamplerConfig](open=lambda policy, config, *, threads, 
 
 
 def processed_logprobs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Return log-probabilities after temperature, top-k and top-p, in this order; -inf for tokens filtered out.
+    """Return log-probabilities after temperature, min-p, top-k and top-p, in this order; -inf for tokens filtered out.
 
     Temperature 0 leaves the logits as they are, as vLLM does for greedy requests.
     """
     if sampling.temperature == 0:
         return logits_BV.log_softmax(-1)
     scaled_BV = logits_BV / sampling.temperature
+    if sampling.min_p:  # p < min_p * max p, in logs
+        least_B1 = scaled_BV.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        scaled_BV = scaled_BV.masked_fill(scaled_BV < least_B1, -torch.inf)
     if sampling.top_k:
         kth_B1 = scaled_BV.topk(min(sampling.top_k, scaled_BV.shape[-1])).values[:, -1:]
         scaled_BV = scaled_BV.masked_fill(scaled_BV < kth_B1, -torch.inf)
@@ -158,6 +169,22 @@ def processed_logprobs(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
         drop_BV = torch.zeros_like(before_BV, dtype=torch.bool).scatter(-1, order_BV, before_BV >= sampling.top_p)
         scaled_BV = scaled_BV.masked_fill(drop_BV, -torch.inf)
     return scaled_BV.log_softmax(-1)
+
+
+def penalized(
+    logits_BV: Tensor, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], sampling: SamplingConfig
+) -> Tensor:
+    """Return the logits after the penalties on tokens of each row's prompt and answer so far, in vLLM's order."""
+    counts_BV = torch.zeros_like(logits_BV)
+    seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        drawn = torch.tensor(answer, dtype=torch.long, device=logits_BV.device)
+        counts_BV[row].index_add_(0, drawn, torch.ones_like(drawn, dtype=counts_BV.dtype))
+        seen_BV[row, [*prompt, *answer]] = True
+    factor = sampling.repetition_penalty
+    repeated_BV = torch.where(logits_BV > 0, logits_BV / factor, logits_BV * factor)
+    logits_BV = torch.where(seen_BV, repeated_BV, logits_BV)
+    return logits_BV - sampling.frequency_penalty * counts_BV - sampling.presence_penalty * (counts_BV > 0).float()
 
 
 def inverse_cdf(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:

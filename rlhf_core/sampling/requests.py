@@ -2,6 +2,7 @@
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,21 +138,60 @@ class PolicyFolder:
         )
 
     def completion(
-        self, request: SamplingRequest, token_ids: tuple[int, ...], logprobs: tuple[float, ...], *, version: int
+        self,
+        request: SamplingRequest,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        *,
+        version: int,
+        stop: Sequence[str] = (),
     ) -> Completion:
-        """Return the engine's output as a `Completion`. Raises SamplingError if a log-probability is not finite."""
+        """Return the engine's output as a `Completion`, up to the first text in `stop`.
+
+        What comes after that was drawn after it and changes nothing before it, so that cutting it off is exact. Raises
+        SamplingError if a log-probability is not finite.
+        """
         if not token_ids:
             rule = "no tokens were returned"
             raise SamplingError(f"request (seed {request.seed})", (), rule, "see the log of the engine")
         check_logprobs(request, logprobs)
+        ends = first_end(token_ids, stop, self.decode)
+        if ends:
+            token_ids, logprobs = token_ids[:ends], logprobs[:ends]
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
-            finish_reason="stop" if token_ids[-1] in self.stops else "length",
+            finish_reason="stop" if ends or token_ids[-1] in self.stops else "length",
             text=self.decode(token_ids),
             policy_version=version,
             seed=request.seed,
         )
+
+
+def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
+    """Return the number of tokens up to the one that completes the first text in `stop`; 0 if there is none.
+
+    >>> first_end([65, 66, 67, 66], ["BC"], lambda ids: bytes(ids).decode())
+    3
+    """
+
+    def has_one(count: int) -> bool:
+        text = decode(token_ids[:count])
+        return any(one in text for one in stop)
+
+    if not stop or not has_one(len(token_ids)):
+        return 0
+    return 1 + bisect_left(range(1, len(token_ids) + 1), True, key=has_one)
+
+
+def further_options(sampling: SamplingConfig) -> dict[str, float]:
+    """Return the options of vLLM's `SamplingParams` besides temperature, top_p and top_k, if they are set.
+
+    >>> further_options(SamplingConfig(min_p=0.1, presence_penalty=0.5))
+    {'min_p': 0.1, 'presence_penalty': 0.5}
+    """
+    filters = {"min_p": sampling.min_p} if sampling.min_p and sampling.temperature else {}
+    return filters | sampling.penalties
 
 
 def architecture(policy: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Transfer
-from rlhf_core.sampling.requests import most_tokens
+from rlhf_core.sampling.requests import further_options, most_tokens
 from rlhf_core.types import SamplingRequest
 
 GIB = 1 << 30  # bytes
@@ -37,6 +37,7 @@ def sampling_params(
         logprobs=0,  # the sampled token's log-probability only
         stop_token_ids=list(stops),
         detokenize=False,
+        **further_options(sampling),
         output_kind=RequestOutputKind.FINAL_ONLY if when_done else RequestOutputKind.CUMULATIVE,
     )
 

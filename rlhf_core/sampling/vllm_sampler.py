@@ -65,7 +65,10 @@ class VllmSampler:
             [self._sampling_params(request, sampling) for request in requests],
             use_tqdm=False,
         )
-        return [self._completion(request, output.outputs[0]) for request, output in zip(requests, outputs, strict=True)]
+        return [
+            self._completion(request, output.outputs[0], sampling)
+            for request, output in zip(requests, outputs, strict=True)
+        ]
 
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
@@ -82,7 +85,7 @@ class VllmSampler:
             for output in engine.step():
                 if output.finished:
                     number, request = self._sampled.pop(output.request_id)
-                    finished.append((number, self._completion(request, output.outputs[0])))
+                    finished.append((number, self._completion(request, output.outputs[0], sampling)))
         return finished
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
@@ -160,10 +163,10 @@ class VllmSampler:
     def _sampling_params(self, request: SamplingRequest, sampling: SamplingConfig, *, when_done: bool = False) -> Any:
         return _vllm().sampling_params(request, sampling, stops=self._policy.stops, when_done=when_done)
 
-    def _completion(self, request: SamplingRequest, output: Any) -> Completion:
+    def _completion(self, request: SamplingRequest, output: Any, sampling: SamplingConfig) -> Completion:
         token_ids = tuple(output.token_ids)
         logprobs = tuple(entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True))
-        return self._policy.completion(request, token_ids, logprobs, version=self.version)
+        return self._policy.completion(request, token_ids, logprobs, version=self.version, stop=sampling.stop)
 
     # ------------------------------------------------------------ device transfer
 

@@ -39,7 +39,7 @@ from rlhf_core.errors import ConfigError, SamplerLostError, SamplingError, expla
 from rlhf_core.http.retries import pause_before
 from rlhf_core.interfaces import SamplerEngine, Weights
 from rlhf_core.models.lora import weights_digest
-from rlhf_core.sampling.requests import PolicyFolder, architecture, most_tokens, tensors_of
+from rlhf_core.sampling.requests import PolicyFolder, architecture, further_options, most_tokens, tensors_of
 from rlhf_core.sampling.vllm_worker import read_tensors
 from rlhf_core.schema.secrets import bearer, resolved
 from rlhf_core.secrets.redaction import without_secrets
@@ -104,7 +104,9 @@ class VllmServerSampler:
         self._abandon()
         asked = [self._start(self._answered(request, sampling)) for request in requests]
         try:
-            return [self._completion(request, future) for request, future in zip(requests, asked, strict=True)]
+            return [
+                self._completion(request, future, sampling) for request, future in zip(requests, asked, strict=True)
+            ]
         finally:
             self._cancel(asked)  # cancels those that still wait if another one failed
 
@@ -119,7 +121,7 @@ class VllmServerSampler:
             done = [(self._sampled[future], future) for future in list(self._sampled) if future in finished]
             for future in finished:
                 del self._sampled[future]
-            return [(number, self._completion(request, future)) for (number, request), future in done]
+            return [(number, self._completion(request, future, sampling)) for (number, request), future in done]
         except BaseException:
             self._abandon()
             raise
@@ -244,9 +246,11 @@ class VllmServerSampler:
         usable = [server for server in self._servers if not server.stale]
         return min(usable, key=lambda one: (one.url in asked, one.failures > 0, one.in_flight), default=None)
 
-    def _completion(self, request: SamplingRequest, sampled: Sampled) -> Completion:
+    def _completion(self, request: SamplingRequest, sampled: Sampled, sampling: SamplingConfig) -> Completion:
         token_ids, logprobs = sampled.result()
-        return self._policy.completion(request, tuple(token_ids), tuple(logprobs), version=self.version)
+        return self._policy.completion(
+            request, tuple(token_ids), tuple(logprobs), version=self.version, stop=sampling.stop
+        )
 
     def _abandon(self) -> None:
         """Drop the requests of `advance` that were not collected; a server stops requests whose client is gone."""
@@ -456,6 +460,7 @@ def generate_body(
             "logprobs": 0,
             "stop_token_ids": list(stops),
             "detokenize": False,
+            **further_options(sampling),
         },
     }
 

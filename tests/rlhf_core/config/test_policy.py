@@ -135,6 +135,12 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
             {"rewards": {"normalise": "none", "normalize": "none"}},
             "normalise = 'none': is the former spelling of normalize",
         ),
+        ({"sampling": {"min_p": 0.1}}, r"sampling\.min_p = 0\.1: the trainer's log-probs are those of the whole"),
+        ({"sampling": {"presence_penalty": -1.0}}, r"sampling\.presence_penalty = -1\.0: the trainer's log-probs"),
+        (
+            {"ahead": PARTIAL, "sampling": {"stop": ["\n"], "max_tokens": 64}},
+            r"sampling\.stop = .*: a text may lie in two rounds",
+        ),
         (
             {"export_every": 2, "evaluate": {"prompts": 4, "patience": 2}},
             r"export_every = 2: evaluate\.patience = 2 may end the run",

@@ -9,7 +9,7 @@ from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Weights
 from rlhf_core.models.lora import weights_digest
-from rlhf_core.sampling.hf_sampler import HFSampler, inverse_cdf, processed_logprobs
+from rlhf_core.sampling.hf_sampler import HFSampler, inverse_cdf, penalized, processed_logprobs
 from rlhf_core.types import Completion, SamplingRequest
 from tests.rlhf_core.conftest import TINY
 from tests.support.tolerances import near, of_model
@@ -72,6 +72,55 @@ def test_temperature_then_top_k_then_top_p():
     assert processed_logprobs(logits, config).exp().tolist()[0] == pytest.approx([0.25 / 0.34, 0.09 / 0.34, 0, 0])
     config = SamplingConfig(temperature=0.5, top_k=3, top_p=0.6)
     assert processed_logprobs(logits, config).exp().tolist()[0] == pytest.approx([1, 0, 0, 0])
+
+
+def test_min_p_keeps_tokens_by_their_part_of_the_likeliest_after_the_temperature():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    for temperature, expected in ((1.0, [0.625, 0.375, 0, 0]), (0.5, [1, 0, 0, 0])):  # 0.09 < 0.5 * 0.25
+        config = SamplingConfig(temperature=temperature, min_p=0.5)
+        assert processed_logprobs(logits, config).exp().tolist()[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("penalties", "expected"),
+    [
+        ({"repetition_penalty": 2.0}, [1.0, -4.0, 1.5, 0.5]),  # 0 and 1 are in the prompt, 2 twice in the answer
+        ({"presence_penalty": 0.5}, [2.0, -2.0, 2.5, 0.5]),
+        ({"frequency_penalty": 0.5}, [2.0, -2.0, 2.0, 0.5]),
+        ({"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.5}, [1.0, -4.0, 0.0, 0.5]),
+    ],
+)
+def test_penalties_count_the_answer_and_repetition_the_prompt_too(penalties, expected):
+    logits = torch.tensor([[2.0, -2.0, 3.0, 0.5]] * 2)
+    found = penalized(logits, [[0, 1], [3]], [[2, 2], []], SamplingConfig(**penalties))
+    assert found[0].tolist() == expected and found[1, :3].tolist() == [2.0, -2.0, 3.0]
+
+
+def test_a_large_presence_penalty_leaves_no_token_twice_and_the_logprobs_are_those_it_was_drawn_with(sampler):
+    plain = sampler.generate(REQUESTS, SamplingConfig(max_tokens=12, temperature=0.0))
+    made = sampler.generate(REQUESTS, SamplingConfig(max_tokens=12, temperature=0.0, presence_penalty=2.0))
+    assert all(len(set(one.token_ids)) == len(one.token_ids) for one in made)
+    assert [one.token_ids[0] for one in made] == [one.token_ids[0] for one in plain]
+    alone = sampler.generate(REQUESTS[:1], SamplingConfig(max_tokens=12, temperature=0.0, presence_penalty=2.0))
+    assert alone[0].token_ids == made[0].token_ids
+
+
+def test_an_answer_is_cut_after_the_token_that_completes_a_text(sampler):
+    whole = sampler.generate(REQUESTS, SAMPLING)
+    stop = whole[0].text[3:5]
+    for one, before in zip(
+        sampler.generate(REQUESTS, SAMPLING.model_copy(update={"stop": ("never", stop)})), whole, strict=True
+    ):
+        assert (
+            one.token_ids == before.token_ids[: len(one.token_ids)]
+            and one.logprobs == before.logprobs[: len(one.logprobs)]
+        )
+        assert (stop in one.text) == (stop in before.text)
+        if stop in before.text:
+            assert one.finish_reason == "stop" and one.text.index(stop) == before.text.index(stop)
+        else:
+            assert one == before
+    assert stop in whole[0].text
 
 
 def test_a_uniform_picks_the_token_whose_interval_holds_it():
