@@ -6,7 +6,7 @@ tokens -> parquet, `validation.json` (every dropped row and why), `preview.md` (
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -273,16 +273,24 @@ def _without_rows(tables: Tables, report: DropReport, data: DataConfig) -> dict[
     rows = tables.named()
     lines = {}
     for table in data.filled():
-        if rows[table] or (trained(table) == "preferences" and rows[table.replace("preferences", "feedback")]):
+        if rows[table] or (trained(table) == "preferences" and _feedback_serves(table, rows)):
             continue
         sources = [source for source in data.sources if getattr(source.use, table)]
         reasons = sorted((one for source in sources for one in report.reasons(source.name)), key=lambda one: -one.rows)
         count = sum(report.rows_read[source.name] for source in sources)
         why = f"most are dropped as {reasons[0].rule}" if reasons else "its share of `use` is too small for them"
+        if table == "eval_preferences" and tables.eval_feedback:
+            why = "they are answers judged alone, and those to train on are pairs"
         lines[table] = (
             f"no row is left for {table} of the {count:,} rows in {', '.join(s.name for s in sources)}: {why}"
         )
     return lines
+
+
+def _feedback_serves(table: str, rows: Mapping[str, Sequence[object]]) -> bool:
+    """Return whether there is feedback where pairs are missing; held out, it serves only beside feedback to train on."""
+    feedback = rows[table.replace("preferences", "feedback")]
+    return bool(feedback and rows["feedback"])
 
 
 def _show(tables: Tables, report: DropReport, config: PrepareDataConfig, context: StageContext) -> None:

@@ -13,10 +13,10 @@ from rlhf_core.data.tables import SteppedAnswer, StepSplitter, read_steps
 from rlhf_core.data.turns import Turns
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.reward_report import step_report
-from rlhf_core.interfaces import ModelSpec, Trainer
+from rlhf_core.interfaces import Metrics, ModelSpec, Trainer
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
-from rlhf_core.training.fit import fit
+from rlhf_core.training.fit import fit_and_measure
 from rlhf_core.training.objectives.base import StepObjective
 from rlhf_core.types import PolicyRef, ProcessRewardModelRef, StepSample, StepsRef, TokenSample
 from stages.config.process_reward_model import ProcessRewardModelConfig
@@ -43,12 +43,12 @@ def run(
     context.tracker.dataset("steps", steps.digest, "training")
     context.tracker.input_model(policy.digest)
 
-    model = ModelSpec(path=str(context.path(policy)), head="score", lora=config.lora, seed=context.seed)
-    with context.runtime.trainer("reward_model", model, config.optimizer) as trainer:
-        result = fit(trainer, samples, StepObjective(), config.optimizer, config.loop, context)
-        trainer.export(context.out)
+    def measure(trainer: Trainer) -> Metrics:
         write_contract(trainer, samples["eval"] or samples["train"], chat, config, context.out)
-        report = write_report(trainer, found["eval"], chat, context)
+        return write_report(trainer, found["eval"], chat, context)
+
+    model = ModelSpec(path=str(context.path(policy)), head="score", lora=config.lora, seed=context.seed)
+    result, report = fit_and_measure(model, samples, StepObjective(), config.optimizer, config.loop, measure, context)
     metrics = {
         "steps": result.steps,
         "train_answers": len(samples["train"]),

@@ -27,7 +27,7 @@ from rlhf_core.evaluation.reward_report import (
 from rlhf_core.interfaces import Metrics, ModelSpec, Trainer
 from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
-from rlhf_core.training.fit import fit
+from rlhf_core.training.fit import fit_and_measure
 from rlhf_core.training.objectives.base import BradleyTerryObjective
 from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample, derive_seed
 from stages.config.reward_model import RewardModelConfig
@@ -70,15 +70,15 @@ def run(
     context.tracker.dataset("preferences", preferences.digest, "training")
     context.tracker.input_model(policy.digest)
 
-    model = ModelSpec(path=str(context.path(policy)), head="score", lora=config.lora, seed=context.seed)
-    with context.runtime.trainer("reward_model", model, config.optimizer) as trainer:
-        objective = BradleyTerryObjective(centering_coef=config.centering_coef)
-        result = fit(trainer, pairs, objective, config.optimizer, config.loop, context)
-        trainer.export(context.out)
+    def measure(trainer: Trainer) -> Metrics:
         write_contract(trainer, pairs["eval"] or pairs["train"], chat, config, context.out)
         probes = probed(trainer, rows["eval"][: config.probe_answers], chat, config)
         report = write_report(trainer, rendered["eval"], probes, context)
-        report |= write_suites(trainer, suites, chat, config.max_length, context)
+        return report | write_suites(trainer, suites, chat, config.max_length, context)
+
+    model = ModelSpec(path=str(context.path(policy)), head="score", lora=config.lora, seed=context.seed)
+    objective = BradleyTerryObjective(centering_coef=config.centering_coef)
+    result, report = fit_and_measure(model, pairs, objective, config.optimizer, config.loop, measure, context)
     metrics = {
         "steps": result.steps,
         "train_pairs": len(pairs["train"]),

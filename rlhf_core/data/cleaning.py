@@ -70,14 +70,21 @@ def decontaminate(
 ) -> list[Example]:
     """Return the `training` rows that do not begin with a prompt of `evaluation`, ignoring white space and case.
 
+    A text without a prompt is removed if it is one of `evaluation`.
+
     A longer conversation that begins with an evaluation prompt is removed too, because one of its turns is the answer.
 
     With `ngram`, a row is also removed if its prompt or an answer shares that many consecutive words with an evaluation
     prompt (the overlap test of GPT-3, arXiv 2005.14165, appendix C).
     """
-    overlap = Overlap((example.prompt for example in evaluation), ngram=ngram)
+    held_out = list(evaluation)
+    overlap = Overlap((example.prompt for example in held_out), ngram=ngram)
+    texts = {exact(example.chosen).casefold() for example in held_out if not example.prompt}
     kept = []
     for example in training:
+        if not example.prompt and exact(example.chosen).casefold() in texts:
+            report.add(example.source, example.origin, "contaminated: it is an evaluation text")
+            continue
         found = overlap.found(example.prompt, (example.chosen, example.rejected))
         if found is None:
             kept.append(example)

@@ -275,8 +275,11 @@ PROBES = (
 
 
 def has_scalar_head(folder: Path) -> bool:
-    """Return whether the weights in a folder are those of a reward model or value model with the head `score`."""
-    return HEAD in _shapes(folder)
+    """Return whether the weights in a folder, if it can be read, are those of a reward model or value model."""
+    try:
+        return HEAD in _shapes(folder)
+    except ConfigError:  # damaged, or a pointer to what was not fetched: who reads the weights names the file
+        return False
 
 
 def check_classifier(folder: Path, *, template: bool = True) -> None:

@@ -6,14 +6,14 @@ The samples of a step depend only on the seed and the step, so the step is the p
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.mixing import shuffled_indices
 from rlhf_core.errors import ConfigError, TrainingError
-from rlhf_core.interfaces import Metrics, Objective, Trainer
+from rlhf_core.interfaces import Metrics, ModelSpec, Objective, Trainer
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.training.adamw import scheduled_rate
@@ -126,6 +126,29 @@ def fit(
         if stop:
             context.stop()
     return _finish(trainer, checkpoints, context.label, loop, steps, initial)
+
+
+def fit_and_measure(
+    model: ModelSpec,
+    samples: Mapping[str, Sequence[Any]],
+    objective: Objective,
+    optimizer: OptimizerConfig,
+    loop: LoopConfig,
+    measure: Callable[[Trainer], Metrics],
+    context: StageContext,
+) -> tuple[FitResult, Metrics]:
+    """Train a reward model with `fit`, export it, and return the result and what `measure` finds of the exported weights.
+
+    In bfloat16, merged adapters give other scores than adapters beside their weights; a model with them is loaded again.
+    """
+    with context.runtime.trainer("reward_model", model, optimizer) as trainer:
+        result = fit(trainer, samples, objective, optimizer, loop, context)
+        trainer.export(context.out)
+        if model.lora is None:
+            return result, measure(trainer)
+    merged = replace(model, path=str(context.out), lora=None)
+    with context.runtime.trainer("reward_model", merged, None) as trainer:
+        return result, measure(trainer)
 
 
 def _check(

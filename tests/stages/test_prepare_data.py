@@ -164,6 +164,19 @@ def test_rows_for_evaluation_that_are_all_dropped_are_an_error(shop, tmp_path, r
         prepare(shop, PrepareDataConfig(data=Files(sources=(given, test)), model=SHAPE))
 
 
+def test_answers_judged_alone_hold_out_no_pairs(shop, tmp_path):
+    pair = {"chosen": "Yes.", "rejected": "No."}
+    rows = {
+        "preferences": [{"prompt": f"p {n}"} | pair for n in range(9)],
+        "eval_preferences": [{"prompt": f"q {n}", "completion": "Yes.", "label": n % 2 == 0} for n in range(4)],
+    }
+    for table, found in rows.items():
+        (tmp_path / table).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    sources = tuple(Source(name=one, path=str(tmp_path / f"{one}.jsonl"), use=Use(**{one: 1.0})) for one in rows)
+    with pytest.raises(DataError, match="they are answers judged alone, and those to train on are pairs"):
+        prepare(shop, PrepareDataConfig(data=Files(sources=sources), model=SHAPE))
+
+
 def test_a_pretrained_model_keeps_its_weights_and_takes_the_template_asked_for(shop, tmp_path):
     policy = make_policy(tmp_path / "policy")
     config = PrepareDataConfig(data=SMALL, model=PretrainedModel(path=str(policy)), chat_template="chatml")

@@ -10,11 +10,14 @@ from pydantic import ValidationError
 import stages.compare_reward_models
 import stages.reward_model
 from rlhf_core.config.data import Suite
-from rlhf_core.config.engines import LoraConfig, OptimizerConfig
+from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
 from rlhf_core.config.policy import LoopConfig
 from rlhf_core.data.tables import Preference
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.reward_report import SuiteRow, read_suite
+from rlhf_core.interfaces import ModelSpec
+from rlhf_core.rewards.model import Contract, verify_contract
+from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.types import Message, PolicyRef, TokenSample
 from stages.config.compare_reward_models import CompareRewardModelsConfig
@@ -23,7 +26,7 @@ from stages.config.suites import suite_digests
 from stages.reward_model import RewardModelConfig, member_seed, scored_ids, without_fold
 from tests.support.tolerances import near, of_model
 from tests.support.training import killed_and_resumed, preferences, thumbs
-from tests.support.workshop import SHAPE, Workshop
+from tests.support.workshop import RUNTIME, SHAPE, Workshop
 
 CONFIG = RewardModelConfig(
     max_length=48,
@@ -105,6 +108,16 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path, policy, lora):
         ref = made or killed_and_resumed(shop, "reward_model", config, inputs, at=8)
         weights.append((shop.store.path(ref) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+def test_merged_adapters_give_the_scores_of_the_contract_in_bfloat16_too(tmp_path, policy):
+    runtime = RUNTIME.model_copy(update={"trainer": TrainerConfig(engine="torch", dtype="bfloat16")})
+    shop = Workshop(ArtifactStore(tmp_path / "store"), runtime=LocalRuntime(runtime))
+    inputs = {"policy": shop.store.external(PolicyRef, policy), "preferences": preferences(shop.store, tmp_path)}
+    ref, _ = shop.run("reward_model", CONFIG.model_copy(update={"lora": LoraConfig(rank=4)}), inputs)
+    folder = shop.store.path(ref)
+    with shop.runtime.trainer("reward_model", ModelSpec(str(folder), "score", None, 0), None) as trainer:
+        verify_contract(trainer, Contract.read(folder))
 
 
 def test_an_average_of_weights_is_refused_since_the_contract_is_of_the_weights():

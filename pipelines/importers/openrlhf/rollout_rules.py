@@ -22,7 +22,6 @@ from pipelines.importers.openrlhf.policy_rules import (
     trainer,
     workers,
 )
-from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.model import has_scalar_head
 
 # ---------------------------------------------------------------- sampling rules
@@ -439,7 +438,7 @@ def critic(one: Sheet) -> None:
     scoring = [part.strip() for part in one.text("reward_pretrain").split(",")]
     if not made and "ppo.rewards.terms.reward_model_2.type" in one.draft.values and path in scoring:
         made = f"reward_model_{scoring.index(path) + 1}"
-    if not made and _is_reward_model(Path(path).expanduser()):
+    if not made and has_scalar_head(Path(path).expanduser()):
         one.put("recipe.critic.stage", "import_reward_model")
         outside(one, "recipe.critic", path, "critic_pretrain")
     elif not made:
@@ -449,14 +448,6 @@ def critic(one: Sheet) -> None:
             other = f'recipe.critic = {{stage = "import_reward_model", path = "{path}"}}'
             one.draft.note(f"the critic {path} is not a folder here: if it is a reward model, set {other}")
     one.put("ppo.critic", made or "critic", "critic_pretrain")
-
-
-def _is_reward_model(folder: Path) -> bool:
-    """Return whether the folder, if there is one, has the weights of a reward model or value model."""
-    try:
-        return has_scalar_head(folder)
-    except ConfigError:  # not readable: the plan names the file
-        return False
 
 
 def value_model(one: Sheet) -> None:

@@ -360,6 +360,13 @@ def test_a_source_of_held_out_rows_takes_the_place_of_a_share_of_the_others(tmp_
     assert len(tables[f"eval_{name}"]) == 6 if name != "steps" else 12
 
 
+def test_texts_that_are_held_out_are_not_trained_on(tmp_path):
+    texts = [{"text": f"A document, number {number}."} for number in range(8)]
+    sources = [source(tmp_path, texts, "demonstrations"), source(tmp_path, texts[:3], "eval_demonstrations", name="e")]
+    tables, _, report = tables_of(sources=sources)
+    assert (len(tables.demonstrations), len(tables.eval_demonstrations), len(report.drops)) == (5, 3, 3)
+
+
 def test_rows_that_cannot_be_read_are_counted_and_the_others_stay(tmp_path):
     good = [{"prompt": f"what is {n}", "label": {"tests": [f"assert f({n}) == {n}"]}} for n in range(40)]
     bad = ['{"prompt": "\\ud83d"}', "[" * 100_000, '{"prompt": "x", "label": ' + "[" * 900 + "]" * 900 + "}"]
