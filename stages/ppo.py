@@ -27,10 +27,10 @@ from rlhf_core.config.policy import (
     KLAsLoss,
     KLInReward,
     PartialRollouts,
-    PolicyDistillation,
     PPOConfig,
     PtxConfig,
 )
+from rlhf_core.config.teachers import PolicyDistillation
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import rows_at, shuffled_indices
 from rlhf_core.data.shards import Drawn, RolloutLog
@@ -51,7 +51,7 @@ from rlhf_core.rollouts.answers import (
     open_environments,
 )
 from rlhf_core.rollouts.guard import HeldOut, RunGuard, await_decision
-from rlhf_core.rollouts.prompts import ordered_prompts, split_prompts
+from rlhf_core.rollouts.prompts import BandOrder, ordered_prompts, split_prompts
 from rlhf_core.rollouts.scored_step import DynamicScoring, StepScorer, rollout_metrics, with_greedy_rewards
 from rlhf_core.sampling.requests import stop_token_ids
 from rlhf_core.stage.context import StageContext
@@ -132,6 +132,7 @@ class Parts:
     """Samples that `ptx` mixes into the updates."""
     ends: tuple[int, ...]
     exports: Exports
+    band: BandOrder | None
 
 
 def run(
@@ -161,6 +162,9 @@ def run(
             took = {"time/wait_for_rollouts": time.perf_counter() - began}
             rollouts = parts.score(step, drawn)
             sampled = sampling_metrics(parts, step, drawn, rollouts)
+            if parts.band:
+                parts.band.after(step, [one.prompt for one in drawn.generations], rollouts)
+                sampled |= parts.band.metrics()
             began = time.perf_counter()
             rollouts, greedy = with_baseline(parts, step, rollouts)
             experience = measure(parts, rollouts)
@@ -197,6 +201,7 @@ def open_parts(
     # First, since a mistake in them shows in a second; the models take minutes.
     environments = open_environments(config, folder, leases, context)
     models = lease_models(config, policy, reference, reward_models, teachers, critic, context, leases)
+    band = BandOrder(rows, config.band, seed=context.seed) if config.order == "band" else None
     rollouts = open_rollouts(
         config,
         models.sampler,
@@ -206,6 +211,7 @@ def open_parts(
         RolloutLog(context.work / "rollouts"),
         seed=context.seed,
         environments=environments,
+        band=band,
         note_failed=context.failed,
     )
     # Last, so that nothing is being sampled when the engines are given back.
@@ -225,6 +231,7 @@ def open_parts(
         demonstrated=demonstrated,
         ends=tuple(stop_token_ids(folder, tokenizer_eos=chat.eos_id)),
         exports=Exports(config.exported_steps, context.work),
+        band=band,
     )
 
 
@@ -306,6 +313,7 @@ def open_rollouts(
     *,
     seed: int,
     environments: OpenEnvironments = SINGLE_TURN,
+    band: BandOrder | None = None,
     note_failed: Callable[[int, Counts], None] = lambda step, counts: None,
 ) -> Iterator[tuple[StepSampler, StepScorer]]:
     """Yield the sampler and the scorer of each step, as `[ppo.ahead]` chooses; leave before the engines' leases end.
@@ -315,7 +323,7 @@ def open_rollouts(
     """
     ahead, groups, size = config.ahead, config.prompts_per_step, config.samples_per_prompt
     drawn: dict[str, Any] = {"engine": engine, "chat": chat, "prompts": prompts, "sampling": config.sampling}
-    drawn["mixture"] = config.mixture
+    drawn |= {"mixture": config.mixture, "band": band}
     drawn |= {"groups": groups, "group_size": size, "seed": seed, "shuffles": config.order == "shuffled"}
     whole = WholeAnswers(**drawn, environments=environments)
     draw: DrawAnswers = whole
@@ -535,7 +543,7 @@ def end_step(
     parts.exports.after_step(step + 1, models.policy)
     metrics |= guard.after_step(step + 1, metrics, models.policy.weights)
     record(parts, step + 1, metrics, took, rollouts)
-    kl = rolled_back(models, guard, kl)
+    kl = rolled_back(parts, kl)
     stop = context.stopping()
     save(parts, step + 1, kl, metrics, stop=stop)
     if stop:
@@ -562,26 +570,30 @@ def start_or_resume(parts: Parts) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
     parts.sampler.load(checkpoint.path / "rollouts", checkpoint.step)
     guard.restore(checkpoint.state)
     guard.decide()
-    kl = restored(models, checkpoint, adaptive=config.kl.target > 0)
+    kl = restored(parts, checkpoint)
     return checkpoint.step, kl, dict(checkpoint.state["metrics"])
 
 
-def restored(models: Models, checkpoint: Checkpoint, *, adaptive: bool) -> FixedKL | AdaptiveKL:
-    """Load a checkpoint into the models and the scorer; return its KL controller."""
+def restored(parts: Parts, checkpoint: Checkpoint) -> FixedKL | AdaptiveKL:
+    """Load a checkpoint into the models, the scorer and the order of prompts; return its KL controller."""
+    models, adaptive = parts.models, parts.config.kl.target > 0
     models.policy.load(checkpoint.path / "policy")
     if models.value_model:
         models.value_model.load(checkpoint.path / "value_model")
     if isinstance(models.reference, MovingReference):
         models.reference.load(checkpoint.path)
     models.scorer.restore(checkpoint.state["rewards"])
+    if parts.band:
+        parts.band.restore(checkpoint.state["band"])
     return (AdaptiveKL if adaptive else FixedKL)(**checkpoint.state["kl"])
 
 
-def rolled_back(models: Models, guard: RunGuard, kl: FixedKL | AdaptiveKL) -> FixedKL | AdaptiveKL:
+def rolled_back(parts: Parts, kl: FixedKL | AdaptiveKL) -> FixedKL | AdaptiveKL:
     """Take the models back to the guard's target, if there is one; return the KL controller to go on with."""
+    guard = parts.guard
     if guard.target is None:
         return kl
-    kl = restored(models, guard.target, adaptive=isinstance(kl, AdaptiveKL))
+    kl = restored(parts, guard.target)
     return replace(kl, coef=kl.coef * guard.kl_factor(guard.target))
 
 
@@ -592,6 +604,8 @@ def save(parts: Parts, step: int, kl: FixedKL | AdaptiveKL, metrics: Metrics, *,
     if not (due or stop or guard.saves(step)):
         return
     state = {"kl": asdict(kl), "rewards": models.scorer.state(), "metrics": metrics} | guard.state()
+    if parts.band:
+        state["band"] = parts.band.state()
     with guard.checkpoints.saving(step, state, metric=guard.candidate) as folder:
         parts.sampler.save(folder / "rollouts")
         models.policy.save(folder / "policy")

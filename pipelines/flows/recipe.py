@@ -27,8 +27,9 @@ from pipelines.flows.sections import (
     RewardModelSection,
 )
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.config.policy import PPOConfig, Teachers
+from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import EnsembleReward, ProcessRewardModelReward, RewardModelReward, RewardsConfig
+from rlhf_core.config.teachers import Teachers
 from rlhf_core.errors import explain, nearest
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from rlhf_core.types import (

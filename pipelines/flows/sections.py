@@ -7,7 +7,8 @@ from typing import Annotated, Literal, TypeAlias, get_args
 from pydantic import Field, model_validator
 
 from rlhf_core.config.engines import PretrainedModel
-from rlhf_core.config.policy import PPOConfig, TeacherName, check_best
+from rlhf_core.config.policy import PPOConfig, check_best
+from rlhf_core.config.teachers import TeacherName
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from stages.config.collect_preferences import CollectPreferencesConfig
 from stages.config.condition import ConditionConfig

@@ -49,7 +49,16 @@ def step_metrics(rewards: RewardsConfig, *, custom_loss: bool) -> tuple[str, ...
         *(f"mismatch/{name}" for name in MISMATCH),
         *(f"rollout/{name}" for name in ROLLOUT),
         *(f"reward_{kind}/{name}" for kind in ("component", "constant", "failed") for name in terms),
-        *("ptx/nll", "teacher/kl", "teacher/kl/*", "reward_extra/*", "episode/*", "source/*"),
+        *(
+            "ptx/nll",
+            "band/inside",
+            "band/answered",
+            "teacher/kl",
+            "teacher/kl/*",
+            "reward_extra/*",
+            "episode/*",
+            "source/*",
+        ),
     )
 
 

@@ -9,8 +9,7 @@ Each loss is a class in `rlhf_core.algorithms.preference` with its options, form
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
@@ -31,7 +30,8 @@ from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.former_names import recorded, renamed
 from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
 from rlhf_core.config.rewards import Gdpo, RewardsConfig, what_compares_answers, what_moves_rewards
-from rlhf_core.errors import ConfigError
+from rlhf_core.config.teachers import PolicyDistillation
+from rlhf_core.errors import nearest
 from rlhf_core.schema.base import OPERATIONAL, Config, RenamedConfig, added_option, by_type
 
 # ---------------------------------------------------------------- the methods, by their type
@@ -157,82 +157,6 @@ class DynamicSampling(Config):
 
 Ahead = Annotated[Staleness | PartialRollouts | DynamicSampling, Field(discriminator="type"), BeforeValidator(by_type)]
 
-# ---------------------------------------------------------------- teachers
-
-TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
-Weight = Annotated[float, Field(ge=0)]
-
-
-class Teachers(Config):
-    """Policies that teach, by name: the checks of the options `teachers` and `route`."""
-
-    if TYPE_CHECKING:
-        teachers: dict[TeacherName, Weight]
-        route: dict[TeacherName, tuple[str, ...]]
-
-    @model_validator(mode="after")
-    def _check_weights(self) -> Self:
-        if self.teachers and not sum(self.teachers.values()) > 0:
-            raise ValueError(
-                f"teachers = {toml(self.teachers)}: the weights add up to 0; give one of them a positive weight"
-            )
-        if not math.isfinite(sum(self.teachers.values())):
-            raise ValueError(
-                f"teachers = {toml(self.teachers)}: the sum of the weights is too large; give smaller ones"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_route(self) -> Self:
-        if not self.route:
-            return self
-        for name in sorted(self.route.keys() ^ self.teachers.keys()):
-            rule = "is no teacher; add teachers." if name in self.route else "has no sources; add route."
-            raise ValueError(f"route.{name}: {rule}{name}")
-        if len(set(self.teachers.values())) > 1:
-            raise ValueError(
-                f"teachers = {toml(self.teachers)}: with route a prompt has one teacher; give equal weights"
-            )
-        sources = [source for named in self.route.values() for source in named]
-        for source in sources:
-            if sources.count(source) > 1:
-                raise ValueError(
-                    f"route = {{...}}: {source!r} has {sources.count(source)} teachers; leave it to one of them"
-                )
-        return self
-
-    def check_sources(self, sources: Collection[str], *, key: str) -> None:
-        """Raise ConfigError for a source of the data without a teacher."""
-        known = {source for named in self.route.values() for source in named}
-        for source in sorted(set(sources) - known) if self.route else ():
-            rule, remedy = (
-                "no teacher teaches prompts of this source",
-                "add it to one of them, or leave it out of the data",
-            )
-            raise ConfigError(f"{key}.route", source, rule, remedy)
-
-
-def toml(table: Mapping[str, float]) -> str:
-    """Return a table as a profile has it.
-
-    >>> toml({"sft": 1.0})
-    '{sft = 1.0}'
-    """
-    return "{" + ", ".join(f"{name} = {value}" for name, value in table.items()) + "}"
-
-
-class PolicyDistillation(Teachers):
-    """On-policy distillation: the advantage of a token is log pi_teacher - log pi_old, minus the reverse KL's k1."""
-
-    teachers: dict[TeacherName, Weight] = Field(min_length=1)
-    """Weights of the teachers by name; they are divided by their sum, and 0 only measures."""
-    route: dict[TeacherName, tuple[str, ...]] = {}
-    """Sources of the prompts that each teacher teaches alone, as in `[distill]`."""
-    reward_weight: float = Field(0.0, ge=0)
-    """Weight of the rewards' advantages, which are added to those of the teachers. With 0 the rewards are only measured, and
-    may be left out."""
-
-
 # ---------------------------------------------------------------- the stage
 
 
@@ -264,6 +188,26 @@ class PtxConfig(Config):
     max_length: int = Field(256, ge=8)
 
 
+class RewardBand(Config):
+    """The prompts that are neither too easy nor too hard for the policy as it is now, by the mean reward of their answers."""
+
+    term: str = ""
+    """Term of the rewards whose mean counts, such as one that is 1 for a right answer; the reward itself if empty."""
+    low: float = 0.1
+    """Least mean of a prompt in the band."""
+    high: float = 0.9
+    """Largest mean of a prompt in the band."""
+    again: float = Field(0.1, ge=0, le=1)
+    """Share of the prompts of each step that are taken from outside of the band, the longest unanswered first, because the
+    policy changes. If the band has too few prompts, more are."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low}: must be at most high = {self.high}; swap them")
+        return self
+
+
 class PPOConfig(AgentsBySource, RenamedConfig):
     """Policy optimization with rewards."""
 
@@ -275,9 +219,12 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     mixture: dict[str, Annotated[float, Field(ge=0)]] = added_option({})
     """Share of the prompts of each step by their source, as `{gsm8k = 0.7, support = 0.3}`; they are divided by their sum.
     Sources without a share are left out. Without a table, prompts come in the proportions of the data."""
-    order: Literal["shuffled", "given", "easy_first"] = added_option("shuffled")
+    order: Literal["shuffled", "given", "easy_first", "band"] = added_option("shuffled")
     """Order of the prompts in each epoch: another one each time, that of the data, or those first that the policy answered
-    best when a `select` stage of type `prompts` measured them."""
+    best when a `select` stage of type `prompts` measured them. `band`: those first whose answers in this run earned a mean
+    inside of `band`, or that it has not answered yet."""
+    band: RewardBand = added_option(RewardBand())
+    """The prompts that `order = "band"` takes first."""
     sampling: SamplingConfig = SamplingConfig()
     agent: AgentConfig | None = None
     """Agent that turns every answer into an episode of turns with an environment, tools or a program."""
@@ -372,6 +319,25 @@ class PPOConfig(AgentsBySource, RenamedConfig):
     def _check_mixture(self) -> PPOConfig:
         if self.mixture and not any(self.mixture.values()):
             raise ValueError("mixture = {...}: no source has a share; give one a positive share, or remove the table")
+        return self
+
+    @model_validator(mode="after")
+    def _check_band(self) -> PPOConfig:
+        if self.order != "band":
+            if self.band != RewardBand():
+                raise ValueError(
+                    f'band = {{...}}: is read with order = "band", and it is {self.order!r}; set it, or remove band'
+                )
+            return self
+        if self.band.term and self.band.term not in self.rewards.terms:
+            rule = nearest(self.band.term, list(self.rewards.terms))
+            raise ValueError(f"band.term = {self.band.term!r}: rewards have no such term; {rule}")
+        if self.ahead is not None or self.mixture:
+            other = "mixture" if self.mixture else "ahead"
+            raise ValueError(
+                f"order = 'band': the prompts of a step depend on the rewards of the one before, and {other} draws them by the "
+                "step alone; remove one of them"
+            )
         return self
 
     @model_validator(mode="after")

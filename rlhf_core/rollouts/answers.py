@@ -37,6 +37,7 @@ from rlhf_core.data.mixing import mixed_rows, rows_from
 from rlhf_core.data.shards import POOL, Drawn, Pool, RolloutLog, read_drawn, read_pool, write_drawn, write_pool
 from rlhf_core.errors import DataError, SamplingError
 from rlhf_core.interfaces import Metrics, Sampler, Weights
+from rlhf_core.rollouts.prompts import BandOrder
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import ActionSpan, Completion, Generation, Prompt, SamplingRequest, derive_seed
 
@@ -154,9 +155,13 @@ class Draw:
     seed: int
     shuffles: bool = True
     """Whether each epoch of the prompts has another order."""
+    band: BandOrder | None = None
+    """The order of `order = "band"`, in place of the others."""
 
     def drawn(self, first: int, count: int, seed: int) -> list[Prompt]:
         """Return `count` prompts from position `first` of the endless sequence that the steps draw from."""
+        if self.band is not None:
+            return self.band.drawn(count)
         if not self.mixture:
             return rows_from(first, self.prompts, count=count, seed=seed, shuffles=self.shuffles)
         shares = dict(sorted(self.mixture.items()))  # keys are in no order

@@ -1,15 +1,24 @@
-"""Choose the prompts of a run of policy optimization: their order, the sources in use, and those that are held out."""
+"""Choose the prompts of a run of policy optimization: their order, the sources in use, and those that are held out.
+
+With `order = "band"` the prompts of a step follow from the rewards of the steps before: a pure function of these and the seed.
+"""
 
 import json
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from rlhf_core.config.monitors import HeldOutConfig
-from rlhf_core.config.policy import PPOConfig
+from rlhf_core.config.policy import PPOConfig, RewardBand
 from rlhf_core.config.rewards import check_sources
 from rlhf_core.data.tables import DIFFICULTY, content_id, read_prompts
 from rlhf_core.errors import ConfigError, nearest
-from rlhf_core.types import Prompt, derive_seed
+from rlhf_core.interfaces import Metrics
+from rlhf_core.types import Prompt, Rollout, derive_seed
 
 
 def split_prompts(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> tuple[list[Prompt], list[Prompt]]:
@@ -66,3 +75,77 @@ def hold_out(prompts: Sequence[Prompt], config: HeldOutConfig | None) -> tuple[l
     chosen = sorted(by_content, key=lambda content: (derive_seed("held-out", content), content))[: config.prompts]
     held_out = set(chosen)
     return [one for one in prompts if content_id(one.messages) not in held_out], [by_content[one] for one in chosen]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The last step in which a prompt was drawn, and the last mean of its answers; None if they had none."""
+
+    step: int
+    mean: float | None
+
+
+class BandOrder:
+    """The prompts of each step for `order = "band"`; `state` and `restore` are for checkpoints.
+
+    >>> prompts = [Prompt(name, (), "", "all") for name in "ab"]
+    >>> order = BandOrder(prompts, RewardBand(low=0.2, high=0.8, again=0.0), seed=7)
+    >>> order.restore({"a": [0, 1.0], "b": [0, 0.5]})
+    >>> [one.id for one in order.drawn(1)]
+    ['b']
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], config: RewardBand, *, seed: int) -> None:
+        self._prompts = list({one.id: one for one in prompts}.values())
+        self._config = config
+        self._seed = seed
+        self._answered: dict[str, Answered] = {}
+
+    def drawn(self, count: int) -> list[Prompt]:
+        """Return the next `count` prompts: those in the band or not answered yet, and a share of the others.
+
+        In both, those that were not drawn for longest come first, and equal ones in an order of the seed. There are
+        repeated ones only if there are fewer than `count` prompts.
+        """
+        inside = self._oldest([one for one in self._prompts if self._is_inside(one)])
+        outside = self._oldest([one for one in self._prompts if not self._is_inside(one)])
+        again = min(math.ceil(self._config.again * count), len(outside))
+        chosen = [*inside[: count - again], *outside][:count]
+        chosen += inside[count - again :][: count - len(chosen)]
+        return [chosen[at % len(chosen)] for at in range(count)]
+
+    def after(self, step: int, drawn: Sequence[Prompt], rollouts: Sequence[Rollout]) -> None:
+        """Note the prompts that a step drew, and the means of their valid answers."""
+        values: defaultdict[str, list[float]] = defaultdict(list)
+        for one in rollouts:
+            value = one.reward_components.get(self._config.term) if self._config.term else one.reward
+            if value is not None and not one.invalid:
+                values[one.prompt.id].append(value)
+        for name in {one.id for one in drawn}:
+            before = self._answered[name].mean if name in self._answered else None
+            self._answered[name] = Answered(step, fmean(values[name]) if name in values else before)
+
+    def metrics(self) -> Metrics:
+        """Return the shares of all prompts that are in the band, and that were answered."""
+        means = [one.mean for one in self._answered.values() if one.mean is not None]
+        inside = sum(self._config.low <= mean <= self._config.high for mean in means)
+        return {"band/inside": inside / len(self._prompts), "band/answered": len(means) / len(self._prompts)}
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint (JSON)."""
+        return {name: [one.step, one.mean] for name, one in sorted(self._answered.items())}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        self._answered = {name: Answered(step, mean) for name, (step, mean) in state.items()}
+
+    def _is_inside(self, prompt: Prompt) -> bool:
+        found = self._answered.get(prompt.id)
+        return found is None or (found.mean is not None and self._config.low <= found.mean <= self._config.high)
+
+    def _oldest(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        def place(prompt: Prompt) -> tuple[int, int]:
+            found = self._answered.get(prompt.id)
+            return -1 if found is None else found.step, derive_seed(self._seed, "band", prompt.id)
+
+        return sorted(prompts, key=place)

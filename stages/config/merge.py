@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from rlhf_core.algorithms.merging import LinearMerge, Merge, OfChanges, SlerpMerge
-from rlhf_core.config.policy import TeacherName
+from rlhf_core.config.teachers import TeacherName
 from rlhf_core.schema.base import Config
 
 

@@ -13,17 +13,18 @@ from pydantic import ValidationError
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import OptimizerConfig, SamplingConfig
-from rlhf_core.config.policy import PolicyDistillation
+from rlhf_core.config.policy import RewardBand
 from rlhf_core.config.rewards import FunctionReward, RewardsConfig
+from rlhf_core.config.teachers import PolicyDistillation
 from rlhf_core.data.tables import write_prompts
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics, ModelSpec, Role, Trainer
 from rlhf_core.models.initialize import train_tokenizer
 from rlhf_core.rollouts.answers import WholeAnswers
-from rlhf_core.rollouts.prompts import ordered_prompts, sources_used, split_prompts
+from rlhf_core.rollouts.prompts import BandOrder, ordered_prompts, sources_used, split_prompts
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.training.objectives.base import PolicyObjective
-from rlhf_core.types import Generation, Message, PolicyRef, Prompt, PromptsRef, RewardModelRef
+from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, RewardModelRef, Rollout
 from stages.ppo import Models, PPOConfig, update
 from tests.support.training import (
     demonstrations,
@@ -139,6 +140,55 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, policy, changes):
     killed, inputs = shop_and_inputs(tmp_path / "killed", policy)
     ref = killed_and_resumed(killed, "ppo", config(**changes), inputs, at=3)
     assert ref.digest == expected.digest
+
+
+def band_of(**settings: Any) -> dict[str, Any]:
+    return {"advantage": {"type": "rloo"}, "order": "band", "prompts_per_step": 2, "steps": 5, "band": settings}
+
+
+def test_prompts_in_the_band_come_again_before_others_and_a_killed_run_draws_the_same(tmp_path, policy):
+    settings = config(**band_of(low=-2.0, high=-1.55, again=0.0))
+    drawn, made = [], []
+    for name in ("whole", "killed"):
+        shop, inputs = shop_and_inputs(tmp_path / name, policy)
+        ref = shop.run("ppo", settings, inputs)[0] if name == "whole" else None
+        made.append(ref or killed_and_resumed(shop, "ppo", settings, inputs, at=4))
+        drawn.append(series(shop, "band/inside")[-1])
+        assert series(shop, "band/answered")[2] == 1.0  # six prompts, two a step
+    assert made[0].digest == made[1].digest and drawn[0] == drawn[1]
+
+
+def answered(prompt: Prompt, *rewards: float, invalid: str = "") -> list[Rollout]:
+    made = Completion((1,), (-1.0,), "", "stop", 0, 1)
+    return [Rollout(prompt, (1,), made, one, {"right": 1 - one}, invalid) for one in rewards]
+
+
+def test_the_order_of_the_band_follows_the_last_means_and_takes_a_share_of_the_others():
+    order = BandOrder(PROMPTS, RewardBand(low=0.2, high=0.8, again=0.3), seed=1)
+    first = [one.id for one in order.drawn(5)]
+    assert sorted(first) == ["p0", "p1", "p2", "p3", "p4"] and first != sorted(first)
+    assert first == [one.id for one in BandOrder(PROMPTS[::-1], RewardBand(), seed=1).drawn(5)]
+    means = {"p0": 0.5, "p1": 0.0, "p2": 1.0, "p3": 0.4}
+    for step, (name, mean) in enumerate(means.items()):
+        prompt = next(one for one in PROMPTS if one.id == name)
+        order.after(step, [prompt] * 2, answered(prompt, mean - 0.1, mean + 0.1))
+    # p4 is new, p0 and p3 are inside; of the others p1 has waited for longest, and has ceil(0.3 * 3) places
+    assert [one.id for one in order.drawn(3)] == ["p4", "p0", "p1"]
+    assert [one.id for one in order.drawn(7)] == ["p4", "p0", "p3", "p1", "p2", "p4", "p0"]
+    assert order.metrics() == {"band/inside": 0.4, "band/answered": 0.8}
+    order.after(9, [PROMPTS[1], PROMPTS[4]], [*answered(PROMPTS[1], 0.6), *answered(PROMPTS[4], 0.5, invalid="lost")])
+    assert [one.id for one in order.drawn(4)] == [
+        "p0",
+        "p3",
+        "p2",
+        "p4",
+    ]  # p1 is inside now; p4 has had no valid answer
+    again = BandOrder(PROMPTS, RewardBand(low=0.2, high=0.8, again=0.3), seed=1)
+    again.restore(json.loads(json.dumps(order.state())))
+    assert again.drawn(4) == order.drawn(4)
+    by_term = BandOrder(PROMPTS, RewardBand(term="right", low=0.2, high=0.8), seed=1)
+    by_term.after(0, PROMPTS[:1], answered(PROMPTS[0], 0.9))
+    assert by_term.metrics()["band/inside"] == 0.0
 
 
 def test_a_reference_that_takes_over_the_policy_at_every_step_is_at_distance_zero(tmp_path, policy):
