@@ -13,7 +13,7 @@ from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.user_code.dependencies import user_code_digest
 
 PROFILES = {
-    "multi_node/full": ("7a4d535311cd24f8", "f1b00acc1ec7ae91"),
+    "multi_node/full": ("8203a508cf454d48", "dab9bced7aae97f9"),
     "one_gpu/full": ("0624df10d7132b92", "bd0a57faaf7f1ef2"),
     "one_node/full": ("f913cee988a5045b", "97042f38113e1357"),
     "smollm2/full": ("da6fa35a9dbecb0d", "f709ffae50375c17"),

@@ -266,8 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     data = command("data", "Show what data files hold: format, columns, dropped rows with reasons, two rows, tables.")
     _data_verb(data)
     _try_reward_verb(command("try-reward", "Call a reward function on answers, as a run would."))
-    plan = command("plan", "Show which stages a run would execute or reuse, and why, without running them.")
-    _profile_options(plan)
+    _plan_verb(command("plan", "Show which stages a run would execute or reuse, and why, without running them."))
     explain = command("explain", "Explain why a stage will run or is reused, and what to do next.")
     _explain_verb(explain)
     _show_verb(command("show", "Show what a stage made: preview, rows, report, metrics, tensors."))
@@ -293,7 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     command("doctor", "Check this machine: versions, memory, disk, ports, engines.")
     _import_verb(command("import-openrlhf", "Translate OpenRLHF command lines into a profile."))
     _store_verbs(command("store", "List, verify, pin, clean up or share the artifact store."))
-    for verb in (data, plan, explain, diff, runs, status):
+    for verb in (data, explain, diff, runs, status):
         _json_option(verb)
     parser.description = "\n\n".join([DESCRIPTION, *_grouped(texts), EXAMPLES, EPILOG])
     return parser
@@ -325,6 +324,16 @@ def _function_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout-s", type=float, default=60.0, help="seconds for one batch of the function (default %(default)s)"
     )
+
+
+def _plan_verb(plan: argparse.ArgumentParser) -> None:
+    _profile_options(plan)
+    plan.add_argument(
+        "--estimate", action="store_true", help="predict memory and time of each stage; refuse what does not fit"
+    )
+    plan.add_argument("--on", default="", metavar="HARDWARE", help="h100 (default with GPUs), h200, a100-80g, or cpu")
+    plan.add_argument("--terms", action="store_true", help="with --estimate: print what each memory is made of")
+    _json_option(plan)
 
 
 def _explain_verb(explain: argparse.ArgumentParser) -> None:

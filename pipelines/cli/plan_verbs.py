@@ -1,6 +1,7 @@
 """Print the decisions of a run and their reasons (`rlhf plan`, `rlhf explain`)."""
 
 import argparse
+import importlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,9 @@ MOST_NOTES = 3
 def plan(options: argparse.Namespace) -> None:
     """Print the decision for every stage, how many stages run, and how long they took last time."""
     config, store, planned = _plan(options)
+    if options.estimate:
+        importlib.import_module("pipelines.cli.estimate_verb").estimate(options, config, store, planned)
+        return
     found = outlook(planned, store)
     notes: dict[str, list[str]] = {}
     for stage in planned:

@@ -1,0 +1,310 @@
+"""Compare the memory that `rlhf plan --estimate` predicts with that of real training processes, on CPUs.
+
+    python -m benchmarks.planner                      # all cases; minutes each on two busy cores
+    python -m benchmarks.planner --cases sft-zero3-fp32 ppo-zero1-bf16 --parts
+
+A case is one process a rank with real engines on random Llamas: it opens the models of a stage, makes two optimizer steps,
+measures, hands out the weights and copies a checkpoint. `measured` is the kernel's largest resident set of such a moment
+(VmHWM, reset before each), less that of the same process after the same work with a model of 0.1M parameters, which is
+what Python, torch and DeepSpeed take. Freed blocks go back to the system at once (MALLOC_MMAP_THRESHOLD_), as the blocks of
+a GPU go back to its allocator. On CPUs, host and device are one: `predicted` counts both, and of a bucket the pages that
+are written. Nothing here was run on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.engines import InitModel, LoraConfig, TrainerConfig
+from rlhf_core.models.sizes import shape_of_init
+from rlhf_core.runtime.cluster import free_port
+from rlhf_core.training.memory import Role, on_one_machine, rank_memory
+
+MIB = 1 << 20
+TOKENS = 512  # ids that any vocabulary here has
+STEPS = 2  # optimizer states exist after the first one
+SHAPES: dict[str, dict[str, int]] = {
+    "0.1M": {"vocab_size": 600, "hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 128},
+    "63M": {
+        "vocab_size": 8192,
+        "hidden_size": 768,
+        "layers": 8,
+        "heads": 12,
+        "kv_heads": 12,
+        "intermediate_size": 2048,
+    },
+    "160M": {
+        "vocab_size": 16384,
+        "hidden_size": 1024,
+        "layers": 11,
+        "heads": 16,
+        "kv_heads": 8,
+        "intermediate_size": 2816,
+    },
+}
+"""Random Llamas by the number of their parameters; the smallest is for the baseline."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stage on real engines; `length` tokens a row, `rows` of them in each of two micro-batches a step."""
+
+    stage: str
+    model: str = "63M"
+    ranks: int = 1
+    lora: bool = False
+    rows: int = 2
+    length: int = 128
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> TrainerConfig:
+        """Return the settings of training."""
+        return TrainerConfig(**{"micro_batch": self.rows, **self.trainer})
+
+    def roles(self) -> list[Role]:
+        """Return the models of the stage."""
+        shape = shape_of_init(InitModel(max_positions=1024, **SHAPES[self.model]))
+        lora = LoraConfig(rank=16) if self.lora else None
+        sides = 2 if self.stage in ("dpo", "reward_model") else 1
+        tokens = self.rows * self.length * sides
+        policy = Role("policy", shape, True, tokens, lora=lora)
+        scalar = Role("value_model", shape.without_head(), True, tokens, logits=False)
+        if self.stage == "reward_model":
+            return [replace(scalar, name="reward_model")]
+        if self.stage == "ppo":
+            return [scalar, policy, Role("reference", shape, False, tokens)]
+        return [policy]
+
+
+FP32, BF16 = {"dtype": "float32"}, {"dtype": "bfloat16"}
+ZERO3, ZERO2, ZERO1 = {"zero_stage": 3}, {"zero_stage": 2}, {"zero_stage": 1}
+TORCH = {"engine": "torch"}
+CASES: dict[str, Case] = {
+    "sft-torch-fp32": Case("sft", trainer=TORCH | FP32),
+    "sft-torch-fp32-160M": Case("sft", model="160M", trainer=TORCH | FP32),
+    "sft-torch-long": Case("sft", rows=4, length=512, trainer=TORCH | FP32),
+    "sft-torch-long-checkpointing": Case(
+        "sft", rows=4, length=512, trainer=TORCH | FP32 | {"gradient_checkpointing": True}
+    ),
+    "sft-zero0-fp32": Case("sft", trainer=FP32),
+    "sft-zero1-bf16": Case("sft", trainer=BF16),
+    "sft-zero3-fp32": Case("sft", trainer=ZERO3 | FP32),
+    "sft-zero3-bf16": Case("sft", trainer=ZERO3 | BF16),
+    "dpo-lora-torch-fp32": Case("dpo", lora=True, trainer=TORCH | FP32),
+    "dpo-lora-zero3-bf16": Case("dpo", lora=True, trainer=ZERO3 | BF16),
+    "reward-zero3-fp32": Case("reward_model", trainer=ZERO3 | FP32),
+    "ppo-torch-fp32": Case("ppo", trainer=TORCH | FP32),
+    "ppo-zero1-bf16": Case("ppo", trainer=BF16),
+    "sft-zero1-fp32-2": Case("sft", ranks=2, trainer=ZERO1 | FP32),
+    "sft-zero2-bf16-2": Case("sft", ranks=2, trainer=ZERO2 | BF16),
+    "sft-zero3-fp32-2": Case("sft", ranks=2, trainer=ZERO3 | FP32),
+    "sft-zero3-bf16-2": Case("sft", ranks=2, trainer=ZERO3 | BF16),
+    "sft-zero3-bf16-offload-2": Case("sft", ranks=2, trainer=ZERO3 | BF16 | {"offload_optimizer": True}),
+    "ppo-zero3-bf16-2": Case("ppo", ranks=2, trainer=ZERO3 | BF16),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
+    parser.add_argument("--parts", action="store_true", help="print the terms of each prediction, too")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append each result there as a line of JSON")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep the random models there")
+    parser.add_argument("--one-rank", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one_rank:
+        name, folder = options.one_rank
+        return run_rank(CASES[name], Path(folder))
+    print("| case | ranks | moment | predicted MiB | measured MiB | ratio |\n|---|--:|---|--:|--:|--:|", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        for name in options.cases:
+            for line in compare(name, options.work or Path(place), options.out, parts=options.parts):
+                print(line, flush=True)
+    return 0
+
+
+def compare(name: str, folder: Path, out: Path | None, *, parts: bool) -> Iterator[str]:
+    """Yield a line for the peak of a case, with `parts` for each moment."""
+    case = CASES[name]
+    measured = measured_moments(name, folder)
+    terms = predicted(case)
+    worst = max(measured, key=lambda moment: measured[moment])
+    for moment in measured if parts else [worst]:
+        total = sum(terms[moment].values()) / MIB
+        mark = " (peak)" if parts and moment == worst else ""
+        ratio = total / measured[moment]
+        yield f"| {name} | {case.ranks} | {moment}{mark} | {total:,.0f} | {measured[moment]:,.0f} | {ratio:.2f} |"
+        if parts:
+            yield "  " + ", ".join(f"{term} {size / MIB:,.0f}" for term, size in terms[moment].items() if size > MIB)
+    if out is not None:
+        totals = {moment: sum(terms[moment].values()) / MIB for moment in measured}
+        with out.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"case": name, "measured": measured, "predicted": totals}) + "\n")
+
+
+def predicted(case: Case) -> dict[str, dict[str, float]]:
+    """Return the terms of each moment, in bytes."""
+    config = case.config()
+    return on_one_machine({role.name: rank_memory(role, config, case.ranks, on_cpu=True) for role in case.roles()})
+
+
+def measured_moments(name: str, folder: Path) -> dict[str, float]:
+    """Return the largest memory of rank 0 in each moment, in MiB."""
+    case = CASES[name]
+    for model in ("0.1M", case.model):
+        make_model(model, folder / model)
+    group = {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planner", "--one-rank", name, str(folder)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=os.environ | settings | ({**group, "RANK": str(rank)} if case.ranks > 1 else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if rank else None,
+            text=True,
+        )
+        for rank in range(case.ranks)
+    ]
+    outputs = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError(f"{name}: a rank ended with {[rank.returncode for rank in ranks]}")
+    moments: dict[str, float] = json.loads(outputs[0].splitlines()[-1])
+    return moments
+
+
+def make_model(name: str, folder: Path) -> None:
+    """Write a random Llama of `SHAPES`, unless it is there."""
+    from rlhf_core.models.initialize import initialize_llama, train_tokenizer
+
+    if folder.exists():
+        return
+    folder.mkdir(parents=True)
+    train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=TOKENS, folder=folder)
+    initialize_llama(InitModel(max_positions=1024, **SHAPES[name]), folder, seed=17)
+
+
+# ---------------------------------------------------------------- one rank
+
+
+def run_rank(case: Case, folder: Path) -> int:
+    """Do the work of `case` on one rank, and print the largest memory of each moment."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    moments: dict[str, float] = {}
+    work(case, folder / "0.1M", lambda name, do: do())
+    gc.collect()
+    base = resident()["VmRSS"]
+
+    def measured(name: str, do: Callable[[], Any]) -> Any:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM starts anew, man 5 proc
+        made = do()
+        moments[name] = max(moments.get(name, 0.0), resident()["VmHWM"] - base)
+        return made
+
+    work(case, folder / case.model, measured)
+    print(json.dumps(moments))
+    return 0
+
+
+def resident() -> dict[str, float]:
+    """Return the resident set of this process and its largest, in MiB."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+
+
+def work(case: Case, model: Path, moment: Callable[[str, Callable[[], Any]], Any]) -> None:
+    """Open the models of a case, train, measure, hand out the weights and copy a checkpoint."""
+    from rlhf_core.config.engines import OptimizerConfig
+    from rlhf_core.interfaces import ModelSpec
+    from rlhf_core.training.trainer import LocalTrainer
+
+    heads = {"value_model": "value", "reward_model": "score"}
+    trainers: dict[str, tuple[Any, Role]] = {}
+    for role in case.roles():
+        head: Any = heads[role.name] if role.name in heads else "lm"
+        spec = ModelSpec(path=str(model), head=head, lora=role.lora, seed=1)
+        optimizer = OptimizerConfig() if role.trained else None
+        opened = moment("open", lambda s=spec, o=optimizer: LocalTrainer(s, o, case.config()))  # type: ignore[misc]
+        trainers[role.name] = opened, role
+    for _ in range(STEPS):
+        for trainer, role in trainers.values():
+            if role.trained:
+                samples, objective = samples_of(case, role)
+                moment("train", lambda t=trainer, s=samples, o=objective: train(t, s, o))  # type: ignore[misc]
+        for trainer, role in trainers.values():
+            if role.logits:
+                moment("measure", lambda t=trainer: t.logprobs(token_samples(case), temperature=1.0))  # type: ignore[misc]
+    for name, (trainer, _) in trainers.items():
+        if name == "policy":
+            moment("sync", trainer.weights)
+    with tempfile.TemporaryDirectory() as place:
+        for name, (trainer, role) in trainers.items():
+            if role.trained:
+                moment("save", lambda t=trainer, n=name: save(t, Path(place) / n))  # type: ignore[misc]
+    for trainer, _ in trainers.values():
+        trainer.close()
+
+
+def train(trainer: Any, samples: Sequence[Any], objective: Any) -> None:
+    """Make an optimizer step of two micro-batches."""
+    trainer.forward_backward(samples, objective)
+    trainer.optim_step(learning_rate=1e-4)
+
+
+def save(trainer: Any, folder: Path) -> None:
+    """Copy what a checkpoint holds, and drop the copies."""
+    folder.mkdir()
+    trainer._engine.snapshot(folder)
+
+
+def token_samples(case: Case) -> list[Any]:
+    from rlhf_core.types import TokenSample
+
+    mask = (0,) + (1,) * (case.length - 1)
+    return [
+        TokenSample(tuple((7 * row + at) % TOKENS for at in range(case.length)), mask) for row in range(2 * case.rows)
+    ]
+
+
+def samples_of(case: Case, role: Role) -> tuple[list[Any], Any]:
+    """Return two micro-batches of a role, and its objective."""
+    from rlhf_core.algorithms.policy.clip import ClipLoss
+    from rlhf_core.algorithms.preference.dpo import DPOLoss
+    from rlhf_core.config.policy import CorrectionConfig
+    from rlhf_core.training.objectives import base
+    from rlhf_core.training.objectives.preference import PairObjective
+    from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, ValueSample
+
+    rows = token_samples(case)
+    some = (0.1,) * case.length
+    if role.name == "reward_model":
+        pairs = [RewardPair(row.token_ids, row.token_ids[::-1], 0.0) for row in rows]
+        return pairs, base.BradleyTerryObjective(centering_coef=0.0)
+    if role.name == "value_model":
+        return [ValueSample(row.token_ids, row.loss_mask, some, some) for row in rows], base.ValueObjective(clip=None)
+    if case.stage == "dpo":
+        both = [PreferenceSample(row, row, -1.0, -1.0) for row in rows]
+        return both, PairObjective(DPOLoss(), 0.0, 1.0)
+    if case.stage == "ppo":
+        made = [PolicySample(row.token_ids, row.loss_mask, some, some, some, some) for row in rows]
+        return made, base.PolicyObjective(ClipLoss(), case.length, 1.0, 0.1, 0.0, CorrectionConfig())
+    return rows, base.SftObjective(pack_to=None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
