@@ -56,8 +56,9 @@ def measure(profile: Path, seed: int, state: Path, overrides: Sequence[str]) -> 
     }
     others: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for name, value in results["evaluate/suites"].metrics.items() if "evaluate/suites" in results else ():
-        policy, _, measured = name.partition("/")
-        others[policy][measured] = value
+        _, policy, measured = name.split("/")
+        if not measured.endswith(("_low", "_high", "_prompts", "_difference")):
+            others[policy][measured] = value
     for label, result in results.items():
         steps = logged(result, NO_GRADIENT)
         if steps:
