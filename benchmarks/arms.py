@@ -69,8 +69,8 @@ def measure(profile: Path, seed: int, state: Path, overrides: Sequence[str]) -> 
 def logged(result: StageResult, metric: str) -> list[float]:
     """Return what a stage logged of a metric, step by step."""
     store = ArtifactStore(next(folder for folder in result.path.parents if (folder / "objects").is_dir()))
-    (key,) = (record.key for record in store.records() if record.handle and record.handle.digest == result.digest)
-    file = attempts.metrics(store.layout.attempt(key))
+    keys = [record.key for record in store.records() if record.handle and record.handle.digest == result.digest]
+    file = attempts.metrics(store.layout.attempt(keys[-1]))  # whichever made it, the values are the same
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return [entry[metric] for entry in (json.loads(line)["values"] for line in lines) if metric in entry]
 
