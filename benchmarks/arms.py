@@ -63,7 +63,7 @@ def measure(profile: Path, seed: int, state: Path, overrides: Sequence[str]) -> 
         steps = logged(result, NO_GRADIENT)
         if steps:
             others[label]["groups without gradient"] = fmean(steps)
-    return Result(seed, list(overrides), gold, others)
+    return Result(seed, list(overrides), gold, dict(others))
 
 
 def logged(result: StageResult, metric: str) -> list[float]:
