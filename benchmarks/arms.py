@@ -28,7 +28,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 
 FOLDER = Path(__file__).parent
 PROFILES = ("specialists", "difficulty")
-NO_GRADIENT = "ppo/reward/zero_variance_groups"
+NO_GRADIENT = "/rollout/zero_variance"
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,13 @@ def measure(profile: Path, seed: int, state: Path, overrides: Sequence[str]) -> 
 
 
 def logged(result: StageResult, metric: str) -> list[float]:
-    """Return what a stage logged of a metric, step by step."""
+    """Return what a stage logged of a metric, whose name begins with that of the stage, step by step."""
     store = ArtifactStore(next(folder for folder in result.path.parents if (folder / "objects").is_dir()))
     keys = [record.key for record in store.records() if record.handle and record.handle.digest == result.digest]
     file = attempts.metrics(store.layout.attempt(keys[-1]))  # whichever made it, the values are the same
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return [entry[metric] for entry in (json.loads(line)["values"] for line in lines) if metric in entry]
+    entries = (json.loads(line)["values"] for line in lines)
+    return [value for entry in entries for name, value in entry.items() if name.endswith(metric)]
 
 
 def table(results: Sequence[Result]) -> str:
