@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def main() -> int:
             for curve in measured(judge, seed, options):
                 keep(curve, file)
                 print(curve.seed, table(curve), sep=": ", end="\n\n", flush=True)
-    curves = latest(map(parsed, read(file, Curve)), of=lambda one: (one.judge, one.method, one.seed))
+    curves = latest(map(parsed, read(file, Curve)), of=by_size)
     print(summary(curves), stops(curves), sep="\n")
     if options.plot:
         plot(curves, options.plot)
@@ -235,6 +236,12 @@ def parsed(curve: Curve) -> Curve:
     """Return a curve of the file, whose points are tables."""
     points: Sequence[Any] = curve.points
     return Curve(curve.method, curve.judge, curve.seed, [Point(**point) for point in points], curve.stopped_at)
+
+
+def by_size(curve: Curve) -> tuple[tuple[int, ...], str, str, int]:
+    """Return what curves are sorted by: the numbers of their judges, such as pairs and hidden units, methods and seeds."""
+    numbers = tuple(map(int, re.findall(r"\d+", curve.judge)))
+    return numbers, curve.judge, curve.method, curve.seed
 
 
 def table(curve: Curve) -> str:
