@@ -24,6 +24,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -262,13 +263,13 @@ def table(curve: Curve) -> str:
 def summary(curves: Sequence[Curve]) -> str:
     """Return a row for each judge and method: gold at its best and at its end, the mean over the seeds and each seed.
 
-    >>> points = [Point("n = 1", 0, 0, 0), Point("n = 4", 0.64, 1, 0.5), Point("n = 8", 1.2, 2, 0.25)]
+    >>> points = [Point("n = 1", 0, 0, 0), Point("n = 4", 0.64, 1, 0.5), Point("n = 8", 1.21, 2, 0.25)]
     >>> print(summary([Curve("best of n", "60 pairs", seed, points) for seed in (1, 2)]).splitlines()[-1])
-    | 60 pairs | best of n | +0.50 (+0.50/+0.50) | +0.25 (+0.25/+0.25) | +2.00 | 1.10 |
+    | 60 pairs | best of n | +0.50 (+0.50/+0.50) | +0.25 (+0.25/+0.25) | +0.25 | +2.00 | 1.10 |
     """
     lines = [
-        "| judge | method | gold at its best | gold at the end | proxy at the end | sqrt(KL) at the end |",
-        "|---|---|---|---|--:|--:|",
+        "| judge | method | gold at its best | gold at the end | gold at KL 1.2 | proxy at the end | sqrt(KL) at the end |",
+        "|---|---|---|---|--:|--:|--:|",
     ]
     for judge, method in dict.fromkeys((one.judge, one.method) for one in curves):
         seeds = [one.points for one in curves if (one.judge, one.method) == (judge, method)]
@@ -276,8 +277,21 @@ def summary(curves: Sequence[Curve]) -> str:
         end = [points[-1].gold for points in seeds]
         gold = " | ".join(f"{fmean(of):+.2f} ({'/'.join(f'{value:+.2f}' for value in of)})" for of in (best, end))
         proxy, kl = fmean(points[-1].proxy for points in seeds), fmean(math.sqrt(points[-1].kl) for points in seeds)
-        lines.append(f"| {judge} | {method} | {gold} | {proxy:+.2f} | {kl:.2f} |")
+        near = fmean(gold_at(points, best_of_n_kl(8)) for points in seeds)
+        lines.append(f"| {judge} | {method} | {gold} | {near:+.2f} | {proxy:+.2f} | {kl:.2f} |")
     return "\n".join(lines)
+
+
+def gold_at(points: Sequence[Point], kl: float) -> float:
+    """Return the gold reward where a curve first reaches this KL divergence, between two points in proportion; nan if never.
+
+    >>> gold_at([Point("a", 0.0, 0, 0.0), Point("b", 2.0, 0, 1.0), Point("c", 1.0, 0, 5.0)], 1.0)
+    0.5
+    """
+    for before, after in pairwise(points):
+        if after.kl >= kl > before.kl:
+            return before.gold + (kl - before.kl) / (after.kl - before.kl) * (after.gold - before.gold)
+    return math.nan
 
 
 def stops(curves: Sequence[Curve]) -> str:
