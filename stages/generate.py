@@ -20,9 +20,9 @@ from rlhf_core.data.shards import count_rows, finished_shards, read_generations,
 from rlhf_core.data.tables import read_prompts
 from rlhf_core.errors import DataError
 from rlhf_core.interfaces import Metrics, Sampler
-from rlhf_core.rewards.scoring import failed_episodes
 from rlhf_core.rollouts.answers import SINGLE_TURN, OpenEnvironments, answers, episode_metrics, open_environments
 from rlhf_core.stage.context import StageContext
+from rlhf_core.store.failures import failed_episodes
 from rlhf_core.types import Generation, GenerationsRef, Message, PolicyRef, Prompt, PromptsRef, derive_seed
 from stages.config.generate import GenerateConfig
 

@@ -35,7 +35,7 @@ from rlhf_core.rewards.model import check_reward_models
 from rlhf_core.rewards.shaping import RunningNormalizer, clipped, linear_weight, soft_overlong, truncated_reward
 from rlhf_core.rewards.terms import open_terms
 from rlhf_core.stage.context import StageContext
-from rlhf_core.store.failures import Counts
+from rlhf_core.store.failures import ONE_AGENT, Counts, failed_episodes
 from rlhf_core.types import Generation, RewardModelRef, Rollout
 
 # ---------------------------------------------------------------- Combine several rewards of one generation to a single number
@@ -142,10 +142,6 @@ logger = logging.getLogger(__name__)
 
 NO_REWARD = "no reward applies"
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. ]")
-
-
-ONE_AGENT: Mapping[str, str] = {"": "agent"}
-"""Keys of an agent that plays the prompts of all sources, if there is one."""
 
 
 class Scorer:
@@ -373,16 +369,6 @@ class Scorer:
         for path, (failed, of) in counted.items():
             before, seen = self._failed.get(path, (0, 0))
             self._failed[path] = (before + failed, seen + of)
-
-
-def failed_episodes(generations: Sequence[Generation | Rollout], agents: Mapping[str, str]) -> Counts:
-    """Return how many of how many episodes failed, by the keys of the agents; `agents` as in `Scorer`."""
-    found: dict[str, tuple[int, int]] = {}
-    for one in generations:
-        if key := agents.get(one.prompt.source, agents[""]):
-            failed, of = found.get(key, (0, 0))
-            found[key] = (failed + bool(one.completion.failure), of + 1)
-    return found
 
 
 def spread(outcome: RewardOutcome, places: Sequence[int], count: int) -> RewardOutcome:

@@ -6,7 +6,7 @@ A result in which answers failed counts only for the settings that it was finish
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rlhf_core.schema.base import FailureSetting
 from rlhf_core.store.fingerprint import canonical_json
+from rlhf_core.types import Generation, Rollout
 
 FAILURES = "failures.jsonl"
 
@@ -21,6 +22,8 @@ Settings: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Dotted path of a part that may fail (`rewards.terms.mine`, `agent`) -> its fields that may be the cause."""
 Counts: TypeAlias = Mapping[str, tuple[int, int]]
 """Path -> number of failed answers and number of all answers there."""
+ONE_AGENT: Mapping[str, str] = {"": "agent"}
+"""Keys of an agent that plays the prompts of all sources, if there is one."""
 
 
 class Failed(BaseModel):
@@ -39,6 +42,16 @@ class Failed(BaseModel):
 def failure_settings(config: Any) -> dict[str, dict[str, Any]]:
     """Return the settings that may make an answer fail, or that decide on the treatment of a failed answer."""
     return {path: fields for path, fields in _marked(config, "") if fields}
+
+
+def failed_episodes(generations: Sequence[Generation | Rollout], agents: Mapping[str, str]) -> Counts:
+    """Return how many of how many episodes failed, by the keys of the agents; `agents` has them by source (`AgentsBySource.agent_keys`)."""
+    found: dict[str, tuple[int, int]] = {}
+    for one in generations:
+        if key := agents.get(one.prompt.source, agents[""]):
+            failed, of = found.get(key, (0, 0))
+            found[key] = (failed + bool(one.completion.failure), of + 1)
+    return found
 
 
 def note(folder: Path, step: int, counts: Counts, settings: Settings) -> None:
