@@ -117,8 +117,14 @@ def translate(script: str, *, name: str, template_file: str, lenient: bool = Fal
         ]
         found = "; ".join(seen) or "no call of openrlhf.cli was found"
         raise ConfigError(f"script: {found}; known are {', '.join(COMMANDS)}")
+    trained: dict[str, str] = {}
     for arguments, section in zip(read, sections(read), strict=True):
         one = Sheet(arguments, draft)
+        if arguments.command not in ("infer", "serve", "combine"):
+            if section in trained:
+                both = f"{trained[section]} and {arguments.module} both make [{section}]"
+                draft.note(f"{both}, whose rows and settings are mixed here: import each command on its own")
+            trained[section] = arguments.module
         _translate(one, section)
         one.close()
         if one.has("save_path"):

@@ -323,7 +323,7 @@ def test_the_value_model_of_an_imported_command_starts_from_a_reward_model_from_
     (tmp_path / "reward.py").write_text(
         "def reward_func(queries, prompts, labels, **kwargs):\n    return {'rewards': [len(queries[0])]}\n"
     )
-    folder = make_reward_model(tmp_path / "critic", make_policy(tmp_path / "base"))
+    folder = make_reward_model(tmp_path / "critic", make_policy(tmp_path / "base"), head="value")
     script = "python -m openrlhf.cli.train_ppo_ray --pretrain ./base --remote_rm_url ./reward.py --prompt_data ./train.jsonl "
     config = imported(tmp_path, f"{script} --critic_pretrain {folder} {PPO}", "ppo.steps=1")
     assert config.judge() == "", "the critic scores no answers"

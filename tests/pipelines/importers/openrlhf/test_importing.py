@@ -129,6 +129,13 @@ def test_a_lenient_reader_lists_unknown_flags(tmp_path, capsys):
     assert "--my_own 1 2" in capsys.readouterr().out
 
 
+def test_two_commands_of_one_section_are_named_since_their_settings_are_mixed():
+    rm, dpo = (SFT.replace("train_sft", one).replace("--output_key a", "") for one in ("train_rm", "train_dpo"))
+    for second, noted in ((SFT, True), (rm, False), (dpo, False)):
+        notes = translate(f"{SFT}\n{second}", name="x", template_file="x.jinja").notes
+        assert any("both make [sft], whose rows" in note for note in notes) is noted
+
+
 def test_a_flag_that_is_given_twice_counts_the_second_time():
     translation = translate(f"{SFT} --seed 1 --seed 2", name="x", template_file="x.jinja")
     assert "seed = 2" in translation.profile
