@@ -85,7 +85,8 @@ def table(results: Sequence[Result]) -> str:
     | sft | 17 | 0.20 [0.10, 0.30] | 0.50 |
     """
     sources = list(dict.fromkeys(source for one in results for row in one.gold.values() for source in row))
-    others = list(dict.fromkeys(name for one in results for row in one.others.values() for name in row))
+    names = dict.fromkeys(name for one in results for row in one.others.values() for name in row)
+    others = sorted(names, key=lambda name: int("".join(filter(str.isdigit, name)) or 10**9))  # pass_at_4, pass_at_16
     lines = [
         f"| {' | '.join(['policy', 'seed', *sources, *others])} |",
         f"|---|--:|{'---|' * len(sources)}{'--:|' * len(others)}",
