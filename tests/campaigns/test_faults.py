@@ -10,6 +10,7 @@ from campaigns.faults.fault import Fault, Outcome
 from campaigns.faults.leftovers import watched
 from campaigns.faults.scored import groups, left_out, one_error, recovered
 from rlhf_core.config.rewards import FunctionReward, OnFailure
+from tests.support.forks import soon
 
 FUNCTION = """
 def reward(generations):
@@ -53,7 +54,7 @@ print(subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=nothing, 
     other = subprocess.Popen(["sleep", "60"])
     with watched() as watch:
         pid = int(subprocess.run([sys.executable, "-c", orphan], capture_output=True, check=True).stdout)
-        assert [one.pid for one in watch.living()] == [pid]
+        soon(lambda: [one.pid for one in watch.living()] == [pid])  # its environment can be read a little after it began
         psutil.Process(pid).kill()
         assert watch.left() == []
     assert other.poll() is None

@@ -339,8 +339,8 @@ def test_a_group_estimator_needs_a_group_and_minibatches_need_rollouts():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampling": SamplingConfig(top_p=0.9)}, r"sampling\.top_p = 0\.9: the trainer's log-probs .*; leave it at 1"),
-        ({"sampling": SamplingConfig(top_k=5)}, r"sampling\.top_k = 5: the trainer's log-probs .*; leave it at 0"),
+        ({"sampling": SamplingConfig(top_p=0.9)}, r"sampling\.top_p = 0\.9: the trainer's log-probs .*; remove it"),
+        ({"sampling": SamplingConfig(top_k=5)}, r"sampling\.top_k = 5: the trainer's log-probs .*; remove it"),
         ({"sampling": SamplingConfig(temperature=0.0)}, r"sampling\.temperature = 0\.0: greedy .*; raise it"),
         (
             {"advantage": {"type": "grpo"}, "kl": {"coef": 0.1}},
