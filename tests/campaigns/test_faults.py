@@ -54,7 +54,9 @@ print(subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=nothing, 
     other = subprocess.Popen(["sleep", "60"])
     with watched() as watch:
         pid = int(subprocess.run([sys.executable, "-c", orphan], capture_output=True, check=True).stdout)
-        soon(lambda: [one.pid for one in watch.living()] == [pid])  # its environment can be read a little after it began
+        soon(
+            lambda: [one.pid for one in watch.living()] == [pid]
+        )  # its environment can be read a little after it began
         psutil.Process(pid).kill()
         assert watch.left() == []
     assert other.poll() is None
