@@ -74,6 +74,6 @@ def test_runs_that_are_stopped_or_edited_are_among_them(seen):
 
 def test_two_runs_at_once_compute_each_stage_once(seen):
     pair, twin = checks.results(seen.folder / "two-of-two-0000"), checks.results(seen.folder / "memory")
-    assert len(twin) == 19
+    assert len(twin) == 28
     assert list(checks.differences(pair, twin)) == []
     assert {label: one.attempts for label, one in pair.items()} == dict.fromkeys(twin, 1)
