@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import arms, instructions, methods, online_rounds, over_optimization
 from benchmarks.seeds import add_first, keep, latest, read, seeds_parser
+from pipelines.cli.main import main as command
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,9 @@ def test_the_benchmarks_print_what_is_there_and_train_nothing(
     monkeypatch.setattr("sys.argv", ["benchmark", *words, "--print", "--state", str(tmp_path), "--seeds", "1"])
     assert benchmark.main() == 0
     assert capsys.readouterr().out and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", arms.PROFILES)
+def test_the_profiles_beside_the_benchmarks_plan(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    assert command(["plan", str(arms.FOLDER / f"{name}.toml")]) == 0
