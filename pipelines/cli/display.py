@@ -204,7 +204,7 @@ class LiveDisplay:
         left = [row.left() for row in self._rows.values()]
         known, unknown = [seconds for seconds in left if seconds], sum(seconds is None for seconds in left)
         if not known:
-            return f"{unknown} stages left, whose time is not known" if unknown else ""
+            return f"{unknown} stage{'s' * (unknown > 1)} left, whose time is not known" if unknown else ""
         return f"about {duration(sum(known))} left" + (f", without {unknown} stages of unknown time" if unknown else "")
 
     def _cells(self, label: str, row: Row, bar: int) -> tuple[RenderableType, ...]:
