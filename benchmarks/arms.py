@@ -23,6 +23,7 @@ from statistics import fmean
 
 from benchmarks.seeds import add_first, keep, latest, read, seeds_parser
 from pipelines import StageResult, run
+from rlhf_core.evaluation.plots import read_curves
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 
@@ -71,9 +72,8 @@ def logged(result: StageResult, metric: str) -> list[float]:
     store = ArtifactStore(next(folder for folder in result.path.parents if (folder / "objects").is_dir()))
     keys = [record.key for record in store.records() if record.handle and record.handle.digest == result.digest]
     file = attempts.metrics(store.layout.attempt(keys[-1]))  # whichever made it, the values are the same
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    entries = (json.loads(line)["values"] for line in lines)
-    return [value for entry in entries for name, value in entry.items() if name.endswith(metric)]
+    curves = read_curves(file) if file.is_file() else {}
+    return [value for name, points in curves.items() if name.endswith(metric) for _, value in points]
 
 
 def table(results: Sequence[Result]) -> str:

@@ -6,7 +6,6 @@ The engines are plain torch and transformers, without Ray and vLLM, so that a ru
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from rlhf_core.config.monitors import HeldOutConfig
 from rlhf_core.config.policy import LoopConfig, PPOConfig
 from rlhf_core.config.rewards import FunctionReward, RewardModelReward, RewardsConfig
 from rlhf_core.data.tables import read_preferences, write_preferences
+from rlhf_core.evaluation.plots import read_curves
 from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, Trainer
 from rlhf_core.runtime.local_runtime import LocalRuntime
 from rlhf_core.schema.base import Config
@@ -132,12 +132,8 @@ class SmallWorld:
     def curves(self, ref: ArtifactRef) -> dict[str, dict[int, float]]:
         """Return what the run that made a policy logged: metric -> step -> value."""
         (record,) = [record for record in self.store.records() if record.handle == ref]
-        lines = attempts.metrics(self.store.layout.attempt(record.key)).read_text(encoding="utf-8").splitlines()
-        found: defaultdict[str, dict[int, float]] = defaultdict(dict)
-        for entry in map(json.loads, lines):
-            for name, value in entry["values"].items():
-                found[name.removeprefix("ppo/")][entry["step"]] = value
-        return found
+        curves = read_curves(attempts.metrics(self.store.layout.attempt(record.key)))
+        return {name.removeprefix("ppo/"): dict(points) for name, points in curves.items()}
 
     def report(self, ref: ArtifactRef) -> dict[str, Any]:
         """Return `monitors.json` of a policy."""

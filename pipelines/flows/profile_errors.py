@@ -45,8 +45,7 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
     errors = error.errors()
     unknown = [one for one in errors if one["type"] == "extra_forbidden"]
     first = (unknown or errors)[0]
-    if isinstance(first["input"], list):  # one of its items is wrong, which says more than that the list as a whole is
-        first = next((one for one in errors if one["loc"][:-2] == first["loc"][:-1] and one["loc"][-1:] != ()), first)
+    first = next((one for one in errors if _is_of_an_entry(one, first)), first)
     location, given = first["loc"], first["input"]
     tags = [given.get(tag) for tag in FIELD_OF] if isinstance(given, Mapping) else []
     if first["type"] == "value_error" and location and location[-1] in tags:
@@ -88,6 +87,14 @@ def first_error(error: ValidationError, tree: Mapping[str, Any], model: type[Bas
         near = nearest(str(value), re.findall("'([^']+)'", first["ctx"]["expected"]))
         remedy = near if near.startswith("did you mean") else remedy
     return f"{dotted} = {shown}: {rule[0].lower()}{rule[1:]}; {remedy}"
+
+
+def _is_of_an_entry(one: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
+    """Return whether an error is about an entry of the list that `whole` is about: that says more than that the list is wrong."""
+    given, at = whole["input"], one["loc"][-1] if one["loc"] else None
+    if not isinstance(given, list) or not isinstance(at, int) or one["loc"][:-2] != whole["loc"][:-1]:
+        return False
+    return at < len(given) and given[at] is one["input"]
 
 
 def _holds_others(value: object) -> bool:

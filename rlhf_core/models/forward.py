@@ -33,6 +33,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.architecture import length_limit, padding_id, too_long, unknown_token
 from rlhf_core.models.batches import TokenBatch, check_packing, keeps_apart, prefix_width, shared_rows
 from rlhf_core.models.packages import VALUE_HEAD_FILE
+from rlhf_core.models.sizes import LOGPROB_ELEMENTS
 
 # ---------------------------------------------------------------- one call of the head
 
@@ -296,8 +297,6 @@ logger = logging.getLogger(__name__)
 CHUNK_ELEMENTS = 2**24
 """Maximum number of logits in memory at once: 64 MiB in fp32, and as much for each matrix that is made of them. Fewer are
 computed in one chunk, and not again in the backward pass."""
-LOGPROB_ELEMENTS = 2 * CHUNK_ELEMENTS
-"""The same for log-probabilities, which take few such matrices (`rlhf_core.models.forward`)."""
 INFLUENCE = 1e-5
 """Maximum influence of later tokens on an earlier state, relative to that of earlier tokens. It is 0 under a mask; sums
 by Fourier transform leave 1e-7, and adding 0.001 of a mean over the row gives 1e-4."""

@@ -9,6 +9,8 @@ from typing import Any
 from rlhf_core.config.engines import ALL_LINEAR, InitModel, LoraConfig
 from rlhf_core.errors import ConfigError
 
+LOGPROB_ELEMENTS = 2**25
+"""Maximum number of logits in memory at once for log-probabilities, which take few such matrices (`rlhf_core.models.forward`)."""
 BY_FORMULA = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """`model_type` of the families that `shape_of` counts itself; of all others transformers builds the layers on the meta
 device, which takes seconds."""

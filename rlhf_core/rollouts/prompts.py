@@ -96,9 +96,9 @@ class BandOrder:
     """
 
     def __init__(self, prompts: Sequence[Prompt], config: RewardBand, *, seed: int) -> None:
-        self._prompts = list({one.id: one for one in prompts}.values())
+        different = {one.id: one for one in prompts}.values()
+        self._prompts = sorted(different, key=lambda one: derive_seed(seed, "band", one.id))
         self._config = config
-        self._seed = seed
         self._answered: dict[str, Answered] = {}
 
     def drawn(self, count: int) -> list[Prompt]:
@@ -107,8 +107,9 @@ class BandOrder:
         In both, those that were not drawn for longest come first, and equal ones in an order of the seed. There are
         repeated ones only if there are fewer than `count` prompts.
         """
-        inside = self._oldest([one for one in self._prompts if self._is_inside(one)])
-        outside = self._oldest([one for one in self._prompts if not self._is_inside(one)])
+        oldest = sorted(self._prompts, key=self._last_drawn)  # equal ones stay in the order of the seed
+        inside = [one for one in oldest if self._is_open(one)]
+        outside = [one for one in oldest if not self._is_open(one)]
         again = min(math.ceil(self._config.again * count), len(outside))
         chosen = [*inside[: count - again], *outside][:count]
         chosen += inside[count - again :][: count - len(chosen)]
@@ -128,7 +129,7 @@ class BandOrder:
     def metrics(self) -> Metrics:
         """Return the shares of all prompts that are in the band, and that were answered."""
         means = [one.mean for one in self._answered.values() if one.mean is not None]
-        inside = sum(self._config.low <= mean <= self._config.high for mean in means)
+        inside = sum(map(self._is_inside, means))
         return {"band/inside": inside / len(self._prompts), "band/answered": len(means) / len(self._prompts)}
 
     def state(self) -> dict[str, Any]:
@@ -139,13 +140,13 @@ class BandOrder:
         """Continue from `state`."""
         self._answered = {name: Answered(step, mean) for name, (step, mean) in state.items()}
 
-    def _is_inside(self, prompt: Prompt) -> bool:
+    def _is_open(self, prompt: Prompt) -> bool:
+        """Return whether a prompt is in the band, or not answered yet."""
         found = self._answered.get(prompt.id)
-        return found is None or (found.mean is not None and self._config.low <= found.mean <= self._config.high)
+        return found is None or (found.mean is not None and self._is_inside(found.mean))
 
-    def _oldest(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        def place(prompt: Prompt) -> tuple[int, int]:
-            found = self._answered.get(prompt.id)
-            return -1 if found is None else found.step, derive_seed(self._seed, "band", prompt.id)
+    def _is_inside(self, mean: float) -> bool:
+        return self._config.low <= mean <= self._config.high
 
-        return sorted(prompts, key=place)
+    def _last_drawn(self, prompt: Prompt) -> int:
+        return self._answered[prompt.id].step if prompt.id in self._answered else -1

@@ -16,15 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlhf_core.config.engines import LoraConfig, TrainerConfig
-from rlhf_core.models.sizes import ModelShape
+from rlhf_core.models.sizes import LOGPROB_ELEMENTS, ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 BUCKET = 500_000_000
 """Elements of DeepSpeed's reduce bucket (`reduce_bucket_size`, zero/config.py), which we leave at its default."""
 LIVE = 1_000_000_000
 """Elements of gathered parameters that ZeRO 3 keeps (`stage3_max_live_parameters`), and of its groups in a step."""
-LOGITS = 2**25
-"""Logits that exist at once: `rlhf_core.models.forward.LOGPROB_ELEMENTS`."""
 
 Bytes = Mapping[str, float]
 """Name of a term -> bytes."""
@@ -242,7 +240,7 @@ def activations(role: Role, config: TrainerConfig, *, backward: bool = True) -> 
     layer = float(role.tokens * (norms + attention + size * 4 * shape.intermediate))
     row = float(role.tokens * shape.hidden * size)
     logit_tokens = role.vocabulary_tokens or role.tokens
-    chunk = min(LOGITS, logit_tokens * shape.vocabulary) if role.logits else 0
+    chunk = min(LOGPROB_ELEMENTS, logit_tokens * shape.vocabulary) if role.logits else 0
     # log-probabilities that are kept, their gradient and one intermediate matrix; bfloat16 has its logits, too
     logits = {"logits": float(chunk * (12 + (2 if size == 2 else 0)))} if chunk else {}
     if not backward:

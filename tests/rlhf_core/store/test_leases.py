@@ -108,6 +108,8 @@ def test_the_heartbeat_renews_a_lease(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.05)
     with hold(tmp_path, "k") as lease:
         soon(lambda: (read_json(tmp_path / "k.json") or {"expires": 0})["expires"] > lease.owner.expires)
+        lease.check()
+        assert (read_json(tmp_path / "k.json") or {})["token"] == lease.owner.token
 
 
 def test_a_process_number_given_to_another_process_is_not_the_owner(tmp_path):
