@@ -11,14 +11,7 @@ from pipelines.flows.full import part
 from pipelines.flows.own_answers import sample_and_imitate
 from rlhf_core.data.shards import read_rollouts
 from rlhf_core.data.worlds.arithmetic import exact_match
-from rlhf_core.types import (
-    DemonstrationsRef,
-    PolicyRef,
-    PreparedDataRef,
-    PromptsRef,
-    RewardModelRef,
-    StepsRef,
-)
+from rlhf_core.types import DemonstrationsRef, PolicyRef, PreparedDataRef, PromptsRef, RewardModelRef, StepsRef
 from stages import table
 
 BEST_OF = 8

@@ -23,10 +23,7 @@ from rlhf_core.store.fingerprint import hash_file, sha256_text
 from rlhf_core.store.index import remembered_code
 from rlhf_core.store.records import KeyRecord, other_versions
 from rlhf_core.tracking.further import check_installed
-from rlhf_core.types import (
-    ArtifactRef,
-    PreparedDataRef,
-)
+from rlhf_core.types import ArtifactRef, PreparedDataRef
 from stages.config.prepare_data import PrepareDataConfig, wanted_tables
 from stages.table import numbers_of
 

@@ -26,11 +26,7 @@ from pipelines.flows.profile_errors import check_removal, fields_of, first_error
 from pipelines.flows.profile_paths import relative_to_profile
 from pipelines.flows.recipe import GraphConfig, Step
 from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig, TrackConfig
-from pipelines.flows.sections import (
-    POLICY_SECTIONS,
-    DistillationConfig,
-    EvaluationConfig,
-)
+from pipelines.flows.sections import POLICY_SECTIONS, DistillationConfig, EvaluationConfig
 from rlhf_core.config.former_names import FORMER, renamed
 from rlhf_core.config.monitors import is_named, remedy_of
 from rlhf_core.errors import ConfigError, nearest

@@ -12,11 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_core.algorithms import advantage, policy, preference
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, TokenAdvantage
