@@ -234,16 +234,16 @@ def shown(
     """Return the demonstrations by split, their assistant turns masked."""
     ref = needed(demonstrations, "demonstrations", f"on_policy = {on(config)} trains on demonstrations", context)
     context.tracker.dataset("demonstrations", ref.digest, "training")
-    splits = {}
-    for split in ("train", "eval"):
-        rows = read_demonstrations(context.path(ref) / f"{split}.parquet")
-        config.check_sources({row.source for row in rows}, key=context.label)
-        splits[split] = [
+    rows = {split: read_demonstrations(context.path(ref) / f"{split}.parquet") for split in ("train", "eval")}
+    config.check_sources({row.source for found in rows.values() for row in found}, key=context.label)
+    return {
+        split: [
             method.routed(one, row.source)
-            for row in rows
+            for row in found
             for one in method.examples(row.messages, max_length=config.max_length)
         ]
-    return splits
+        for split, found in rows.items()
+    }
 
 
 def drawn(config: DistillConfig, prompts: PromptsRef | None, context: StageContext) -> dict[str, list[Draw]]:

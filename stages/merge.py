@@ -81,7 +81,13 @@ def one_tensor(
     weights = [config.weights[policy] for policy in values]
     start = None if base is None else base.tensor(name).float()
     merged: torch.Tensor = config.method.merged(models, weights, start, derive_seed(seed, "merge", name))
-    return merged.to(first.dtype).contiguous()
+    made = merged.to(first.dtype).contiguous()
+    if not made.isfinite().all():
+        rule = f"the merged values are not finite in {first.dtype}"
+        raise ConfigError(
+            "merge.weights", name, rule, "lower the weights or method.scale, or leave out a policy of such values"
+        )
+    return made
 
 
 class Opened:

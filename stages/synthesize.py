@@ -87,7 +87,8 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._writing = path, threading.Lock()
         self.replies: dict[Conversation, str] = {}
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        # Not `splitlines`: a reply may have other characters that end lines, such as U+2028, which JSON leaves as they are.
+        for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else ():
             try:
                 row = json.loads(line)
                 self.replies[row["prompt"], row["number"]] = row["reply"]

@@ -24,6 +24,7 @@ from pydantic import ValidationError, model_validator
 
 from pipelines.flows.profile_errors import check_removal, fields_of, first_error, models_at, shown_value
 from pipelines.flows.profile_paths import relative_to_profile
+from pipelines.flows.prompt_sources import check_step_sources
 from pipelines.flows.recipe import GraphConfig, Step
 from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig, TrackConfig
 from pipelines.flows.sections import POLICY_SECTIONS, DistillationConfig, EvaluationConfig
@@ -83,8 +84,10 @@ class PipelineConfig(GraphConfig):
                     f"{section}.start_from = {config.start_from!r}: the profile has no [{config.start_from}]; "
                     "add that section or start from 'base'"
                 )
-        for step in self.steps():
+        steps = self.steps()
+        for step in steps:
             self._check_windows(step)
+        check_step_sources(steps, self.prepare_data.data, self.evaluate)
         if self.distill is not None:
             self._check_teachers(self.distill)
         if self.evaluate is not None:

@@ -28,7 +28,13 @@ from pipelines.flows.sections import (
 )
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.policy import PPOConfig
-from rlhf_core.config.rewards import EnsembleReward, ProcessRewardModelReward, RewardModelReward, RewardsConfig
+from rlhf_core.config.rewards import (
+    EnsembleReward,
+    ProcessRewardModelReward,
+    RewardModelReward,
+    RewardsConfig,
+    what_moves_rewards,
+)
 from rlhf_core.config.teachers import Teachers
 from rlhf_core.errors import explain, nearest
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
@@ -47,6 +53,7 @@ from stages.config.import_policy import ImportPolicyConfig
 from stages.config.import_reward_model import ImportRewardModelConfig
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
+from stages.config.score import ScoreConfig
 from stages.config.select import Pairs, PromptsInBand
 from stages.config.sft import SFTConfig
 from stages.config.synthesize import SynthesizeConfig
@@ -345,6 +352,8 @@ def check(steps: Sequence[Step]) -> None:
     """Raise ValueError for a name that two steps have, and for an input that there is not or that is of another kind."""
     made = {name: step for step in steps for name in step.made}
     for step in steps:
+        check_optimization(step, made)
+        check_difficulty(step, made)
         if not step.key.startswith("recipe."):
             for name in (
                 {"reference", "reward_models", "teachers", "critic"} & step.inputs.keys()
@@ -366,16 +375,41 @@ def check(steps: Sequence[Step]) -> None:
         for name, given in step.inputs.items():  # also one that is not read now: a misspelt name would wait there
             for read in listed(given):
                 check_input(step, name, read, made)
-        if isinstance(step.config, PPOConfig) and step.inputs["critic"] and not step.config.uses_values:
-            rule = "there is no value model that could start from it"
-            raise ValueError(
-                explain(f"{step.path}.critic", step.inputs["critic"], rule, 'remove it, or set advantage = "gae"')
-            )
     check_distillation(steps)
     used = {name for step in steps for names in step.reads().values() for name in names}
     for step in steps:
         if step.key.startswith("recipe.") and step.output is not PolicyRef and used.isdisjoint(step.made):
             warn_unread(step.key)
+
+
+def check_optimization(step: Step, made: Mapping[str, Step]) -> None:
+    """Raise ValueError for a critic without a value model, and for an order by difficulties that the prompts come without."""
+    own = isinstance(step.config, PPOConfig)
+    config, path = (step.config, step.path) if own else (getattr(step.config, "ppo", None), f"{step.path}.ppo")
+    if not isinstance(config, PPOConfig):
+        return
+    critic = "".join(listed(step.inputs.get("critic", "")))
+    if critic and not config.uses_values:
+        rule = "there is no value model that could start from it"
+        raise ValueError(explain(f"{path}.critic", critic, rule, 'remove it, or set advantage = "gae"'))
+    prompts = "".join(listed(step.inputs["prompts"]))
+    measured = prompts in made and isinstance(made[prompts].config, PromptsInBand)
+    if config.order == "easy_first" and not measured and prompts in {*made, *PARTS}:
+        rule, remedy = (
+            f"{prompts} come without their difficulty",
+            'read the prompts of a select step with type = "prompts"',
+        )
+        raise ValueError(explain(f"{path}.order", config.order, rule, remedy))
+
+
+def check_difficulty(step: Step, made: Mapping[str, Step]) -> None:
+    """Raise ValueError for prompts that are selected by a reward which the answers around them move."""
+    scored = made.get("".join(listed(step.inputs.get("rollouts", ""))))
+    if isinstance(step.config, PromptsInBand) and not step.config.term and scored:
+        mover = what_moves_rewards(scored.config.rewards) if isinstance(scored.config, ScoreConfig) else ""
+        if mover:
+            rule, remedy = f"{scored.path}.{mover} changes the reward", "name a term, or remove one of them"
+            raise ValueError(explain(f"{step.path}.term", step.config.term, rule, remedy))
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 from pydantic import Field, model_validator
 
 from rlhf_core.config.engines import PretrainedModel
-from rlhf_core.config.policy import PPOConfig, check_best
+from rlhf_core.config.policy import PPOConfig, check_best, refuse_exports
 from rlhf_core.config.teachers import TeacherName
 from rlhf_core.schema.base import OPERATIONAL, Config, added_option
 from stages.config.collect_preferences import CollectPreferencesConfig
@@ -78,6 +78,7 @@ class RejectionSamplingConfig(Config):
     @model_validator(mode="after")
     def _check_keep_best(self) -> RejectionSamplingConfig:
         check_best("select.eval_fraction", self.select.eval_fraction, {"sft.loop": self.sft.loop})
+        refuse_exports({"sft": self.sft})
         return self
 
 
@@ -92,6 +93,7 @@ class ConditionalSFTConfig(Config):
     @model_validator(mode="after")
     def _check_keep_best(self) -> ConditionalSFTConfig:
         check_best("condition.eval_fraction", self.condition.eval_fraction, {"sft.loop": self.sft.loop})
+        refuse_exports({"sft": self.sft})
         return self
 
 
@@ -170,6 +172,7 @@ class OnlineRounds(Config):
             )
         loops = {"dpo.loop": self.dpo.loop} if self.dpo else {}
         check_best("collect.eval_fraction", self.collect.eval_fraction, loops)
+        refuse_exports({"ppo": self.ppo})
         return self
 
 

@@ -9,7 +9,7 @@ Each loss is a class in `rlhf_core.algorithms.preference` with its options, form
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -25,9 +25,9 @@ from rlhf_core.config.agents import AgentConfig, AgentName, AgentsBySource, chec
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.config.former_names import recorded, renamed
 from rlhf_core.config.monitors import HeldOutConfig, Monitor, check_watched
-from rlhf_core.config.rewards import Gdpo, RewardsConfig, what_compares_answers, what_moves_rewards
+from rlhf_core.config.rewards import Gdpo, RewardsConfig, check_sources, what_compares_answers, what_moves_rewards
 from rlhf_core.config.teachers import PolicyDistillation
-from rlhf_core.errors import nearest
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.schema.base import OPERATIONAL, Config, RenamedConfig, added_option, by_type
 
 # ---------------------------------------------------------------- the methods, by their type
@@ -311,6 +311,23 @@ class PPOConfig(AgentsBySource, RenamedConfig):
         """Return the fields under the names that results were recorded with."""
         return recorded(table)
 
+    def sources_used(self, sources: Collection[str], *, key: str) -> set[str]:
+        """Return those of the prompts' `sources` that are drawn; ConfigError for one that there is not, or without a term."""
+        for source, share in self.mixture.items():
+            if source not in sources:
+                rule = f"no prompt has this source; {nearest(source, sorted(sources))}"
+                raise ConfigError(f"{key}.mixture.{source} = {share}: {rule}")
+        used = {source for source, share in self.mixture.items() if share} or set(sources)
+        self.check_agents(sources, key=key)
+        check_sources(self.rewards, used, known=sources, key=f"{key}.rewards")
+        if self.distill:
+            self.distill.check_sources(used, known=sources, key=f"{key}.distill")
+        counted = self.rewards.terms[self.band.term].sources if self.band.term else ()
+        for source in sorted(used - set(counted)) if counted else ():
+            rule = f"does not apply to prompts of the source {source}, which would come first once and never again"
+            raise ConfigError(f"{key}.band.term", self.band.term, rule, "name a term of all sources, or none")
+        return used
+
     @model_validator(mode="after")
     def _check_mixture(self) -> PPOConfig:
         if self.mixture and not any(self.mixture.values()):
@@ -328,6 +345,13 @@ class PPOConfig(AgentsBySource, RenamedConfig):
         if self.band.term and self.band.term not in self.rewards.terms:
             rule = nearest(self.band.term, list(self.rewards.terms))
             raise ValueError(f"band.term = {self.band.term!r}: rewards have no such term; {rule}")
+        mover = "" if self.band.term else what_moves_rewards(self.rewards)
+        if mover or not self.rewards.terms:
+            rule = f"{mover} changes the reward" if mover else "there is no reward"
+            raise ValueError(
+                f"band.low = {self.band.low}, high = {self.band.high}: are compared with the reward of the answers, and {rule}; "
+                "name a term as band.term, or remove one of them"
+            )
         if self.ahead is not None or self.mixture:
             other = "mixture" if self.mixture else "ahead"
             raise ValueError(
@@ -517,6 +541,11 @@ class PPOConfig(AgentsBySource, RenamedConfig):
             )
 
     @model_validator(mode="after")
+    def _check_exports(self) -> PPOConfig:
+        check_exports(self.export_every, {"steps": self.steps})
+        return self
+
+    @model_validator(mode="after")
     def _check_monitors(self) -> PPOConfig:
         late = self.ahead.type if self.ahead and (self.staleness or isinstance(self.ahead, PartialRollouts)) else ""
         check_watched(
@@ -585,6 +614,25 @@ class LoopConfig(Config):
     """Optimizer steps between checkpoints."""
     log_every: Annotated[int, Field(ge=1), OPERATIONAL] = 1
     """Optimizer steps between points of the training curves."""
+
+
+def check_exports(every: int, end: Mapping[str, int]) -> None:
+    """Raise ValueError for policies on the way of which there are none before the `end`, the name and number of the last step."""
+    for name, last in end.items():
+        if every >= last:
+            raise ValueError(
+                f"export_every = {every}: there is no such step before the end ({name} = {last}); lower it, or leave it at 0"
+            )
+
+
+def refuse_exports(trainings: Mapping[str, Any]) -> None:
+    """Raise ValueError for a training inside of a group of stages that exports policies on the way, which no stage would read."""
+    for key, config in trainings.items():
+        if config is not None and config.export_every:
+            raise ValueError(
+                f"{key}.export_every = {config.export_every}: no stage reads policies on the way of this training; leave it at "
+                "0, or train in a step of its own"
+            )
 
 
 def check_best(holds_out: str, fraction: float, loops: Mapping[str, LoopConfig]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, nearest
 from rlhf_core.schema.base import Config
 
 TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
@@ -53,15 +53,23 @@ class Teachers(Config):
                 )
         return self
 
-    def check_sources(self, sources: Collection[str], *, key: str) -> None:
-        """Raise ConfigError for a source of the data without a teacher."""
-        known = {source for named in self.route.values() for source in named}
-        for source in sorted(set(sources) - known) if self.route else ():
+    def check_sources(self, sources: Collection[str], *, known: Collection[str] = (), key: str) -> None:
+        """Raise ConfigError for one of `sources` without a teacher, and for a source of `route` that is not `known`.
+
+        `known` are all sources that the prompts have, if they are more than those that are taught.
+        """
+        taught = {source for named in self.route.values() for source in named}
+        for source in sorted(set(sources) - taught) if self.route else ():
             rule, remedy = (
                 "no teacher teaches prompts of this source",
                 "add it to one of them, or leave it out of the data",
             )
             raise ConfigError(f"{key}.route", source, rule, remedy)
+        for name, named in self.route.items():
+            for source in named:
+                if source not in {*sources, *known}:
+                    rule = f"no prompt has the source {source!r}; {nearest(source, sorted({*sources, *known}))}"
+                    raise ConfigError(f"{key}.route.{name} = {list(named)}: {rule}")
 
 
 def toml(table: Mapping[str, float]) -> str:

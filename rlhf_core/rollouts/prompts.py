@@ -14,9 +14,8 @@ from typing import Any
 
 from rlhf_core.config.monitors import HeldOutConfig
 from rlhf_core.config.policy import PPOConfig, RewardBand
-from rlhf_core.config.rewards import check_sources
 from rlhf_core.data.tables import DIFFICULTY, content_id, read_prompts
-from rlhf_core.errors import ConfigError, nearest
+from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics
 from rlhf_core.types import Prompt, Rollout, derive_seed
 
@@ -45,16 +44,7 @@ def ordered_prompts(config: PPOConfig, folder: Path, *, key: str) -> list[Prompt
 
 def sources_used(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> list[Prompt]:
     """Return the prompts of the sources in the mixture, or all; ConfigError for a source that there is not, or without a term."""
-    sources = {prompt.source for prompt in prompts}
-    for source in config.mixture:
-        if source not in sources:
-            rule = f"no prompt has this source; {nearest(source, sorted(sources))}"
-            raise ConfigError(f"{key}.mixture.{source} = {config.mixture[source]}: {rule}")
-    used = {source for source, share in config.mixture.items() if share} or sources
-    config.check_agents(sources, key=key)
-    check_sources(config.rewards, used, known=sources, key=f"{key}.rewards")
-    if config.distill:
-        config.distill.check_sources(used, key=f"{key}.distill")
+    used = config.sources_used({prompt.source for prompt in prompts}, key=key)
     return [prompt for prompt in prompts if prompt.source in used]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from rlhf_core.algorithms.merging import LinearMerge, Merge, OfChanges, SlerpMerge
-from rlhf_core.config.teachers import TeacherName
+from rlhf_core.config.teachers import TeacherName, toml
 from rlhf_core.schema.base import Config
 
 
@@ -22,6 +23,12 @@ class MergeConfig(Config):
     def uses_base(self) -> bool:
         """Return whether the changes from a base are merged."""
         return isinstance(self.method, OfChanges)
+
+    @model_validator(mode="after")
+    def _check_sum(self) -> MergeConfig:
+        if not math.isfinite(sum(self.weights.values())):
+            raise ValueError(f"weights = {toml(self.weights)}: their sum is too large; give smaller ones")
+        return self
 
     @model_validator(mode="after")
     def _check_two(self) -> MergeConfig:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig
-from rlhf_core.config.policy import LoopConfig
+from rlhf_core.config.policy import LoopConfig, check_exports
 from rlhf_core.schema.base import Config, added_option
 
 
@@ -44,6 +44,7 @@ class SFTConfig(Config):
                 f"export_every = {self.export_every}: the policies are named by their steps, whose number depends on the data; "
                 "set loop.max_steps, or leave it at 0"
             )
+        check_exports(self.export_every, {"loop.max_steps": self.loop.max_steps} if self.export_every else {})
         return self
 
     @model_validator(mode="after")

@@ -44,6 +44,10 @@ class SynthesizeConfig(Config):
             raise ValueError("template: must hold {prompt}, or every request is the same; add it")
         if self.make == "prompts" and not self.template:
             raise ValueError('template = "": replies to a prompt are no prompts; write a request for a new one')
+        if self.server is not None and self.sampling != type(self).model_fields["sampling"].default:
+            raise ValueError(
+                "sampling = {...}: is not read beside server, which has max_tokens and temperature of its own; remove it"
+            )
         if self.max_characters and self.max_characters < self.min_characters:
             raise ValueError(f"max_characters = {self.max_characters}: must be >= min_characters; raise it")
         try:

@@ -80,6 +80,10 @@ def test_policies_that_do_not_belong_together_are_refused(tmp_path, policy):
         ConfigError, match=r"merge\.weights = 'wide': .* has shape \[.*\], and \[.*\] in ours; merge policies"
     ):
         merged(tmp_path, MergeConfig(weights={"ours": 1.0, "wide": 1.0}), {"ours": policy, "wide": wide})
+    far = MergeConfig(weights={"ours": 1.0, "up": 1.0}, method={"type": "task_arithmetic", "scale": 1e39})
+    folders = {"start": policy, "ours": policy, "up": moved(policy, tmp_path / "up", 0.5)}
+    with pytest.raises(ConfigError, match=r"merge\.weights = '.*': the merged values are not finite in torch.float32"):
+        merged(tmp_path / "far", far, folders)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,7 @@ def test_policies_that_do_not_belong_together_are_refused(tmp_path, policy):
     [
         ({"weights": {"a": 1.0}}, "at least 2 items"),
         ({"weights": {"a": 1.0, "b": 0.0}}, "greater than 0"),
+        ({"weights": {"a": 1e308, "b": 1e308}}, "their sum is too large; give smaller ones"),
         (
             {"weights": {"a": 1.0, "b": 1.0, "c": 1.0}, "method": {"type": "slerp"}},
             "slerp interpolates between two policies, and there are 3",

@@ -545,6 +545,23 @@ ONE_SOURCE = PolicyDistillation(teachers={"own": 1.0}, route={"own": ("desk",)})
             {"rewards": RewardsConfig(terms={"one": FunctionReward(function="m:f", sources=("sums",))})},
             r"rewards\.terms = 'desk': no term",
         ),
+        (
+            {
+                "order": "band",
+                "band": RewardBand(term="one"),
+                "rewards": RewardsConfig(
+                    terms={
+                        "one": FunctionReward(function="m:f", sources=("sums",)),
+                        "two": FunctionReward(function="m:f", sources=("desk",)),
+                    }
+                ),
+            },
+            r"ppo\.band\.term = 'one': does not apply to prompts of the source desk, which would come first once",
+        ),
+        (
+            {"distill": PolicyDistillation(teachers={"own": 1.0}, route={"own": ("desk", "sum", "sums")})},
+            r"ppo\.distill\.route\.own = \['desk', 'sum', 'sums'\]: no prompt has the source 'sum'; did you mean sums\?",
+        ),
     ],
 )
 def test_sources_that_do_not_fit_the_prompts_are_refused_before_a_model_is_loaded(changes, message):

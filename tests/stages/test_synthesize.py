@@ -43,7 +43,7 @@ def asking(server: ChatServer, **changes: Any) -> SynthesizeConfig:
 def test_replies_of_a_server_become_demonstrations_and_only_missing_ones_are_asked_again(tmp_path, server):
     shop, inputs = shop_and_inputs(tmp_path)
     config = asking(server, samples_per_prompt=2, eval_fraction=0.2, turns=("Shorter.",))
-    server.says = lambda asked: "It is long." if asked != "Shorter." else f"It is {len(server.requests)}."
+    server.says = lambda asked: "It is long." if asked != "Shorter." else f"It\u2028is {len(server.requests)}."
     said = server.says
     server.says = lambda asked: 400 if len(server.requests) > 6 else said(asked)
     with pytest.raises(
@@ -59,11 +59,13 @@ def test_replies_of_a_server_become_demonstrations_and_only_missing_ones_are_ask
     assert isinstance(ref, DemonstrationsRef) and len(server.requests) == before + 2 * 9
     train, held = (read_demonstrations(shop.store.path(ref) / f"{split}.parquet") for split in ("train", "eval"))
     assert [one.messages[-1].content for one in (*train, *held) if one.messages[0].content == "What is 0?"] == [
-        "It is 2.",
-        "It is 4.",
+        "It\u2028is 2.",
+        "It\u2028is 4.",
     ]
     assert (len(train), len(held), train[0].source) == (10, 2, "sums")
-    replies = [json.loads(line) for line in (shop.store.path(ref) / "replies.jsonl").read_text().splitlines()]
+    replies = [
+        json.loads(line) for line in (shop.store.path(ref) / "replies.jsonl").read_text().rstrip("\n").split("\n")
+    ]
     assert [(one["prompt"], one["number"]) for one in replies] == [(f"p{i}", n) for i in range(6) for n in range(2)]
     last = server.requests[-1]
     assert [one["role"] for one in last["messages"]] == ["user", "assistant", "user"]
@@ -124,6 +126,10 @@ def test_what_is_asked_keeps_placeholders_of_the_prompt_and_every_turn():
         ({"template": "Ask"}, r"template: must hold \{prompt\}"),
         ({"pattern": "("}, r"pattern = '\(': is no regular expression"),
         ({"pattern": "(a)(b)"}, r"has 2 groups; write one"),
+        (
+            {"server": {"url": "http://h/v1", "model": "m"}, "sampling": {"temperature": 0.5}},
+            r"sampling = \{\.\.\.\}: is not read beside server, which has max_tokens and temperature of its own; remove it",
+        ),
         ({"min_characters": 5, "max_characters": 3}, r"max_characters = 3: must be >= min_characters"),
     ],
 )

@@ -181,6 +181,11 @@ def test_a_teacher_beside_teachers_is_refused_and_its_default_is_not():
     ("profile", "overrides", "error"),
     [
         (
+            "tiny/rlvr",
+            ["ppo.critic=base"],
+            "ppo.critic = 'base': there is no value model that could start from it; remove it",
+        ),
+        (
             "tiny/distill",
             ["distill.start_from=sft"],
             "distill.teacher = 'sft': the student starts from the same policy",

@@ -65,6 +65,7 @@ PPO: dict[str, Any] = {
     "rewards": {"terms": {"correct": SUM}},
 }
 OWN: dict[str, Any] = {"generate": {"samples_per_prompt": 2}, "score": {}}
+TOOLS = {"type": "tools", "tools": ["rlhf_core.rewards.library.math:math_reward"], "sources": ["sums"]}
 REJECTION: dict[str, Any] = {"stage": "rejection_sampling", **OWN, "select": {"type": "best_of_n"}, "sft": {}}
 
 
@@ -316,6 +317,48 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         {"a": {"stage": "sft", "policy": "champion "}},
         r"recipe\.a\.policy = 'champion ': there is no such step; did you mean champion",
     ),
+    "mixture of a source that the data lack": (
+        {"a": {**PPO, "policy": "base", "mixture": {"suport": 1.0}}},
+        r"recipe\.a\.mixture\.suport = 1\.0: no prompt has this source; did you mean support\?",
+    ),
+    "term of a source that the data lack": (
+        {
+            "g": {"stage": "generate", "policy": "base"},
+            "s": {"stage": "score", "generations": "g", "rewards": {"terms": {"c": SUM | {"sources": ["sums"]}}}},
+        },
+        r"recipe\.s\.rewards\.terms\.c\.sources = \['sums'\]: no prompt has this source; choose from support",
+    ),
+    "route of a source that the data lack": (
+        {
+            "t": {"stage": "sft", "policy": "base"},
+            "a": {"stage": "distill", "policy": "base", "teachers": {"t": 1.0}, "route": {"t": ["support", "sums"]}},
+        },
+        r"recipe\.a\.route\.t = \['support', 'sums'\]: no prompt has the source 'sums'; choose from support",
+    ),
+    "agent of a source that the data lack": (
+        {"a": {"stage": "generate", "policy": "base", "agents": {"x": TOOLS}}},
+        r"recipe\.a\.agents\.x\.sources = \['sums'\]: no prompt has the source 'sums'",
+    ),
+    "order by a difficulty that was not measured": (
+        {"a": {**PPO, "policy": "base", "order": "easy_first"}},
+        r"recipe\.a\.order = 'easy_first': prompts come without their difficulty; read the prompts of a select step",
+    ),
+    "difficulty of a moved reward": (
+        {
+            "g": {"stage": "generate", "policy": "base"},
+            "s": {"stage": "score", "generations": "g", "rewards": {"terms": {"c": SUM}, "normalize": "running"}},
+            "p": {"stage": "select", "type": "prompts", "rollouts": "s"},
+        },
+        r"recipe\.p\.term = '': recipe\.s\.rewards\.normalize = 'running' changes the reward; name a term",
+    ),
+    "policies on the way that no stage reads": (
+        {"a": REJECTION | {"policy": "base", "sft": {"export_every": 2, "loop": {"max_steps": 4}}}},
+        r"recipe\.a\.sft\.export_every = 2: no stage reads policies on the way of this training",
+    ),
+    "policies on the way after the end": (
+        {"a": {"stage": "sft", "policy": "base", "export_every": 4, "loop": {"max_steps": 4}}},
+        r"recipe\.a\.export_every = 4: there is no such step before the end \(loop\.max_steps = 4\)",
+    ),
     "name with a slash": ({"a/b": {"stage": "sft", "policy": "base"}}, r"recipe"),
 }
 
@@ -345,6 +388,8 @@ def test_the_recipe_of_the_documentation_can_be_planned():
     page = (shipped_profiles().parent / "docs/recipes.md").read_text(encoding="utf-8")
     written, mixed = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     full = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
+    sources = [{"name": name, "path": "x.jsonl", "use": {"prompts": 1.0}} for name in ("gsm8k", "support")]
+    full["prepare_data"]["data"] = {"type": "files", "sources": sources}
     parse(full | {"ppo": {**full["ppo"], **tomllib.loads(mixed)["ppo"]}}, origin="docs/recipes.md")
     config = parse(small() | tomllib.loads(written), origin="docs/recipes.md")
     assert list(all_specs(config, lifecycle))[1:] == ["cold_start", "math", "helpful", "desk", "student"]

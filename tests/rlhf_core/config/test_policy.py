@@ -157,6 +157,11 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
         ({"order": "band", "ahead": STALE}, "order = 'band': .*, and ahead draws them by the step alone"),
         ({"order": "band", "mixture": {"a": 1.0}}, "order = 'band': .*, and mixture draws them by the step alone"),
         ({"order": "band", "band": {"term": "rewrd_model"}}, "band.term = 'rewrd_model': .* did you mean reward_model"),
+        (
+            {"order": "band", "rewards": {"normalize": "running"}},
+            "band.low = 0.1, high = 0.9: .*rewards.normalize = 'running' cha",
+        ),
+        ({"steps": 4, "export_every": 4}, r"export_every = 4: there is no such step before the end \(steps = 4\)"),
         ({"order": "band", "band": {"low": 0.9, "high": 0.1}}, "low = 0.9: must be at most high = 0.1"),
         ({"in_flight_groups": 64}, r"ahead\.partial\.tokens\s+Field required"),
     ],
