@@ -14,6 +14,7 @@ from rlhf_core.data.shards import read_generations, read_index, read_rollouts, s
 from rlhf_core.errors import DataError, RewardError
 from rlhf_core.interfaces import Metrics
 from rlhf_core.rewards.batches import whole_groups
+from rlhf_core.rewards.rubrics import check_rubrics
 from rlhf_core.rewards.scoring import Scorer, check_reward_models, component_means, open_scorer
 from rlhf_core.stage.context import StageContext
 from rlhf_core.types import Generation, GenerationsRef, RewardModelRef, Rollout, RolloutsRef
@@ -34,6 +35,9 @@ def run(
     if not rows:
         raise DataError("score.generations", generations.uri, "contains no generations", "generate again")
     check_sources(config.rewards, {row.prompt.source for row in rows}, key=f"{context.label}.rewards")
+    check_rubrics(
+        config.rewards, list({row.prompt.id: row.prompt for row in rows}.values()), key=f"{context.label}.rewards"
+    )
     context.tracker.dataset("generations", generations.digest, "evaluation")
     for ref in reward_models.values():
         context.tracker.input_model(ref.digest)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from rlhf_core.config.annotators import ChatServer
+from rlhf_core.config.rewards import ChatServer
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import held_out
 from rlhf_core.data.tables import Demonstration, content_id, read_prompts, write_demonstrations, write_prompts

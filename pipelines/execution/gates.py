@@ -7,7 +7,7 @@ costs nothing, and gates are in no key. The same rules serve the plan and the ru
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunBlocked, RunHalted, StageWaiting
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateAnswer, GateDecisions, Question
-from rlhf_core.types import CHAMPION, ArtifactRef, PolicyRef, title
+from rlhf_core.types import CHAMPION, ArtifactRef, PolicyRef, Prompt, PromptsRef, title
 from stages.config.publish import GateNote, PublishConfig
 from stages.table import STAGES
 
@@ -303,6 +303,17 @@ def outside_of(config: PipelineConfig, store: ArtifactStore) -> FindOutside:
             raise ConfigError(key, name, rule, "`rlhf store ls` lists what there is") from None
 
     return find
+
+
+def prompts_of(store: ArtifactStore) -> Callable[[PromptsRef], Sequence[Prompt]]:
+    """Return the function that reads prompts; it returns none for those that are yet to be made."""
+
+    def read(ref: PromptsRef) -> Sequence[Prompt]:
+        from rlhf_core.data.tables import read_prompts  # pyarrow, for rewards that read rubrics
+
+        return read_prompts(store.folder(ref.uri)) if ref.uri.startswith(("store://", "file://")) else ()
+
+    return read
 
 
 def registered(key: str, name: str, config: PipelineConfig) -> str:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from pipelines.execution.budget import check_comparisons
-from pipelines.execution.gates import Gatekeeper, champion_of, outside_of
+from pipelines.execution.gates import Gatekeeper, champion_of, outside_of, prompts_of
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import PipelineConfig
@@ -80,6 +80,7 @@ def plan(
                 champion=champion,
                 decisions=gates.notes,
                 outside=outside_of(config, store),
+                prompts=prompts_of(store),
             ),
         )
     check_labels(planner.stages, {"--until": [until] if until else [], "--force": force})

@@ -26,7 +26,7 @@ from pipelines.execution.executor import (
     find_result,
     status_of,
 )
-from pipelines.execution.gates import Gatekeeper, StageHeld, champion_of, commands, outside_of
+from pipelines.execution.gates import Gatekeeper, StageHeld, champion_of, commands, outside_of, prompts_of
 from pipelines.execution.plan import HELD, Pipeline, PlannedStage, ReachedUntil, all_specs, placeholder
 from pipelines.execution.record import record_results
 from pipelines.execution.summary import headline, run_name
@@ -340,6 +340,7 @@ def run_stages(
                 decisions=run.gates.notes,
                 group=group,
                 outside=outside_of(config, run.context.store),
+                prompts=prompts_of(run.context.store),
             )
             pipeline(config, stages)
         run.gates.check()

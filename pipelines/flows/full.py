@@ -16,7 +16,7 @@ from pipelines.flows.graph import Stages
 from pipelines.flows.online import run_online
 from pipelines.flows.own_answers import condition_and_imitate, iterate_dpo, sample_and_imitate
 from pipelines.flows.profile import PipelineConfig
-from pipelines.flows.recipe import PARTS, Step, listed
+from pipelines.flows.recipe import PARTS, Step, listed, rewards_in
 from pipelines.flows.sections import (
     ConditionalSFTConfig,
     EvaluationConfig,
@@ -27,6 +27,7 @@ from pipelines.flows.sections import (
 )
 from pipelines.flows.suites import Candidates, Condition, evaluate_suites, suites_to_avoid
 from rlhf_core.errors import ConfigError
+from rlhf_core.rewards.rubrics import check_rubrics, columns_read
 from rlhf_core.types import (
     CHAMPION,
     ArtifactRef,
@@ -100,6 +101,10 @@ def lifecycle(config: PipelineConfig, stages: Stages) -> dict[str, PolicyRef]:
     state = LifecycleState(data, {"base": part(data, "base", PolicyRef)}, evaluated=config.evaluate is not None)
     steps, compared = config.steps(), config.policies()
     for step in steps:
+        if step.inputs.get("prompts") in PARTS:  # now, not after the steps before it have run for hours
+            check_prompts(step, steps, stages, state)
+    for step in steps:
+        check_prompts(step, steps, stages, state)
         GROUP_RUNS.get(step.stage, run_stage)(step, stages, state)
     evaluated = {name: ref for name, ref in state.artifacts.items() if name in compared and isinstance(ref, PolicyRef)}
     if config.evaluate:
@@ -148,6 +153,22 @@ def evaluate_lifecycle(
         candidates = Candidates(dict(policies), prompts, dict(answers), state.conditions)
         evaluate_suites(config, stages, candidates, state.reward_models)
     return report
+
+
+def check_prompts(step: Step, steps: Sequence[Step], stages: Stages, state: LifecycleState) -> None:
+    """Raise ConfigError, before a step samples answers, for a prompt without a rubric that a reward of them reads."""
+    rewards = {f"{step.path}.{key}": one for key, one in rewards_in(step.config).items()}
+    for other in steps:
+        if other.stage == "score" and step.name in listed(other.inputs["generations"]):
+            rewards |= {f"{other.path}.{key}": one for key, one in rewards_in(other.config).items()}
+    if "prompts" not in step.reads() or not any(list(columns_read(one)) for one in rewards.values()):
+        return
+    prompts = stages.prompts(state.one(stages, step, "prompts", PromptsRef))
+    sampling = getattr(step.config, "generate", step.config)
+    mixture = getattr(step.config, "mixture", {})
+    rows = prompts[: getattr(sampling, "max_prompts", 0) or len(prompts)]
+    for key, one in rewards.items():
+        check_rubrics(one, [row for row in rows if not mixture or mixture.get(row.source)], key=key)
 
 
 def run_stage(step: Step, stages: Stages, state: LifecycleState) -> None:

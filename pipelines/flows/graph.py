@@ -1,7 +1,7 @@
 """Run declared stages. A pipeline is a function over `Stages`, which both runs and plans call."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast
@@ -20,7 +20,7 @@ from rlhf_core.rewards.model import check_reward_models
 from rlhf_core.schema.base import Config, keyed
 from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.store.fingerprint import hash_file
-from rlhf_core.types import ArtifactRef
+from rlhf_core.types import ArtifactRef, Prompt, PromptsRef
 from rlhf_core.user_code.dependencies import user_code_digest
 from stages.config.publish import GateNote
 from stages.table import Input, Stage
@@ -63,6 +63,11 @@ def nothing_outside(key: str, name: str, kind: type[R]) -> R:
     raise ConfigError(key, name, "there is no store to look it up in", "name a step")
 
 
+def no_prompts(ref: PromptsRef) -> Sequence[Prompt]:
+    """Return no prompts: there is no store to read them from."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Stages:
     """Runs stages of `stages.table`. `label` names the node in tables, graphs and the tracker, not in the key."""
@@ -78,6 +83,8 @@ class Stages:
     recipe: frozenset[str] = frozenset()
     """Names of the steps that the profile configures in tables `[recipe.NAME]`."""
     outside: FindOutside = nothing_outside
+    prompts: Callable[[PromptsRef], Sequence[Prompt]] = no_prompts
+    """Returns prompts that are there already, and none of an artifact that is yet to be made."""
 
     def run(self, stage: Stage[P, R], label: str, *config: P.args, **given: P.kwargs) -> R:
         """Run a stage with its configuration and its inputs as declared, and return its artifact.

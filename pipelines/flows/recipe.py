@@ -332,12 +332,22 @@ def reward_models(step: Step, given: Sequence[str] | Mapping[str, str], others: 
     }
 
 
+def rewards_in(config: Config) -> dict[str, RewardsConfig]:
+    """Return the rewards of a step, also those of its scoring, its optimization and its independent evaluation, by key."""
+    scoring, optimized, evaluated = (getattr(config, name, None) for name in ("score", "ppo", "evaluate"))
+    found = {
+        "rewards": getattr(config, "rewards", None),
+        "score.rewards": getattr(scoring, "rewards", None),
+        "ppo.rewards": getattr(optimized, "rewards", None),
+        "evaluate.independent": getattr(evaluated, "independent", None),
+    }
+    return {key: rewards for key, rewards in found.items() if isinstance(rewards, RewardsConfig)}
+
+
 def models_in(config: Config) -> list[str]:
     """Return the names of the reward models in the terms of a step, and of its independent evaluation, each once."""
-    found = [getattr(getattr(config, "score", config), "rewards", None)]
-    found.append(getattr(getattr(config, "evaluate", None), "independent", None))
     names: list[str] = []
-    for term in (term for rewards in found if isinstance(rewards, RewardsConfig) for term in rewards.terms.values()):
+    for term in (term for rewards in rewards_in(config).values() for term in rewards.terms.values()):
         if isinstance(term, (RewardModelReward, ProcessRewardModelReward)):
             names.append(term.model)
         elif isinstance(term, EnsembleReward):

@@ -20,12 +20,10 @@ from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.config.rewards import JsonVerdict, PatternVerdict
 from rlhf_core.errors import RewardError
 from rlhf_core.rewards.batches import shortened
-from rlhf_core.rewards.judge import ChatEndpoint, ChatFailed, find_verdict
+from rlhf_core.rewards.judge import ChatEndpoint, ChatFailed, ask_for, find_verdict
 from rlhf_core.rewards.protocols import prompt_text
-from rlhf_core.types import Message
 
 LOOK_EVERY_S = 0.5  # seconds between looks whether the stage shall stop
-CORRECTION = "Your reply holds no verdict in the requested form. Give only the verdict, in that form."
 MEANINGS: Mapping[str, Choice] = {"a": "first", "b": "second", "tie": "tie", "neither": "both_bad"}
 _PLACE = re.compile(r"\{(rubric|prompt|first|second)\}")
 
@@ -181,19 +179,22 @@ def write_verdicts(path: Path, verdicts: Sequence[Verdict]) -> None:
 def _verdict(config: JudgeAnnotator, endpoint: ChatEndpoint, one: Comparison, order: Order, rubric: str) -> Verdict:
     """Return the verdict on one question; after a reply without one, request it once more."""
     began = time.monotonic()
-    messages = [Message("user", question(config.template, one, order, rubric))]
-    reply, choice, malformed = "", "", 0
+    malformed: list[str] = []
+
+    def read(reply: str) -> tuple[Choice | Literal[""], str]:
+        choice = read_choice(reply, config.verdict)
+        if not choice:
+            malformed.append(reply)
+            if len(malformed) <= config.corrections:
+                raise ValueError("no verdict")
+        return choice, reply
+
     try:
-        for _ in range(config.corrections + 1):
-            reply = endpoint.ask(messages)
-            choice = read_choice(reply, config.verdict)
-            if choice:
-                break
-            malformed += 1
-            messages += [Message("assistant", reply), Message("user", CORRECTION)]
+        text = question(config.template, one, order, rubric)
+        choice, reply = ask_for(endpoint, text, read, corrections=config.corrections)
     except (ChatFailed, ValueError) as error:
-        reply = shortened(str(error))
-    return Verdict(one.id, order, choice, reply, malformed, time.monotonic() - began)  # type: ignore[arg-type]
+        choice, reply = "", shortened(str(error))
+    return Verdict(one.id, order, choice, reply, len(malformed), time.monotonic() - began)
 
 
 def _check_answered(config: JudgeAnnotator, verdict: Verdict, key: str) -> None:

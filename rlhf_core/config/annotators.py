@@ -5,9 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.rewards import JsonVerdict, OnFailure, PatternVerdict
-from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, HttpAddress, Seconds
-from rlhf_core.schema.secrets import HOLDS_SECRETS
+from rlhf_core.config.rewards import ChatServer, JsonVerdict, OnFailure, PatternVerdict
+from rlhf_core.schema.base import FAILURES, OPERATIONAL, Config, Seconds
 
 SHOWN_TO_JUDGE = ("{prompt}", "{first}", "{second}")
 
@@ -99,43 +98,13 @@ class ReviewAnnotator(Patience):
         return self
 
 
-class ChatServer(Config):
-    """A language model at an OpenAI-compatible chat endpoint."""
-
-    url: Annotated[HttpAddress, FAILURES, HOLDS_SECRETS]
-    """Address of the server without `/chat/completions`, usually `http://host:port/v1`. Write a secret in it as
-    `${env:NAME}`."""
-    model: str
-    """Name of the model on the server."""
-    version: str = ""
-    """Version of the model, part of the stage's key: change it when another one answers under the same name."""
-    max_tokens: int = Field(512, ge=1)
-    """Maximum number of tokens of a reply."""
-    temperature: float = Field(1.0, ge=0)
-    concurrency: Annotated[int, Field(ge=1), FAILURES] = 16
-    """Number of concurrent requests."""
-    timeout_s: Annotated[Seconds, FAILURES] = 120.0
-    """Deadline, in seconds, of one request."""
-    retries: Annotated[int, Field(ge=0), FAILURES] = 4
-    """Number of retries of a request after a fault of the network or the server."""
-    token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
-    """Environment variable with the bearer token (API key); empty sends none."""
-
-
-class JudgeAnnotator(Config):
+class JudgeAnnotator(ChatServer):
     """A language model at an OpenAI-compatible chat endpoint; it judges every comparison in both orders.
 
     A choice counts if it is the same in both orders; otherwise the judgment is a tie (arXiv 2306.05685, section 3.4).
     """
 
     type: Literal["judge"] = "judge"
-    url: Annotated[HttpAddress, FAILURES, HOLDS_SECRETS]
-    """Address of the server without `/chat/completions`, usually `http://host:port/v1`. Write a secret in it as
-    `${env:NAME}`."""
-    model: str
-    """Name of the model on the server."""
-    version: str = ""
-    """Version of the judge, part of the stage's key: change it when another model answers under the same name."""
     rubric: str = "The better answer does what the request asks for, is correct and complete, and wastes no words."
     """Rubric or constitution that decides which answer is better; it takes the place of `{rubric}`."""
     rubric_file: Annotated[str, OPERATIONAL] = ""
@@ -157,14 +126,6 @@ class JudgeAnnotator(Config):
     """Sampling temperature of the judge."""
     corrections: Annotated[int, Field(ge=0), FAILURES] = 2
     """Number of times that a reply without a verdict is answered with a request for one. They are counted."""
-    concurrency: Annotated[int, Field(ge=1), FAILURES] = 16
-    """Number of concurrent requests."""
-    timeout_s: Annotated[Seconds, FAILURES] = 120.0
-    """Deadline, in seconds, of one question."""
-    retries: Annotated[int, Field(ge=0), FAILURES] = 4
-    """Number of retries of a question after a fault of the network or the server."""
-    token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
-    """Environment variable with the bearer token (API key); empty sends none."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
     """Action if a question gets no verdict: `fail` ends the stage, which keeps the other verdicts for the next
     run; `invalid` leaves the comparison without a judgment, counted."""

@@ -197,49 +197,102 @@ class JsonVerdict(Config):
     """Field of the judge's JSON that holds the score."""
 
 
-class JudgeReward(Term):
-    """The score that a language model gives as a judge, through an OpenAI-compatible chat endpoint."""
+class ChatServer(Config):
+    """A language model at an OpenAI-compatible chat endpoint."""
 
-    type: Literal["judge"] = "judge"
     url: Annotated[HttpAddress, FAILURES, HOLDS_SECRETS]
     """Address of the server without `/chat/completions`, usually `http://host:port/v1`. Write a secret in it as
     `${env:NAME}`."""
     model: str
     """Name of the model on the server."""
     version: str = ""
-    """Version of the judge, part of the stage's key: change it when another model answers under the same name."""
-    template: str
-    """Text of the question. `{prompt}`, `{completion}` and `{label}` are filled in; other braces stay."""
-    verdict: Annotated[PatternVerdict | JsonVerdict, Field(discriminator="type")] = PatternVerdict()
-    """Pattern of the score in the judge's answer."""
-    low: float = 0.0
-    """Lowest accepted score."""
-    high: float = 10.0
-    """Highest accepted score; a score outside `low` to `high` is a failure. Scores are not scaled."""
+    """Version of the model, part of the stage's key: change it when another one answers under the same name."""
     max_tokens: int = Field(512, ge=1)
-    """Maximum number of tokens of the judge's answer."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature of the judge."""
+    """Maximum number of tokens of a reply."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature."""
     concurrency: Annotated[int, Field(ge=1), FAILURES] = 16
     """Number of concurrent requests."""
     timeout_s: Annotated[Seconds, FAILURES] = 120.0
-    """Deadline, in seconds, of one question."""
+    """Deadline, in seconds, of one request."""
     retries: Annotated[int, Field(ge=0), FAILURES] = 4
-    """Number of retries of a failed question."""
+    """Number of retries of a request after a fault of the network or the server."""
     token_env: Annotated[str, FAILURES, HOLDS_SECRETS] = ""
-    """Environment variable with the bearer token; empty sends none."""
+    """Environment variable with the bearer token (API key); empty sends none."""
+
+
+class JudgeReward(Term, ChatServer):
+    """The score that a language model gives as a judge, through an OpenAI-compatible chat endpoint."""
+
+    type: Literal["judge"] = "judge"
+    template: str
+    """Text of the question. `{prompt}`, `{completion}` and `{label}` are filled in, with a `rubric_column` also `{rubric}` and
+    `{criterion}`, and where answers are compared `{answers}` in place of `{completion}`; other braces stay."""
+    rubric_column: str = added_option("")
+    """Field of the prompt's label that holds its rubric: a text, or a list of criteria, each a text or
+    `{criterion = ..., weight = ...}`. A template with `{rubric}` shows all of it. One with `{criterion}` is asked once for each
+    criterion, and the reward is sum(w * s) / sum(w > 0), with s = (score - low) / (high - low); a negative weight is of a fault."""
+    compares: Literal["nothing", "group"] = added_option("nothing")
+    """Answers that a score is relative to: `group`, all answers to the prompt, which the judge then sees in one question and
+    scores in one reply. Those of failed episodes are not shown; one that is left alone is scored alone."""
+    orders: int = added_option(2, ge=1)
+    """Number of times that a group is shown, each in another order; a score is the mean over them. The second order is the
+    first one reversed, so that a preference for early or late places cancels."""
+    verdict: Annotated[PatternVerdict | JsonVerdict, Field(discriminator="type")] = PatternVerdict()
+    """Place of the score in the judge's answer, or where answers are compared of the list of their scores, in the order shown."""
+    low: float = 0.0
+    """Lowest accepted score."""
+    high: float = 10.0
+    """Highest accepted score; a score outside `low` to `high` is a failure. Scores are not scaled, but those of a
+    `{criterion}`."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of the judge."""
+    corrections: Annotated[int, Field(ge=0), FAILURES] = 2
+    """Number of times that a reply without a score is answered with a request for one; after them it is a failure."""
     on_failure: Annotated[OnFailure, FAILURES] = "fail"
     """Treatment of answers for which the judge fails: `fail` ends the run, `invalid` leaves them out with their
     group."""
     cache: Annotated[bool, OPERATIONAL] = False
     """Whether values are cached by content."""
 
+    @property
+    def by_criterion(self) -> bool:
+        """Return whether there is a question for each criterion of the rubric."""
+        return "{criterion}" in self.template
+
     @model_validator(mode="after")
     def _check_template_and_range(self) -> Self:
-        if "{completion}" not in self.template:
-            raise ValueError("template: must hold {completion}, or every answer gets the same score; add it")
+        shown = "{answers}" if self.compares == "group" else "{completion}"
+        if shown not in self.template:
+            raise ValueError(f"template: must hold {shown}, or every answer gets the same score; add it")
         if not self.low < self.high:
             raise ValueError(f"low = {self.low}: must be below high = {self.high}; swap them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_rubric(self) -> Self:
+        shown = "{rubric}" in self.template or self.by_criterion
+        if shown and not self.rubric_column:
+            raise ValueError("template: shows a rubric, and no column holds one; set rubric_column")
+        if self.rubric_column and not shown:
+            key = f"rubric_column = {self.rubric_column!r}"
+            raise ValueError(f"{key}: the template does not show it; put {{rubric}} or {{criterion}} into template")
+        return self
+
+    @model_validator(mode="after")
+    def _check_comparison(self) -> Self:
+        _check_cache(self.compares, cache=self.cache)
+        if self.compares == "nothing":
+            if self.orders != 2:
+                raise ValueError(
+                    f'orders = {self.orders}: one answer has no order; remove it, or set compares = "group"'
+                )
+            return self
+        if self.by_criterion:
+            raise ValueError('template: {criterion} is for one answer; with compares = "group" show {rubric}')
+        if self.verdict == PatternVerdict():
+            remedy = 'set verdict = {type = "json", field = "scores"}, or a pattern whose group holds the list'
+            raise ValueError(f'verdict: reads one score, and compares = "group" needs one for each answer; {remedy}')
         return self
 
 
@@ -414,7 +467,7 @@ def what_compares_answers(rewards: RewardsConfig) -> str:
     """Return the first setting that makes the value of a term relative to other answers, or ""."""
     for name, term in rewards.terms.items():
         counts = term.weight or term.weight_end
-        if counts and isinstance(term, FunctionReward | RemoteReward) and term.compares != "nothing":
+        if counts and isinstance(term, FunctionReward | RemoteReward | JudgeReward) and term.compares != "nothing":
             return f"rewards.terms.{name}.compares = {term.compares!r}"
     return ""
 

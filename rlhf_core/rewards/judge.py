@@ -4,20 +4,23 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from statistics import fmean
+from typing import Any, Self, TypeVar
 
 import httpx
 
-from rlhf_core.config.annotators import ChatServer, JudgeAnnotator
-from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
+from rlhf_core.config.rewards import ChatServer, JsonVerdict, JudgeReward, PatternVerdict
 from rlhf_core.errors import RewardError
 from rlhf_core.http.client import post, shown_body
 from rlhf_core.http.retries import retried
-from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S, RewardOutcome, shortened
+from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S, Logs, RewardOutcome, shortened
 from rlhf_core.rewards.protocols import prompt_text
+from rlhf_core.rewards.rubrics import Criterion, rubric_of, shown, weighted_share
 from rlhf_core.schema.secrets import bearer, resolved
 from rlhf_core.secrets.redaction import without_secrets
-from rlhf_core.types import Generation, Message
+from rlhf_core.types import Generation, Message, Prompt, derive_seed
+
+T = TypeVar("T")
 
 # ---------------------------------------------------------------- chat
 
@@ -38,7 +41,7 @@ class ChatEndpoint:
     def __init__(
         self,
         key: str,
-        config: JudgeReward | JudgeAnnotator | ChatServer,
+        config: ChatServer,
         *,
         pause: Callable[[float], Any] = time.sleep,
     ) -> None:
@@ -135,31 +138,48 @@ def _last_field(text: str, field: str) -> Any:
 
 # ---------------------------------------------------------------- judge
 
-_PLACE = re.compile(r"\{(prompt|completion|label)\}")
+CORRECTION = "Your reply holds no verdict in the requested form. Give only the verdict, in that form."
+_PLACE = re.compile(r"\{(prompt|completion|label|rubric|criterion|answers)\}")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class Judge:
-    """A `Reward` that sends one request per generation; `BatchedReward` sends `concurrency` of them at a time.
+    """A `Reward` that sends one request per generation, criterion or group; `BatchedReward` runs `concurrency` at a time.
 
-    Requests are retried with exponential backoff. An answer without a score, or with one outside of the range, is a
-    failure of that generation. RewardError for `on_failure = "fail"`.
+    Requests are retried with exponential backoff, and a reply without a score, or with one outside of the range, is answered
+    with a request for one. What stays without is a failure: of that generation, or of the group that was compared.
+    RewardError for `on_failure = "fail"`. The order in which a group is shown follows from `seed` and the prompt.
     """
 
-    def __init__(self, name: str, config: JudgeReward, *, pause: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self, name: str, config: JudgeReward, *, seed: int = 0, pause: Callable[[float], None] = time.sleep
+    ) -> None:
         self._name = name
         self._config = config
+        self._seed = seed
         self._endpoint = ChatEndpoint(f"rewards.{name}", config, pause=pause)
 
     def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:
-        """Return the score of each generation."""
-        verdicts = [self._verdict(generation) for generation in generations]
-        failures = {at: verdict for at, verdict in enumerate(verdicts) if isinstance(verdict, str)}
+        """Return the score of each generation; where answers are compared, all are answers to one prompt."""
+        logs: Logs = {}
+        failures: dict[int, str] = {}
+        values: tuple[float | None, ...]
+        if self._config.compares == "group":
+            rubric = shown(self._rubric(generations[0].prompt))
+            try:
+                values, logs = self._compared(generations, rubric)
+            except (ChatFailed, ValueError) as error:
+                values = (None,) * len(generations)
+                failures = dict.fromkeys(range(len(generations)), shortened(str(error)))
+        else:
+            verdicts = [self._verdict(generation) for generation in generations]
+            failures = {at: verdict for at, verdict in enumerate(verdicts) if isinstance(verdict, str)}
+            values = tuple(None if isinstance(verdict, str) else verdict for verdict in verdicts)
         if failures and self._config.on_failure == "fail":
             at, reason = next(iter(failures.items()))
             key = f"rewards.{self._name}[prompt {generations[at].prompt.id}]"
             raise RewardError(key, reason, "the judge gave no score", "fix the template or the server")
-        values = tuple(None if isinstance(verdict, str) else verdict for verdict in verdicts)
-        return RewardOutcome(values, failures)
+        return RewardOutcome(values, failures, logs)
 
     def close(self) -> None:
         self._endpoint.close()
@@ -172,22 +192,93 @@ class Judge:
 
     def _verdict(self, generation: Generation) -> float | str:
         """Return the score, or why there is none."""
-        config = self._config
+        config, criteria = self._config, self._rubric(generation.prompt)
         try:
-            text = self._endpoint.ask([Message("user", question(config.template, generation))])
-            return read_score(text, config.verdict, low=config.low, high=config.high)
+            if not config.by_criterion:
+                return self._score(filled(config.template, generation, rubric=shown(criteria)))
+            scores = [
+                self._score(filled(config.template, generation, rubric=shown(criteria), criterion=one.text))
+                for one in criteria
+            ]
         except (ChatFailed, ValueError) as error:
             return shortened(str(error))
+        return weighted_share(criteria, [(score - config.low) / (config.high - config.low) for score in scores])
+
+    def _score(self, question: str) -> float:
+        config = self._config
+        return ask_for(
+            self._endpoint,
+            question,
+            lambda reply: read_score(reply, config.verdict, low=config.low, high=config.high),
+            corrections=config.corrections,
+        )
+
+    def _compared(self, group: Sequence[Generation], rubric: str) -> tuple[tuple[float, ...], Logs]:
+        """Return the mean score of each answer over all orders, and how far the scores of the orders differ."""
+        config, prompt = self._config, group[0].prompt
+        rows = []
+        for order in orders_of(len(group), config.orders, seed=derive_seed(self._seed, "judge", prompt.id)):
+            answers = "\n\n".join(f"Answer {n}:\n{group[at].completion.text}" for n, at in enumerate(order, start=1))
+            scores = ask_for(
+                self._endpoint,
+                filled(config.template, group[0], rubric=rubric, answers=answers),
+                lambda reply: read_scores(reply, config.verdict, count=len(group), low=config.low, high=config.high),
+                corrections=config.corrections,
+            )
+            by_answer = dict(zip(order, scores, strict=True))
+            rows.append([by_answer[at] for at in range(len(group))])
+        columns = list(zip(*rows, strict=True))
+        gaps = [max(column) - min(column) for column in columns]
+        return tuple(map(fmean, columns)), {"order_gap": (sum(gaps), len(gaps))} if len(rows) > 1 else {}
+
+    def _rubric(self, prompt: Prompt) -> tuple[Criterion, ...]:
+        column = self._config.rubric_column
+        return rubric_of(prompt, column, key=f"rewards.{self._name}.rubric_column") if column else ()
 
 
-def question(template: str, generation: Generation) -> str:
-    """Return the template with prompt, completion and label filled in; placeholders in them stay as they are."""
-    filled = {
+def ask_for(endpoint: ChatEndpoint, question: str, read: Callable[[str], T], *, corrections: int) -> T:
+    """Return what `read` finds in the reply to a question; one for which it raises ValueError is answered with a correction.
+
+    Raises ChatFailed if the server gives no reply, and the last ValueError after `corrections` of them.
+    """
+    messages = [Message("user", question)]
+    for left in range(corrections, -1, -1):
+        reply = endpoint.ask(messages)
+        try:
+            return read(reply)
+        except ValueError:
+            if not left:
+                raise
+            messages += [Message("assistant", reply), Message("user", CORRECTION)]
+    raise AssertionError("the last reply returns or raises")
+
+
+def filled(template: str, generation: Generation, **parts: str) -> str:
+    """Return the template with prompt, completion, label and `parts` filled in; placeholders in them stay as they are."""
+    known = {
         "prompt": prompt_text(generation.prompt.messages),
         "completion": generation.completion.text,
         "label": generation.prompt.label,
-    }
-    return _PLACE.sub(lambda place: filled[place.group(1)], template)
+    } | parts
+    return _PLACE.sub(lambda place: known.get(place.group(1), place.group()), template)
+
+
+def orders_of(count: int, number: int, *, seed: int) -> list[list[int]]:
+    """Return `number` orders of `count` answers: a shuffled one, the same reversed, both turned on, and so on.
+
+    So the places of an answer in an order and in the reversed one add up to the same for all answers.
+
+    >>> orders_of(3, 2, seed=7)
+    [[0, 2, 1], [1, 2, 0]]
+    """
+    first = sorted(range(count), key=lambda at: derive_seed(seed, at))
+    pairs = -(-number // 2)  # rounded up
+    found = []
+    for at in range(number):
+        turn = at // 2 * count // pairs
+        order = first[turn:] + first[:turn]
+        found.append(order[::-1] if at % 2 else order)
+    return found
 
 
 def read_score(text: str, verdict: PatternVerdict | JsonVerdict, *, low: float, high: float) -> float:
@@ -196,9 +287,32 @@ def read_score(text: str, verdict: PatternVerdict | JsonVerdict, *, low: float, 
     >>> read_score("Clear and right. Score: 8", PatternVerdict(), low=0, high=10)
     8.0
     """
+    return _checked_score(_found(text, verdict), low, high)
+
+
+def read_scores(
+    text: str, verdict: PatternVerdict | JsonVerdict, *, count: int, low: float, high: float
+) -> list[float]:
+    """Return the scores of `count` answers, in the order shown; ValueError if there are others, or one out of range.
+
+    >>> read_scores('The second is wrong. {"scores": [8, 1.5]}', JsonVerdict(field="scores"), count=2, low=0, high=10)
+    [8.0, 1.5]
+    """
+    found = _found(text, verdict)
+    given = _NUMBER.findall(found) if isinstance(found, str) else found
+    if not isinstance(given, list) or len(given) != count:
+        raise ValueError(f"the judge's scores {str(found)[:80]!r} are not one for each of the {count} answers")
+    return [_checked_score(one, low, high) for one in given]
+
+
+def _found(text: str, verdict: PatternVerdict | JsonVerdict) -> Any:
     found = find_verdict(text, verdict)
     if found is None:
         raise ValueError(f"the judge's answer holds no score: {text[-80:]!r}")
+    return found
+
+
+def _checked_score(found: Any, low: float, high: float) -> float:
     try:
         score = float(found)
     except (TypeError, ValueError):

@@ -83,7 +83,13 @@ def open_terms(
     """
     opened = {
         name: open_elsewhere(
-            name, spec, context.work / "rewards", leases, functions=context.functions, notes=context.notes
+            name,
+            spec,
+            context.work / "rewards",
+            leases,
+            functions=context.functions,
+            notes=context.notes,
+            seed=context.seed,
         )
         for name, spec in config.terms.items()
         if isinstance(spec, (FunctionReward, RemoteReward, JudgeReward))
@@ -102,6 +108,7 @@ def open_elsewhere(
     *,
     functions: Mapping[str, str] = MappingProxyType({}),
     notes: str = "",
+    seed: int = 0,
 ) -> BatchedReward:
     """Return a reward that runs in other processes; its cache is in `folder`.
 
@@ -110,18 +117,12 @@ def open_elsewhere(
     """
     path = folder / f"{sha256_text(name)[:16]}.jsonl"
     cache = ResultCache(identity(spec), path) if spec.cache else None
+    batched = partial(BatchedReward, name, on_failure=spec.on_failure, compares=spec.compares, cache=cache)
     match spec:
         case FunctionReward():
             workers = _start_workers(name, spec, leases, functions, notes)
-            return BatchedReward(
-                name,
-                [worker.outcome for worker in workers],
-                batch_size=0 if workers[0].is_async else _batch_size(spec),
-                retries=spec.retries,
-                on_failure=spec.on_failure,
-                compares=spec.compares,
-                cache=cache,
-            )
+            size = 0 if workers[0].is_async else _batch_size(spec)
+            return batched([worker.outcome for worker in workers], batch_size=size, retries=spec.retries)
         case RemoteReward():
             client = remote.RemoteRewardClient(
                 name,
@@ -132,26 +133,16 @@ def open_elsewhere(
                 token_env=spec.token_env,
                 compares=spec.compares,
             )
-            return BatchedReward(
-                name,
+            return batched(
                 [leases.enter_context(client)] * len(spec.urls),
                 batch_size=spec.batch_size,
                 retries=0,  # the client's own, from one server to the next
-                on_failure=spec.on_failure,
-                compares=spec.compares,
                 failed_calls=REMOTE_FAILED_CALLS,
-                cache=cache,
             )
         case JudgeReward():
-            judge = leases.enter_context(Judge(name, spec))
-            return BatchedReward(
-                name,
-                [judge.outcome] * spec.concurrency,
-                batch_size=1,  # each verdict is cached as soon as it is paid for
-                retries=0,
-                on_failure=spec.on_failure,
-                cache=cache,
-            )
+            judge = leases.enter_context(Judge(name, spec, seed=seed))
+            # One at a time: each verdict is cached as soon as it is paid for.
+            return batched([judge.outcome] * spec.concurrency, batch_size=1, retries=0)
         case _:
             assert_never(spec)
 

@@ -17,6 +17,7 @@ from rlhf_core.config.policy import PPOConfig, RewardBand
 from rlhf_core.data.tables import DIFFICULTY, content_id, read_prompts
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics
+from rlhf_core.rewards.rubrics import check_rubrics
 from rlhf_core.types import Prompt, Rollout, derive_seed
 
 
@@ -45,7 +46,11 @@ def ordered_prompts(config: PPOConfig, folder: Path, *, key: str) -> list[Prompt
 def sources_used(config: PPOConfig, prompts: Sequence[Prompt], *, key: str) -> list[Prompt]:
     """Return the prompts of the sources in the mixture, or all; ConfigError for a source that there is not, or without a term."""
     used = config.sources_used({prompt.source for prompt in prompts}, key=key)
-    return [prompt for prompt in prompts if prompt.source in used]
+    rows = [prompt for prompt in prompts if prompt.source in used]
+    check_rubrics(config.rewards, rows, key=f"{key}.rewards")
+    independent = config.evaluate.independent if config.evaluate else None
+    check_rubrics(independent, rows, key=f"{key}.evaluate.independent")
+    return rows
 
 
 def hold_out(prompts: Sequence[Prompt], config: HeldOutConfig | None) -> tuple[list[Prompt], list[Prompt]]:

@@ -5,8 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.annotators import ChatServer
 from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.rewards import ChatServer
 from rlhf_core.schema.base import OPERATIONAL, Config
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.annotators import ChatServer as Server
 from rlhf_core.config.engines import SamplingConfig
+from rlhf_core.config.rewards import ChatServer as Server
 from rlhf_core.data.tables import read_demonstrations, read_prompts, write_prompts
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.store.artifacts import ArtifactStore

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.execution.plan import all_specs, plan
+from pipelines.execution.plan import all_specs, placeholder, plan
 from pipelines.flows.full import lifecycle
+from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile, parse, shipped_profiles, with_overrides
 from pipelines.flows.recipe import drawn, warn_unread
 from rlhf_core.errors import ConfigError
@@ -15,6 +16,7 @@ from rlhf_core.schema.base import keyed
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.types import Message, Prompt
 from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, stage_key, toy_spec
 
 MODELS = {"reward_models": ["reward_model"]}
@@ -368,6 +370,42 @@ def test_a_recipe_that_cannot_run_is_refused_by_its_key(case):
     steps, message = RECIPE_ERRORS[case]
     with pytest.raises(ConfigError, match=message):
         parse(small(**steps), origin="recipe.toml")
+
+
+SAMPLED = {"stage": "generate", "policy": "sft", "sampling": {"max_tokens": 8}}
+JUDGE = {
+    "type": "judge",
+    "url": "http://a/v1",
+    "model": "m",
+    "template": "{completion} {rubric}",
+    "rubric_column": "rubric",
+}
+ROUND: dict[str, Any] = {"rounds": 1, "generate": {}, "select": {"type": "pairs"}, "dpo": {}}
+JUDGED = {"rewards": {"terms": {"judge": JUDGE}}}
+
+
+@pytest.mark.parametrize(
+    ("steps", "key"),
+    [
+        ({"a": {**PPO, "policy": "sft", **JUDGED}}, "a.rewards"),
+        ({"a": SAMPLED, "b": {"stage": "score", "generations": "a", **JUDGED}}, "b.rewards"),
+        ({"a": {"stage": "iterative_dpo", "policy": "sft", **ROUND, "score": JUDGED}}, "a.score.rewards"),
+    ],
+)
+def test_a_prompt_without_its_rubric_is_refused_before_anything_is_trained_or_sampled(steps, key):
+    config = parse(small(sft={"stage": "sft", "policy": "base"}, **steps), origin="")
+    made: list[str] = []
+
+    def note(spec: StageSpec, kind: Any) -> Any:
+        made.append(spec.label)
+        return placeholder(spec, kind)
+
+    row = Prompt("p7", (Message("user", "Is it late?"),), '{"answer": 1}', "support")
+    stages = Stages(note, seed=17, runtime=config.runtime, prompts=lambda ref: [row])
+    rule = r"rubric_column = 'rubric': prompt p7 \('Is it late\?'\) has no such column"
+    with pytest.raises(ConfigError, match=rf"recipe\.{key}\.terms\.judge\.{rule}"):
+        lifecycle(config, stages)
+    assert made == ["prepare_data"]
 
 
 def test_a_step_whose_name_a_section_has_is_refused():

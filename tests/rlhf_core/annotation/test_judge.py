@@ -9,7 +9,6 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.annotation.judge import (
-    CORRECTION,
     Judged,
     JudgingStopped,
     ask_judge,
@@ -21,6 +20,7 @@ from rlhf_core.annotation.judge import (
 from rlhf_core.annotation.proposing import Comparison
 from rlhf_core.config.annotators import JudgeAnnotator
 from rlhf_core.errors import RewardError
+from rlhf_core.rewards.judge import CORRECTION
 from rlhf_core.schema.base import keyed
 from rlhf_core.types import Message
 from tests.support.chat_server import ChatServer

@@ -10,6 +10,11 @@ from rlhf_core.schema.base import keyed
 
 FORM = {"type": "function", "function": "rlhf_core.rewards.verifiable:think_format"}
 JUDGE = {"type": "judge", "url": "http://localhost:1/v1", "model": "m", "template": "Rate {completion}"}
+GROUP_JUDGE = JUDGE | {
+    "template": "{answers}",
+    "compares": "group",
+    "verdict": {"type": "json", "field": "scores"},
+}
 
 
 def test_without_a_section_the_reward_is_the_trained_reward_model():
@@ -77,6 +82,19 @@ def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is():
         ({"terms": {"judge": JUDGE | {"url": "http://host:99999/v1"}}}, "an invalid port"),
         ({"terms": {"judge": JUDGE | {"template": "How good?"}}}, r"must hold \{completion\}"),
         ({"terms": {"judge": JUDGE | {"low": 3.0, "high": 3.0}}}, "must be below high"),
+        ({"terms": {"judge": JUDGE | {"rubric_column": "r"}}}, "rubric_column = 'r': the template does not show it"),
+        (
+            {"terms": {"judge": JUDGE | {"template": "{completion} {criterion}"}}},
+            "no column holds one; set rubric_column",
+        ),
+        ({"terms": {"judge": JUDGE | {"orders": 1}}}, "orders = 1: one answer has no order"),
+        ({"terms": {"judge": JUDGE | {"compares": "group"}}}, r"must hold \{answers\}"),
+        ({"terms": {"judge": GROUP_JUDGE | {"verdict": {"type": "pattern"}}}}, "verdict: reads one score"),
+        ({"terms": {"judge": GROUP_JUDGE | {"cache": True}}}, "depends on the other answers"),
+        (
+            {"terms": {"judge": GROUP_JUDGE | {"template": "{answers} {criterion}", "rubric_column": "r"}}},
+            r"\{criterion\} is for one answer",
+        ),
         (
             {"terms": {"judge": JUDGE | {"verdict": {"type": "pattern", "pattern": "score"}}}},
             "must have one group, not",

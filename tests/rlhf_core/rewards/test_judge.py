@@ -1,5 +1,7 @@
 """A judge over an OpenAI-compatible endpoint: what is asked, what is read, and what goes wrong."""
 
+import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -7,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict
+from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict, RewardsConfig
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.judge import Judge, question, read_score
+from rlhf_core.rewards.judge import CORRECTION, Judge, filled, orders_of, read_score, read_scores
+from rlhf_core.rewards.rubrics import check_rubrics
 from rlhf_core.types import Generation
 from tests.rlhf_core.rewards.answers import answer
 from tests.support.chat_server import ChatServer
@@ -44,7 +47,7 @@ def test_each_answer_is_asked_about_and_scored_in_its_place(endpoint):
 
 def test_the_template_is_filled_in_once():
     template = 'Q: {prompt} A: {completion} Right: {label}. Say {"score": 0-10}.'
-    assert question(template, generation("{label}{prompt}")) == (
+    assert filled(template, generation("{label}{prompt}")) == (
         'Q: 2+2? A: {label}{prompt} Right: 4. Say {"score": 0-10}.'
     )
 
@@ -85,12 +88,12 @@ def test_an_answer_without_a_score_is_not_zero(text, verdict, message):
 
 
 def test_an_answer_that_cannot_be_judged_fails_alone_and_is_named(endpoint):
-    endpoint.says = lambda asked: "I cannot say" if "b" in asked else "Score: 2"
+    endpoint.says = lambda asked: "Score: 2" if asked == "Rate a" else "I cannot say"
     with judge(endpoint) as one:
         outcome = one.outcome([generation("a"), generation("b")])
     assert outcome.values == (2.0, None)
     assert outcome.failures == {1: "the judge's answer holds no score: 'I cannot say'"}
-    assert len(endpoint.requests) == 2  # the same question would get the same answer
+    assert len(endpoint.requests) == 1 + 3 and endpoint.requests[-1]["messages"][-1]["content"] == CORRECTION
     with judge(endpoint, on_failure="fail") as one, pytest.raises(RewardError, match=r"rewards\.judge\[prompt p0\]"):
         one.outcome([generation("b")])
 
@@ -145,3 +148,140 @@ def test_the_token_is_sent_and_must_be_there(endpoint, monkeypatch):
     assert endpoint.tokens == ["Bearer secret"]
     with pytest.raises(ConfigError, match=r"rewards\.judge\.token_env = 'MISSING_TOKEN'"):
         judge(endpoint, token_env="MISSING_TOKEN")
+
+
+# ---------------------------------------------------------------- rubrics
+
+RUBRIC = [{"criterion": "has an x", "weight": 3}, {"description": "has a y"}, {"criterion": "has a z", "points": -2}]
+
+
+def with_rubric(text: str, rubric: Any = RUBRIC) -> Generation:
+    return answer(text, prompt="p0", label=json.dumps({"rubric": rubric}))
+
+
+def has_letter(asked: str) -> str:
+    """Return whether the answer has the letter of the criterion."""
+    text, _, criterion = asked.partition(" has a")
+    return f"Score: {int(criterion[-1] in text)}"
+
+
+@pytest.mark.parametrize(
+    ("text", "rubric", "value"),
+    [("xy", RUBRIC, 1.0), ("x", RUBRIC, 0.75), ("yz", RUBRIC, -0.25), ("q", RUBRIC, 0.0), ("y", "has a y", 1.0)],
+)
+def test_the_verdicts_on_the_criteria_are_weighed(endpoint, text, rubric, value):
+    endpoint.says = has_letter
+    given = {"template": "{completion} {criterion}", "rubric_column": "rubric", "high": 1.0}
+    with judge(endpoint, **given) as one:
+        assert one.outcome([with_rubric(text, rubric)]).values == (value,)
+
+
+def test_a_rubric_is_shown_as_a_whole_and_a_criterion_without_a_verdict_is_a_failure(endpoint):
+    with judge(endpoint, template="{completion}:\n{rubric}", rubric_column="rubric") as one:
+        assert one.outcome([with_rubric("a")]).values == (5.0,)
+    shown = endpoint.requests[0]["messages"][0]["content"]
+    assert shown == "a:\n1. has an x (weight 3)\n2. has a y (weight 1)\n3. has a z (weight -2)"
+    endpoint.says = lambda asked: "Score: 1" if " has an x" in asked else "hm"
+    with judge(endpoint, template="{completion} {criterion}", rubric_column="rubric", corrections=0) as one:
+        outcome = one.outcome([with_rubric("a")])
+    assert outcome.values == (None,) and "holds no score: 'hm'" in outcome.failures[0]
+
+
+@pytest.mark.parametrize(
+    ("label", "rule"),
+    [
+        ("4", r"prompt p0 \('hi'\) has no such column; its label has no fields; add it, or choose prompts by sources"),
+        ('{"answer": 4}', "has no such column; its label has answer"),
+        ('{"rubric": []}', r"prompt p0 \('hi'\) has '\[\]'; give a text, or a list of \{criterion, weight\}"),
+        ('{"rubric": null}', "has 'None'; give a text"),
+        ('{"rubric": " "}', "give a text"),
+        ('{"rubric": [{"weight": 1}]}', "give a text"),
+        ('{"rubric": [{"criterion": "a", "weight": "much"}]}', "give a text"),
+        ('{"rubric": [{"criterion": "a", "weight": -1}]}', "of which one has a weight above 0"),
+        ('{"rubric": [3]}', "give a text"),
+    ],
+)
+def test_a_prompt_without_a_rubric_is_refused_unless_the_term_is_for_others(label, rule):
+    term = {
+        "type": "judge",
+        "url": "http://a/v1",
+        "model": "m",
+        "rubric_column": "rubric",
+        "template": "{completion}{rubric}",
+    }
+    rows = [answer("", prompt="p0", label=label).prompt, with_rubric("").prompt]
+    with pytest.raises(ConfigError, match=rf"ppo\.rewards\.terms\.j\.rubric_column = 'rubric': .*{rule}"):
+        check_rubrics(RewardsConfig.model_validate({"terms": {"j": term}}), rows, key="ppo.rewards")
+    others = RewardsConfig.model_validate({"terms": {"j": term | {"sources": ["others"]}}})
+    check_rubrics(others, rows, key="ppo.rewards")
+    whole = RewardsConfig.model_validate({"terms": {"j": term | {"rubric_column": "label"}}})
+    check_rubrics(whole, [answer("", label='["is short", "is right"]').prompt], key="ppo.rewards")
+
+
+# ---------------------------------------------------------------- groups
+
+GROUP = {
+    "template": "{prompt}\n{answers}",
+    "compares": "group",
+    "verdict": {"type": "json", "field": "scores"},
+}
+
+
+def group(*texts: str) -> list[Generation]:
+    return [generation(text) for text in texts]
+
+
+def shown_answers(asked: str) -> list[str]:
+    return re.findall(r"Answer \d+:\n(.*)", asked)
+
+
+def test_a_group_is_scored_in_one_question_for_each_order_and_a_preference_for_places_cancels(endpoint):
+    def says(asked: str) -> str:
+        scores = [len(text) + place for place, text in enumerate(shown_answers(asked))]  # late places get more
+        return f"The longer, the better. {json.dumps({'scores': scores})}"
+
+    endpoint.says = says
+    with judge(endpoint, **GROUP) as one:
+        outcome = one.outcome(group("a", "bb", "cccc"))
+        assert outcome.values == (2.0, 3.0, 5.0)
+        assert outcome.logs == {"order_gap": (4.0, 3)}
+        first, second = (shown_answers(request["messages"][0]["content"]) for request in endpoint.requests)
+        assert first == second[::-1] and {*first} == {"a", "bb", "cccc"}
+        assert one.outcome(group("a", "bb", "cccc")).values == outcome.values
+    again = [request["messages"] for request in endpoint.requests]
+    assert again[:2] == again[2:], "the orders follow from the seed and the prompt"
+    with judge(endpoint, **GROUP) as one:
+        assert one.outcome(group("bb")).values == (2.0,), "what failed episodes leave alone is scored alone"
+
+
+def test_every_answer_stands_at_every_place_in_as_many_orders_as_answers():
+    for count, number in ((4, 8), (3, 6), (2, 2), (1, 2), (5, 1)):
+        found = orders_of(count, number, seed=3)
+        assert len(found) == number and all(sorted(order) == list(range(count)) for order in found)
+        if number == 2 * count:
+            assert all({*places} == {*range(count)} for places in zip(*found, strict=True))
+    assert len({tuple(orders_of(8, 1, seed=seed)[0]) for seed in range(8)}) > 4
+
+
+@pytest.mark.parametrize(
+    "reply", ["fine", '{"scores": [1]}', '{"scores": [1, 11]}', '{"scores": 3}', '{"scores": [1, "b"]}']
+)
+def test_a_group_without_scores_is_asked_again_and_then_fails_as_a_whole(endpoint, reply):
+    endpoint.says = lambda asked: reply
+    with judge(endpoint, **GROUP) as one:
+        outcome = one.outcome(group("a", "b"))
+    assert outcome.values == (None, None) and outcome.failures.keys() == {0, 1} and len(endpoint.requests) == 3
+    endpoint.says = lambda asked: '{"scores": [1, 2]}' if asked == CORRECTION else reply
+    with judge(endpoint, **GROUP) as one:
+        assert one.outcome(group("a", "b")).values == (1.5, 1.5)
+    endpoint.says = lambda asked: reply
+    with (
+        judge(endpoint, **GROUP, on_failure="fail") as one,
+        pytest.raises(RewardError, match=r"prompt p0.*gave no score"),
+    ):
+        one.outcome(group("a", "b"))
+
+
+def test_a_pattern_may_hold_the_list_of_scores():
+    verdict = PatternVerdict(pattern=r"Scores: (.*)")
+    assert read_scores("Scores: 1, 2\nScores: [3; -4.5]", verdict, count=2, low=-5, high=5) == [3.0, -4.5]

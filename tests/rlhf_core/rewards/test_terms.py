@@ -83,7 +83,7 @@ class Paid:
 
     asked: list[str]
 
-    def __init__(self, name: str, config: JudgeReward) -> None:
+    def __init__(self, name: str, config: JudgeReward, *, seed: int) -> None:
         Paid.asked = []
 
     def outcome(self, generations: Sequence[Generation]) -> RewardOutcome:

@@ -71,6 +71,7 @@ def test_the_settings_are_those_of_every_term_and_of_the_agent_and_none_of_them_
             "timeout_s": 120.0,
             "retries": 4,
             "token_env": "",
+            "corrections": 2,
             "on_failure": "fail",
         },
         "agent": {"step_timeout_s": 60.0, "episode_timeout_s": 600.0, "retries": 1, "processes": 1},
