@@ -3,8 +3,9 @@
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,7 +27,8 @@ from rlhf_core.types import DemonstrationsRef, PreferencesRef, Prompt, PromptsRe
 from stages.config.select import BestOfN, Pairs, PromptsInBand, Selection, Threshold, TopK
 
 TABLE_ROWS = 16  # in the tracker
-DIFFICULTIES = ("kept", "too_hard", "too_easy", "without_term", "above_limit")
+DIFFICULTIES = ("kept", "too_hard", "too_easy", "without_term", "failed", "above_limit")
+BINS = 10  # of the histogram of means
 
 Group: TypeAlias = list[Rollout]
 """The rollouts of one prompt, in the order of sampling."""
@@ -44,7 +46,7 @@ def run(
     everything = read_rollouts(context.path(rollouts))
     valid = [rollout for rollout in everything if not rollout.invalid]
     if isinstance(config, PromptsInBand):
-        return select_prompts(config, by_prompt(valid, drop_truncated=False), context)
+        return select_prompts(config, by_prompt(everything, drop_truncated=False), context)
     groups = by_prompt(valid, drop_truncated=config.drop_truncated)
     counts = {
         "prompts": float(len(groups)),
@@ -109,7 +111,7 @@ def demonstrations(rollouts: Sequence[Rollout]) -> list[Demonstration]:
 
 
 def select_prompts(config: PromptsInBand, groups: Sequence[Group], context: StageContext) -> PromptsRef:
-    """Return the prompts in the band; `difficulty.json` has every prompt's mean, and counts by source.
+    """Return the prompts in the band; `difficulty.json` has every prompt's mean, and by source counts and a histogram.
 
     DataError if none is left, and for a term that no answer has.
     """
@@ -117,25 +119,52 @@ def select_prompts(config: PromptsInBand, groups: Sequence[Group], context: Stag
     if all(mean is None for mean in means.values()):
         known = sorted({name for group in groups for one in group for name in one.reward_components})
         raise DataError("select.term", config.term, "no answer has this term", nearest(config.term, known))
+    failed = {group[0].prompt for group in groups if all(one.invalid for one in group)}
     kept = [prompt for prompt, mean in means.items() if mean is not None and config.low <= mean <= config.high]
     if config.per_source:
         kept = capped(kept, config.per_source, seed=context.seed)
-    sources = {source: counts_of(source, means, kept, config) for source in sorted({one.source for one in means})}
+    names = sorted({one.source for one in means})
+    sources = {source: counts_of(source, means, kept, failed, config) for source in names}
     if not kept:
         rule = f"no prompt has a mean from {config.low} to {config.high}: {json.dumps(sources)}"
         raise DataError("select.low", config.low, rule, "widen the band, or sample more answers")
     write_prompts(context.out, kept)
-    rows = [{"id": prompt.id, "source": prompt.source, "mean": mean, "answers": len(group)}
-            for (prompt, mean), group in zip(means.items(), groups, strict=True)]  # fmt: skip
-    report = {"sources": sources, "prompts": rows}
+    valid = [sum(not one.invalid for one in group) for group in groups]
+    rows = [{"id": prompt.id, "source": prompt.source, "mean": mean, "answers": count}
+            for (prompt, mean), count in zip(means.items(), valid, strict=True)]  # fmt: skip
+    edges, histogram = histograms(means)
+    report = {"sources": sources, "edges": edges, "histogram": histogram, "prompts": rows}
     (context.out / DIFFICULTY).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    bins = list(pairwise(edges))
+    table = [[name, *place, count] for name in names for place, count in zip(bins, histogram[name], strict=True)]
+    context.tracker.table("difficulty", ["source", "mean from", "to", "prompts"], table)
     totals = {name: float(sum(counts[name] for counts in sources.values())) for name in DIFFICULTIES}
-    return context.commit(PromptsRef, metrics={"prompts": float(len(means))} | totals)
+    by_source = {
+        f"source/{source}/{name}": float(counts[name]) for source, counts in sources.items() for name in counts
+    }
+    return context.commit(PromptsRef, metrics={"prompts": float(len(means))} | totals | by_source)
+
+
+def histograms(means: Mapping[Prompt, float | None]) -> tuple[list[float], dict[str, list[int]]]:
+    """Return the edges of equal bins over all means, at least from 0 to 1, and the number of prompts in each by source.
+
+    >>> prompts = [Prompt(name, (), "", "sums") for name in "abc"]
+    >>> edges, counts = histograms(dict(zip(prompts, [0.0, 0.55, 1.0])))
+    >>> edges[:3], counts
+    ([0.0, 0.1, 0.2], {'sums': [1, 0, 0, 0, 0, 1, 0, 0, 0, 1]})
+    """
+    present = [mean for mean in means.values() if mean is not None]
+    low, high = min(0.0, *present), max(1.0, *present)
+    counts = {source: [0] * BINS for source in sorted({prompt.source for prompt in means})}
+    for prompt, mean in means.items():
+        if mean is not None:
+            counts[prompt.source][min(int((mean - low) / (high - low) * BINS), BINS - 1)] += 1
+    return [low + (high - low) * edge / BINS for edge in range(BINS + 1)], counts
 
 
 def mean_of(group: Group, term: str) -> float | None:
-    """Return the mean of a term over the answers to a prompt, of the reward for ""; None if it does not apply."""
-    values = [one.reward if not term else one.reward_components.get(term) for one in group]
+    """Return the mean of a term over the valid answers to a prompt, of the reward for ""; None if it applies to none."""
+    values = [one.reward if not term else one.reward_components.get(term) for one in group if not one.invalid]
     present = [value for value in values if value is not None]
     return fmean(present) if present else None
 
@@ -150,7 +179,11 @@ def capped(prompts: Sequence[Prompt], most: int, *, seed: int) -> list[Prompt]:
 
 
 def counts_of(
-    source: str, means: Mapping[Prompt, float | None], kept: Sequence[Prompt], config: PromptsInBand
+    source: str,
+    means: Mapping[Prompt, float | None],
+    kept: Sequence[Prompt],
+    failed: Collection[Prompt],
+    config: PromptsInBand,
 ) -> dict[str, int]:
     """Return the numbers of prompts of a source that are kept, and that are not, by reason."""
     own = {prompt: mean for prompt, mean in means.items() if prompt.source == source}
@@ -158,7 +191,8 @@ def counts_of(
         "kept": sum(prompt.source == source for prompt in kept),
         "too_hard": sum(mean is not None and mean < config.low for mean in own.values()),
         "too_easy": sum(mean is not None and mean > config.high for mean in own.values()),
-        "without_term": sum(mean is None for mean in own.values()),
+        "without_term": sum(mean is None and prompt not in failed for prompt, mean in own.items()),
+        "failed": sum(prompt in failed for prompt in own),
     }
     return counts | {"above_limit": len(own) - sum(counts.values())}
 

@@ -24,7 +24,7 @@ from pydantic import ValidationError, model_validator
 
 from pipelines.flows.profile_errors import check_removal, fields_of, first_error, models_at, shown_value
 from pipelines.flows.profile_paths import relative_to_profile
-from pipelines.flows.prompt_sources import check_step_sources
+from pipelines.flows.prompt_sources import check_measured_sources, check_step_sources
 from pipelines.flows.recipe import GraphConfig, Step
 from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig, TrackConfig
 from pipelines.flows.sections import POLICY_SECTIONS, DistillationConfig, EvaluationConfig
@@ -88,6 +88,10 @@ class PipelineConfig(GraphConfig):
         for step in steps:
             self._check_windows(step)
         check_step_sources(steps, self.prepare_data.data, self.evaluate)
+        judged = {f"gates.{one.title}.metric": one.metric for one in self.gates if one.after == "evaluate"}
+        checks = self.publish.gate if self.publish else ()
+        judged |= {f"publish.gate[{at}].metric": one.metric.replace(".", "/") for at, one in enumerate(checks)}
+        check_measured_sources(judged, self.prepare_data.data)
         if self.distill is not None:
             self._check_teachers(self.distill)
         if self.evaluate is not None:

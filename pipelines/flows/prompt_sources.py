@@ -8,6 +8,7 @@ from rlhf_core.config.data import DataConfig, Files, InstructionsWorld, MixedWor
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import check_sources
 from rlhf_core.data.worlds.instructions import SOURCES
+from rlhf_core.errors import ConfigError, nearest
 from stages.config.distill import DistillConfig
 from stages.config.evaluate_harness import HarnessSuite
 from stages.config.generate import GenerateConfig
@@ -34,6 +35,16 @@ def check_step_sources(steps: Sequence[Step], data: DataConfig, evaluate: Evalua
             continue
         own = f"evaluate.suites.{suite.name}.generate" if suite.generate else "evaluate.generate"
         (suite.generate or evaluate.generate).check_agents({"all"}, key=own)
+
+
+def check_measured_sources(metrics: Mapping[str, str], data: DataConfig) -> None:
+    """Raise ConfigError for a number of the report, by the key that names it, of a source that no held-out prompt has."""
+    known = data_sources(data, "eval_prompts")
+    for key, metric in metrics.items():
+        _, named, number = f"/{metric}".partition("/sources/")
+        if named and not any(number.startswith(f"{source}/") for source in known):
+            rule = "no held-out prompt has this source"
+            raise ConfigError(key, metric, rule, nearest(number.partition("/")[0], sorted(known)))
 
 
 def check_config(config: object, sources: set[str], *, key: str) -> None:

@@ -413,13 +413,17 @@ def check_optimization(step: Step, made: Mapping[str, Step]) -> None:
 
 
 def check_difficulty(step: Step, made: Mapping[str, Step]) -> None:
-    """Raise ValueError for prompts that are selected by a reward which the answers around them move."""
+    """Raise ValueError for prompts that are selected by a term that there is not, or by a reward that is normalized."""
     scored = made.get("".join(listed(step.inputs.get("rollouts", ""))))
-    if isinstance(step.config, PromptsInBand) and not step.config.term and scored:
-        mover = what_moves_rewards(scored.config.rewards) if isinstance(scored.config, ScoreConfig) else ""
-        if mover:
-            rule, remedy = f"{scored.path}.{mover} changes the reward", "name a term, or remove one of them"
-            raise ValueError(explain(f"{step.path}.term", step.config.term, rule, remedy))
+    if not (isinstance(step.config, PromptsInBand) and scored and isinstance(scored.config, ScoreConfig)):
+        return
+    term, rewards = step.config.term, scored.config.rewards
+    if term and term not in rewards.terms:
+        rule = f"{scored.path}.rewards have no such term"
+        raise ValueError(explain(f"{step.path}.term", term, rule, nearest(term, list(rewards.terms))))
+    if not term and (mover := what_moves_rewards(rewards)):
+        rule, remedy = f"{scored.path}.{mover} changes the reward", "name a term, or remove one of them"
+        raise ValueError(explain(f"{step.path}.term", term, rule, remedy))
 
 
 @cache
@@ -435,6 +439,9 @@ def check_input(step: Step, name: str, read: str, made: Mapping[str, Step]) -> N
     wanted, key = step.kinds[name], f"{step.path}.{option}"
     if read.startswith(STORED) and not re.fullmatch("[0-9a-f]{8,64}", read.removeprefix(STORED)):
         raise ValueError(explain(key, read, "must be a digest of at least 8 digits", "`rlhf store ls` lists them"))
+    if read.startswith(REGISTERED) and not re.fullmatch(rf"{REGISTERED}[^/@]+(/\d+|@{CHAMPION})?", read):
+        rule = f'must be "{REGISTERED}NAME/VERSION" or "{REGISTERED}NAME@{CHAMPION}"'
+        raise ValueError(explain(key, read, rule, "`rlhf champion NAME` lists the versions"))
     if read.startswith((STORED, REGISTERED)):
         return
     known: dict[str, type[ArtifactRef]] = {**PARTS, **{one: made[one].output for one in made}, CHAMPION: PolicyRef}

@@ -136,7 +136,8 @@ def score(spec: StageSpec, specs: Specs) -> Numbers:
 
 def select(spec: StageSpec, specs: Specs) -> Numbers:
     if isinstance(spec.config, PromptsInBand):
-        return Numbers(["prompts", "kept", "too_hard", "too_easy", "without_term", "above_limit"])
+        counts = ("kept", "too_hard", "too_easy", "without_term", "failed", "above_limit")
+        return Numbers(["prompts", *counts, *(f"source/*/{count}" for count in counts)])
     kept = ("prompts", "truncated", "invalid", "too_few", "ties", "below_margin", "margin", *SPLITS)
     rewards = [f"reward/{name}" for name in ("all", "selected", "chosen", "rejected")]
     return Numbers([*kept, *rewards, "length/chosen", "length/rejected"])

@@ -19,7 +19,7 @@ class SynthesizeConfig(Config):
     """Server of the model that is asked; without one the input `policy` is."""
     template: str = ""
     """Text of the request; `{prompt}` and `{label}` are filled in, other braces stay. If empty, the prompt is asked as it is."""
-    turns: tuple[str, ...] = ()
+    turns: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Further requests of the conversation, such as a critique and a revision; the last reply counts."""
     samples_per_prompt: int = Field(1, ge=1)
     """Number of conversations about each prompt."""

@@ -195,6 +195,7 @@ GRADED = [
     *of("once", "sums", 0.0, 1.0, 0.0, 0.0),
     *of("always", "sums", 1.0, 1.0, 1.0, 1.0),
     *of("chat", "desk", None, None, None, None),
+    *(replace(one, reward=float("nan"), invalid="late") for one in of("lost", "desk", 1.0, 1.0)),
 ]
 
 
@@ -222,8 +223,13 @@ def selected(
 )
 def test_prompts_in_the_band_are_kept_in_their_order(tmp_path, options, kept):
     found, report, metrics = selected(tmp_path, PromptsInBand(**options), GRADED)
-    assert found == kept and metrics["kept"] == len(kept) and metrics["prompts"] == 5
-    assert sum(sum(counts.values()) for counts in report["sources"].values()) == 5
+    assert found == kept and metrics["kept"] == len(kept) and metrics["prompts"] == 6 and metrics["failed"] == 1
+    assert sum(sum(counts.values()) for counts in report["sources"].values()) == 6
+    sums = report["sources"]["sums"]
+    assert {name: metrics[f"source/sums/{name}"] for name in sums} == sums
+    assert sum(report["histogram"]["sums"]) == 4 and sum(report["histogram"]["desk"]) == (0 if "term" in options else 1)
+    if "term" in options:
+        assert report["edges"][:3] == [0.0, 0.1, 0.2] and report["histogram"]["sums"] == [1, 0, 1, 0, 0, 1, 0, 0, 0, 1]
     means = {row["id"]: row["mean"] for row in report["prompts"]}
     assert means["once"] == (0.25 if "term" in options else 1.25) and means["chat"] == (
         None if "term" in options else 1.0

@@ -122,6 +122,7 @@ def test_what_is_asked_keeps_placeholders_of_the_prompt_and_every_turn():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"turns": ("Shorter.", "")}, "at least 1 character"),
         ({"make": "prompts"}, r'template = "": replies to a prompt are no prompts'),
         ({"template": "Ask"}, r"template: must hold \{prompt\}"),
         ({"pattern": "("}, r"pattern = '\(': is no regular expression"),

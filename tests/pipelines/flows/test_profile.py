@@ -181,6 +181,16 @@ def test_a_teacher_beside_teachers_is_refused_and_its_default_is_not():
     ("profile", "overrides", "error"),
     [
         (
+            "tiny/full",
+            ['gates=[{after = "evaluate", metric = "policies/ppo/sources/suport/gold/mean", value = 0.5}]'],
+            "gates.evaluate.metric = 'policies/ppo/sources/suport/gold/mean': no held-out prompt has this source; did you mean support?",
+        ),
+        (
+            "tiny/full",
+            ['publish.gate=[{metric = "sources.sums.gold.mean", op = ">=", value = 0.5}]'],
+            "publish.gate[0].metric = 'sources/sums/gold/mean': no held-out prompt has this source; choose from support",
+        ),
+        (
             "tiny/rlvr",
             ["ppo.critic=base"],
             "ppo.critic = 'base': there is no value model that could start from it; remove it",

@@ -353,6 +353,18 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         },
         r"recipe\.p\.term = '': recipe\.s\.rewards\.normalize = 'running' changes the reward; name a term",
     ),
+    "difficulty by a term that is not scored": (
+        {
+            "g": {"stage": "generate", "policy": "base"},
+            "s": {"stage": "score", "generations": "g", "rewards": {"terms": {"correct": SUM}}},
+            "p": {"stage": "select", "type": "prompts", "rollouts": "s", "term": "corect"},
+        },
+        r"recipe\.p\.term = 'corect': recipe\.s\.rewards have no such term; did you mean correct\?",
+    ),
+    "no registered model": (
+        {"a": {"stage": "sft", "policy": "models:/"}},
+        r'recipe\.a\.policy = \'models:/\': must be "models:/NAME/VERSION" or "models:/NAME@champion"',
+    ),
     "policies on the way that no stage reads": (
         {"a": REJECTION | {"policy": "base", "sft": {"export_every": 2, "loop": {"max_steps": 4}}}},
         r"recipe\.a\.sft\.export_every = 2: no stage reads policies on the way of this training",
