@@ -94,6 +94,10 @@ class PretrainedModel(Config):
     def _check_variables(cls, values: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
         for name in sorted(values.keys() & GIVEN_TO_TEMPLATES):
             raise ValueError(f"{name} = {values[name]!r}: is given to the template with each conversation; remove it")
+        for name, value in values.items():
+            if isinstance(value, str) and value.lower() in ("true", "false"):
+                rule = "is text, which a template takes for true"
+                raise ValueError(f"{name} = {value!r}: {rule}; write {value.lower()} without quotes")
         return values
 
 

@@ -23,12 +23,24 @@ from rlhf_core.types import Message
 
 _WORD = re.compile(r"[^\W\d_]+")
 _NOT_WORD = re.compile(r"[^\w]+")
+_WITHOUT_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
+"""Characters of Thai, Lao, Burmese and Khmer, of Japanese, and of Chinese: a whole sentence has no space."""
+_WORDS = re.compile(rf"[{_WITHOUT_SPACES}]|[^\s{_WITHOUT_SPACES}]+")
 
 
 def normalize(turns: Turns) -> str:
     """Return the text of `turns` with roles, NFKC-normalized and case-folded, reduced to words and single spaces."""
     text = "\n".join(f"{message.role} {message.content}" for message in turns)
     return _NOT_WORD.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip()
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a normalized text; in scripts without spaces each character is one.
+
+    >>> words_of("the sum 你好")
+    ['the', 'sum', '你', '好']
+    """
+    return text.split() if text.isascii() else _WORDS.findall(text)
 
 
 def exact(turns: Turns) -> str:
@@ -141,7 +153,7 @@ def _openings(prompt: Turns, answers: Sequence[Turns]) -> Iterator[Turns]:
 def _ngrams(turns: Turns, size: int | None) -> Iterator[tuple[str, ...]]:
     """Yield the word n-grams of each turn, without its role."""
     for message in turns if size is not None else ():
-        yield from _grams(normalize((message,)).split()[1:], size or 0)
+        yield from _grams(words_of(normalize((message,)))[1:], size or 0)
 
 
 def _grams(words: Sequence[str], size: int) -> list[tuple[str, ...]]:
@@ -184,7 +196,7 @@ def shingles(text: str) -> set[bytes]:
     >>> sorted(shingles("a b c d"))
     [b'a b c', b'b c d']
     """
-    words = text.split()
+    words = words_of(text)
     starts = range(max(1, len(words) - SHINGLE + 1))
     return {" ".join(words[start : start + SHINGLE]).encode() for start in starts}
 
@@ -473,7 +485,7 @@ def _poor(answer: Turns, config: Filters) -> str:
 
 def _repeated(answer: Turns) -> float:
     """Return the share of an answer's word trigrams that occurred before in it."""
-    trigrams = _grams(normalize(answer).split(), 3)
+    trigrams = _grams(words_of(normalize(answer)), 3)
     return 1 - len(set(trigrams)) / len(trigrams) if trigrams else 0.0
 
 

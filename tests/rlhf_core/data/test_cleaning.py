@@ -126,6 +126,18 @@ def test_an_ngram_of_an_evaluation_prompt_contaminates_prompts_and_answers():
     assert prompts(decontaminate(rows, evaluation, ngram=4, report=report)) == prompts(rows)
 
 
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("请把下面的句子翻译成英文", "老师说请把下面的句子翻译成英文吧"),
+        ("これは秘密の試験問題です", "ええとこれは秘密の試験問題ですね"),
+    ],
+)
+def test_in_scripts_without_spaces_each_character_is_a_word(text, inside):
+    assert decontaminate([row(inside)], [row(text)], ngram=8, report=DropReport()) == []
+    assert len(shingles(normalize(row(inside).prompt))) > 10
+
+
 def test_roles_are_no_words_of_an_ngram():
     rows = [row("b c")]
     assert decontaminate(rows, [row("user b")], ngram=2, report=DropReport()) == rows

@@ -154,6 +154,7 @@ def test_variables_of_an_export_that_is_imported_again_are_the_last_ones(tiny_ll
         ({"enable_thinkin": False}, "enable_thinkin = False: the chat template reads no such variable"),
         ({"content": "x"}, "content = 'x': the chat template reads no such variable"),
         ({"tools": "x"}, "tools = 'x': is given to the template with each conversation"),
+        ({"enable_thinking": "False"}, "is text, which a template takes for true; write false without quotes"),
         ({"a-b": 1}, "String should match pattern"),
     ],
 )
