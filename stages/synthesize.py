@@ -41,7 +41,9 @@ _PLACE = re.compile(r"\{(prompt|label)\}")
 
 Conversation: TypeAlias = tuple[str, int]
 """A prompt's ID, and the number of the conversation about it."""
-Ask: TypeAlias = Callable[[Sequence[Sequence[Message]], Sequence[int]], list[str]]
+Reply: TypeAlias = tuple[str, bool]
+"""The text of a reply, and whether the token limit cut it off."""
+Ask: TypeAlias = Callable[[Sequence[Sequence[Message]], Sequence[int]], list[Reply]]
 """Replies to several conversations, by seeds."""
 
 
@@ -86,16 +88,16 @@ class Journal:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._writing = path, threading.Lock()
-        self.replies: dict[Conversation, str] = {}
+        self.replies: dict[Conversation, Reply] = {}
         # Not `splitlines`: a reply may have other characters that end lines, such as U+2028, which JSON leaves as they are.
         for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else ():
             try:
                 row = json.loads(line)
-                self.replies[row["prompt"], row["number"]] = row["reply"]
+                self.replies[row["prompt"], row["number"]] = row["reply"], row["truncated"]
             except (ValueError, KeyError, TypeError):  # a line that a kill left half written
                 continue
 
-    def add(self, replies: Mapping[Conversation, str]) -> None:
+    def add(self, replies: Mapping[Conversation, Reply]) -> None:
         """Write replies down; threads may share the journal."""
         # The newline comes first: it ends a line that a kill left half written.
         text = "".join(f"\n{_line(conversation, reply)}" for conversation, reply in replies.items())
@@ -109,8 +111,9 @@ class Journal:
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def _line(conversation: Conversation, reply: str) -> str:
-    return json.dumps({"prompt": conversation[0], "number": conversation[1], "reply": reply}, ensure_ascii=False)
+def _line(conversation: Conversation, reply: Reply) -> str:
+    (prompt, number), (text, cut) = conversation, reply
+    return json.dumps({"prompt": prompt, "number": number, "reply": text, "truncated": cut}, ensure_ascii=False)
 
 
 def conversations(config: SynthesizeConfig, rows: Sequence[Prompt]) -> list[Conversation]:
@@ -134,10 +137,11 @@ def ask_policy(
     with ExitStack() as leases:
         sampler = leases.enter_context(context.runtime.sampler(context.path(policy)))
 
-        def ask(asked: Sequence[Sequence[Message]], seeds: Sequence[int]) -> list[str]:
+        def ask(asked: Sequence[Sequence[Message]], seeds: Sequence[int]) -> list[Reply]:
             ids = [chat.prompt_ids(messages) for messages in asked]
             requests = [SamplingRequest(tokens, seed) for tokens, seed in zip(ids, seeds, strict=True)]
-            return [one.text for one in sampler.generate(requests, config.sampling)]
+            made = sampler.generate(requests, config.sampling)
+            return [(one.text, one.finish_reason == "length") for one in made]
 
         for done, shard in enumerate(missing, start=len(shards) - len(missing) + 1):
             journal.add(replies_of(config, shard, conversations(config, shard), ask, seed=context.seed))
@@ -156,8 +160,8 @@ def ask_server(
     key = f"{context.label.replace('/', '.')}.server"
     endpoint = ChatEndpoint(key, server, pause=ended.wait)
 
-    def ask(messages: Sequence[Sequence[Message]], seeds: Sequence[int]) -> list[str]:
-        return [endpoint.ask(one, seed=seed) for one, seed in zip(messages, seeds, strict=True)]
+    def ask(messages: Sequence[Sequence[Message]], seeds: Sequence[int]) -> list[Reply]:
+        return [endpoint.reply(one, seed=seed) for one, seed in zip(messages, seeds, strict=True)]
 
     def answered(one: Conversation) -> None:
         try:
@@ -184,7 +188,7 @@ def ask_server(
 
 def replies_of(
     config: SynthesizeConfig, rows: Sequence[Prompt], asked: Sequence[Conversation], ask: Ask, *, seed: int
-) -> dict[Conversation, str]:
+) -> dict[Conversation, Reply]:
     """Return the last reply of each conversation; `ask` is called once for each turn."""
     prompts = {row.id: row for row in rows}
     spoken = [request(config.template, prompts[name]) for name, _ in asked]
@@ -195,7 +199,7 @@ def replies_of(
             return dict(zip(asked, replies, strict=True))
         spoken = [
             (*messages, Message("assistant", reply), Message("user", further))
-            for messages, reply in zip(spoken, replies, strict=True)
+            for messages, (reply, _) in zip(spoken, replies, strict=True)
         ]
     raise AssertionError("the last turn returns")
 
@@ -212,21 +216,24 @@ def request(template: str, prompt: Prompt) -> tuple[Message, ...]:
 
 
 def filtered(
-    config: SynthesizeConfig, rows: Sequence[Prompt], replies: Mapping[Conversation, str]
+    config: SynthesizeConfig, rows: Sequence[Prompt], replies: Mapping[Conversation, Reply]
 ) -> tuple[list[Kept], dict[str, float]]:
     """Return what is kept of the replies, in the order of the prompts, and the numbers of replies that are left out.
 
     `repeated` is what another reply to the prompt, or for new prompts any prompt, has already.
     """
-    counts = Counter[str](without_match=0, too_short=0, too_long=0, repeated=0)
+    counts = Counter[str](truncated=0, without_match=0, too_short=0, too_long=0, repeated=0)
     prompts = {row.id: row for row in rows}
     known = {prompt_text(row.messages).strip() for row in rows} if config.make == "prompts" else set()
     kept: list[Kept] = []
     for name, number in conversations(config, rows):
-        text = matched(config.pattern, replies[name, number])
+        reply, cut = replies[name, number]
+        text = matched(config.pattern, reply)
         identity = (text or "") if config.make == "prompts" else f"{name} {text}"
         reason = ""
-        if text is None:
+        if cut and config.drop_truncated:
+            reason = "truncated"
+        elif text is None:
             reason = "without_match"
         elif len(text) < config.min_characters:
             reason = "too_short"

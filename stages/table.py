@@ -392,7 +392,7 @@ def select(config: AnySelectConfig, *, rollouts: Annotated[RolloutsRef, From("sc
     """Demonstrations, pairs or prompts from `rollouts`."""
 
 
-@stage(version=1, code="warn", engines=("sampler",), page="stages.md", metrics=measured.fixed(*measured.SYNTHESIZED))
+@stage(version=2, code="warn", engines=("sampler",), page="stages.md", metrics=measured.fixed(*measured.SYNTHESIZED))
 def synthesize(
     config: SynthesizeConfig,
     *,

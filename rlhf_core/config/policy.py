@@ -320,6 +320,9 @@ class PPOConfig(AgentsBySource, RenamedConfig):
         used = {source for source, share in self.mixture.items() if share} or set(sources)
         self.check_agents(sources, key=key)
         check_sources(self.rewards, used, known=sources, key=f"{key}.rewards")
+        independent = self.evaluate.independent if self.evaluate else None
+        if independent:  # of which some sources may have no term
+            check_sources(independent, (), known=sources, key=f"{key}.evaluate.independent")
         if self.distill:
             self.distill.check_sources(used, known=sources, key=f"{key}.distill")
         counted = self.rewards.terms[self.band.term].sources if self.band.term else ()

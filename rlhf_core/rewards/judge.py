@@ -51,8 +51,12 @@ class ChatEndpoint:
         self._address = str(resolved(config.url, f"{key}.url")).rstrip("/")
         self._client = httpx.Client(headers=bearer(f"{key}.token_env", config.token_env), limits=limits)
 
-    def ask(self, messages: Sequence[Message], *, seed: int | None = None) -> str:
-        """Return the model's reply to a conversation, by a `seed` if there is one.
+    def ask(self, messages: Sequence[Message]) -> str:
+        """Return the model's reply to a conversation; errors are those of `reply`."""
+        return self.reply(messages)[0]
+
+    def reply(self, messages: Sequence[Message], *, seed: int | None = None) -> tuple[str, bool]:
+        """Return the model's reply to a conversation, by a `seed` if there is one, and whether `max_tokens` cut it off.
 
         Raises ChatFailed if the server gives none, and ValueError if it answers with something other than a reply.
         """
@@ -74,8 +78,8 @@ class ChatEndpoint:
     def close(self) -> None:
         self._client.close()
 
-    def _said(self, messages: Sequence[Message], seed: int | None) -> str:
-        """Return the reply; httpx.HTTPError for a fault, _Answered for a status other than 200."""
+    def _said(self, messages: Sequence[Message], seed: int | None) -> tuple[str, bool]:
+        """Return the reply, and whether it was cut off; httpx.HTTPError for a fault, _Answered for a status other than 200."""
         config = self._config
         body = {
             "model": config.model,
@@ -113,14 +117,15 @@ def find_verdict(text: str, verdict: PatternVerdict | JsonVerdict) -> Any:
     return found[-1] if found else None
 
 
-def _content(received: bytes) -> str:
+def _content(received: bytes) -> tuple[str, bool]:
     try:
-        content = json.loads(received)["choices"][0]["message"]["content"]
+        choice = json.loads(received)["choices"][0]
+        content, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         raise ValueError(f"the judge's server answered with no chat completion: {shown_body(received, 80)!r}") from None
     if not isinstance(content, str):
         raise ValueError("the judge's answer is empty")
-    return content
+    return content, cut
 
 
 def _last_field(text: str, field: str) -> Any:

@@ -29,6 +29,8 @@ class SynthesizeConfig(Config):
     """Sampling of the `policy`; a server has settings of its own."""
     pattern: str = ""
     """Regular expression whose last match in a reply is kept, or its group if it has one; other replies are left out."""
+    drop_truncated: bool = True
+    """Whether replies cut off by the token limit are left out: as text they would teach the model to end there."""
     min_characters: int = Field(1, ge=1)
     max_characters: int = Field(0, ge=0)
     """Most characters of what is kept; 0 sets no limit."""

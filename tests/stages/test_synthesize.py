@@ -30,9 +30,9 @@ def server() -> Iterator[ChatServer]:
     running.close()
 
 
-def shop_and_inputs(root: Path) -> tuple[Workshop, dict[str, Any]]:
+def shop_and_inputs(root: Path, rows: list[Prompt] = ROWS) -> tuple[Workshop, dict[str, Any]]:
     shop = Workshop(ArtifactStore(root / "store"))
-    write_prompts(root / "prompts", ROWS)
+    write_prompts(root / "prompts", rows)
     return shop, {"prompts": shop.store.external(PromptsRef, root / "prompts")}
 
 
@@ -74,7 +74,7 @@ def test_replies_of_a_server_become_demonstrations_and_only_missing_ones_are_ask
 
 
 def test_replies_become_new_prompts(tmp_path, server):
-    shop, inputs = shop_and_inputs(tmp_path)
+    shop, inputs = shop_and_inputs(tmp_path, [*ROWS, Prompt("p6", (Message("user", "What is 6?"),), "6", "sums")])
     config = asking(server, make="prompts", template="Like {prompt} ({label}):", pattern="Q: (.*)", max_characters=12)
     answers = {
         "0": "Q: Why?",
@@ -83,8 +83,10 @@ def test_replies_become_new_prompts(tmp_path, server):
         "3": "Q: What is 0?",
         "4": "Q: Much too long?",
         "5": "Q: no\nQ: How?",
+        "6": "Q: Cut off",
     }
     server.says = lambda asked: answers[asked[-3]]
+    server.ends = lambda asked: "length" if asked.endswith("(6):") else "stop"
     ref, decision = shop.run("synthesize", config, inputs)
     made = read_prompts(shop.store.path(ref))
     assert [(one.messages[0].content, one.source, one.label) for one in made] == [
@@ -92,13 +94,18 @@ def test_replies_become_new_prompts(tmp_path, server):
         ("How?", "sums", ""),
     ]
     metrics = shop.metrics(decision)
-    assert (metrics["repeated"], metrics["too_long"], metrics["without_match"], metrics["replies"]) == (2, 1, 1, 6)
+    assert (metrics["repeated"], metrics["too_long"], metrics["without_match"], metrics["replies"]) == (2, 1, 1, 7)
+    assert metrics["truncated"] == 1
     assert server.requests[0]["messages"] == [{"role": "user", "content": "Like What is 0? (0):"}]
 
 
 def test_a_policy_is_asked_in_shards_and_a_killed_run_ends_with_the_same_bytes(tmp_path, policy):
     config = SynthesizeConfig(
-        samples_per_prompt=2, sampling=SamplingConfig(max_tokens=6), shard_size=2, turns=("Again.",)
+        samples_per_prompt=2,
+        sampling=SamplingConfig(max_tokens=6),
+        shard_size=2,
+        turns=("Again.",),
+        drop_truncated=False,
     )
 
     def opened(name: str) -> tuple[Workshop, dict[str, Any]]:
@@ -115,7 +122,7 @@ def test_what_is_asked_keeps_placeholders_of_the_prompt_and_every_turn():
     tricky = Prompt("p", (Message("user", "{label} {x}"),), "L", "s")
     assert request("Ask {prompt} {label} {y}", tricky)[0].content == "Ask {label} {x} L {y}"
     assert request("", tricky) == tricky.messages
-    kept, counts = filtered(SynthesizeConfig(), [tricky], {("p", 0): "  "})
+    kept, counts = filtered(SynthesizeConfig(), [tricky], {("p", 0): ("  ", False)})
     assert not kept and counts["too_short"] == 1
 
 

@@ -12,6 +12,7 @@ class ChatServer:
 
     def __init__(self) -> None:
         self.says: Callable[[str], str | int] = lambda asked: "Score: 5"
+        self.ends: Callable[[str], str] = lambda asked: "stop"
         self.models = [{"id": "served"}]
         self.requests: list[dict[str, Any]] = []
         self.tokens: list[str | None] = []
@@ -31,7 +32,8 @@ class ChatServer:
                 endpoint.requests.append({"path": self.path} | body)
                 endpoint.tokens.append(self.headers["Authorization"])
                 said = endpoint.says(body["messages"][-1]["content"])
-                answer = {"choices": [{"message": {"role": "assistant", "content": said}}]}
+                ends = endpoint.ends(body["messages"][-1]["content"])
+                answer = {"choices": [{"message": {"role": "assistant", "content": said}, "finish_reason": ends}]}
                 content = (
                     said.encode()
                     if isinstance(said, str) and said.startswith("<html>")
