@@ -74,7 +74,8 @@ def run(
         ask_policy(config, policy, rows, journal, context)
     kept, counts = filtered(config, rows, journal.replies)
     if not kept:
-        rule = f"none of the {len(journal.replies)} replies is kept ({', '.join(counts)})"
+        why = ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if count)
+        rule = f"none of the {len(journal.replies)} replies is kept ({why})"
         raise DataError(context.label, 0, rule, "read replies.jsonl, and change the template or the filters")
     journal.copy(context.out / "replies.jsonl", rows, config)
     shown = [[prompt_text(one.prompt.messages), one.text] for one in kept[:TABLE_ROWS]]
