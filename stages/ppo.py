@@ -82,7 +82,6 @@ from rlhf_core.types import (
     ProcessRewardModelRef,
     Prompt,
     PromptsRef,
-    RewardModelRef,
     Rollout,
     TokenSample,
     ValueSample,
@@ -141,7 +140,7 @@ def run(
     policy: PolicyRef,
     reference: PolicyRef,
     prompts: PromptsRef,
-    reward_models: dict[str, RewardModelRef],
+    reward_models: dict[str, ModelRef],
     demonstrations: DemonstrationsRef | None = None,
     teachers: dict[str, PolicyRef] | None = None,
     critic: ModelRef | None = None,
@@ -183,7 +182,7 @@ def open_parts(
     policy: PolicyRef,
     reference: PolicyRef,
     prompts: PromptsRef,
-    reward_models: dict[str, RewardModelRef],
+    reward_models: dict[str, ModelRef],
     demonstrations: DemonstrationsRef | None,
     teachers: Mapping[str, PolicyRef],
     critic: ModelRef | None,
@@ -253,7 +252,7 @@ def lease_models(
     config: PPOConfig,
     policy: PolicyRef,
     reference: PolicyRef,
-    reward_models: dict[str, RewardModelRef],
+    reward_models: dict[str, ModelRef],
     teachers: Mapping[str, PolicyRef],
     critic: ModelRef | None,
     context: StageContext,
@@ -268,7 +267,8 @@ def lease_models(
     frozen: Trainer | MovingReference | None = None
     if config.uses_values:
         # By name, and not by the order of a mapping, which does not survive a file.
-        names = sorted(reward_models, key=lambda name: (isinstance(reward_models[name], ProcessRewardModelRef), name))
+        scoring = {name: ref for name, ref in reward_models.items() if not isinstance(ref, PolicyRef)}
+        names = sorted(scoring, key=lambda name: (isinstance(scoring[name], ProcessRewardModelRef), name))
         start = critic or (reward_models[names[0]] if names else policy)
         if critic:
             check_same_tokens(context.path(policy), context.path(critic), key=f"{context.label}.critic")
@@ -351,7 +351,7 @@ def open_guard(
     sampler: StepSampler,
     chat: ChatTemplate,
     held_out: Sequence[Prompt],
-    reward_models: dict[str, RewardModelRef],
+    reward_models: dict[str, ModelRef],
     environments: OpenEnvironments,
     context: StageContext,
     leases: ExitStack,

@@ -17,7 +17,7 @@ from rlhf_core.rewards.batches import whole_groups
 from rlhf_core.rewards.rubrics import check_rubrics
 from rlhf_core.rewards.scoring import Scorer, check_reward_models, component_means, open_scorer
 from rlhf_core.stage.context import StageContext
-from rlhf_core.types import Generation, GenerationsRef, RewardModelRef, Rollout, RolloutsRef
+from rlhf_core.types import Generation, GenerationsRef, ModelRef, Rollout, RolloutsRef
 from stages.config.score import ScoreConfig
 
 SHARD_ROWS = 1024
@@ -26,7 +26,7 @@ TABLE_ROWS = 8  # in the tracker
 
 
 def run(
-    config: ScoreConfig, *, generations: GenerationsRef, reward_models: dict[str, RewardModelRef], context: StageContext
+    config: ScoreConfig, *, generations: GenerationsRef, reward_models: dict[str, ModelRef], context: StageContext
 ) -> RolloutsRef:
     """Score every generation; return the rollouts in the same order, each with its reward and components."""
     check_reward_models(config.rewards, reward_models)
@@ -57,7 +57,7 @@ def run(
 def score_shards(
     config: ScoreConfig,
     rows: Sequence[Generation],
-    reward_models: dict[str, RewardModelRef],
+    reward_models: dict[str, ModelRef],
     folder: Path,
     context: StageContext,
 ) -> None:

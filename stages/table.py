@@ -174,8 +174,9 @@ class Stage(Generic[P, R]):
 
     def scores(self, config: Config) -> bool:
         """Return whether the stage computes rewards, whose heads stay float32 under a bfloat16 trainer."""
-        kinds = {self.output, *(self.inputs[name].kind for name in self.inputs_read(config))}
-        return not kinds.isdisjoint({RewardModelRef, ProcessRewardModelRef})
+        read = self.inputs_read(config)
+        kinds = {self.output, *(self.inputs[name].kind for name in read)}
+        return "reward_models" in read or not kinds.isdisjoint({RewardModelRef, ProcessRewardModelRef})
 
     def spec(
         self,
@@ -380,9 +381,9 @@ def score(
     config: ScoreConfig,
     *,
     generations: Annotated[GenerationsRef, From("generate")],
-    reward_models: Annotated[Mapping[str, RewardModelRef], From({"reward_model": "reward_model"})],
+    reward_models: Annotated[Mapping[str, ModelRef], From({"reward_model": "reward_model"})],
 ) -> RolloutsRef:
-    """Rewards for `generations`."""
+    """Rewards for `generations`; `reward_models` may be policies that judge."""
 
 
 @stage(
@@ -542,7 +543,7 @@ def ppo(
     policy: Annotated[PolicyRef, From("sft")],
     reference: Annotated[PolicyRef, From("sft", when=lambda config: config.uses_reference, instead="policy")],
     prompts: Annotated[PromptsRef, From("prepare_data.prompts")],
-    reward_models: Annotated[Mapping[str, RewardModelRef], From({"reward_model": "reward_model"})],
+    reward_models: Annotated[Mapping[str, ModelRef], From({"reward_model": "reward_model"})],
     demonstrations: Annotated[
         DemonstrationsRef | None, From("prepare_data.demonstrations", when=lambda config: config.ptx is not None)
     ] = None,

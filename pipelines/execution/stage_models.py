@@ -14,7 +14,7 @@ from rlhf_core.models.sizes import ModelShape, shape_of, shape_of_init
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.memory import Role
-from rlhf_core.types import ArtifactRef, ProcessRewardModelRef, RewardModelRef
+from rlhf_core.types import ArtifactRef, PolicyRef, ProcessRewardModelRef, RewardModelRef
 from stages.config.distill import DistillConfig
 from stages.config.dpo import DPOConfig
 from stages.config.prepare_data import PrepareDataConfig
@@ -160,7 +160,8 @@ def _policy_optimization(
     answered = tokens if config.agent else _tokens(runtime, length) * answer // length
     roles: list[Role] = []
     if config.uses_values:
-        start = spec.inputs.get("critic") or _first(spec.inputs.get("reward_models")) or spec.inputs["policy"]
+        scoring = (ref for ref in _refs(spec.inputs.get("reward_models")) if not isinstance(ref, PolicyRef))
+        start = spec.inputs.get("critic") or next(scoring, None) or spec.inputs["policy"]
         shape = shapes.of(start) if isinstance(start, ArtifactRef) else policy
         scalar = Role("value_model", shape.without_head(), True, tokens, lora=config.value.lora, logits=False)
         roles.append(scalar)
@@ -191,7 +192,9 @@ def _teachers(spec: StageSpec, shapes: Shapes, tokens: int) -> Iterator[Role]:
 def _scorers(spec: StageSpec, shapes: Shapes, tokens: int) -> Iterator[Role]:
     refs = _refs(spec.inputs.get("reward_models")) or _refs(spec.inputs.get("reward_model"))
     for ref in refs:
-        yield Role("reward_model", shapes.of(ref).without_head(), False, tokens, logits=False)
+        judges = isinstance(ref, PolicyRef)
+        shape = shapes.of(ref) if judges else shapes.of(ref).without_head()
+        yield Role("reward_model", shape, False, tokens, logits=judges)
 
 
 def _input(spec: StageSpec, name: str, shapes: Shapes) -> ModelShape:
@@ -204,10 +207,6 @@ def _refs(value: Any) -> Sequence[ArtifactRef]:
     if value is None:
         return ()
     return tuple(value.values()) if isinstance(value, Mapping) else (value,)
-
-
-def _first(value: Any) -> ArtifactRef | None:
-    return next(iter(_refs(value)), None)
 
 
 def _tokens(runtime: RuntimeConfig, length: int) -> int:

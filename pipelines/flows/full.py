@@ -33,6 +33,7 @@ from rlhf_core.types import (
     ArtifactRef,
     DemonstrationsRef,
     GenerationsRef,
+    ModelRef,
     PolicyRef,
     PreferencesRef,
     PreparedDataRef,
@@ -78,7 +79,10 @@ class LifecycleState:
         """Return the input `name` of a step that takes several artifacts, by the names that the stage uses."""
         names = step.inputs[name]
         assert isinstance(names, Mapping)
-        return {used: self.find(stages, f"{step.path}.{name}", read, kind) for used, read in names.items()}
+        return {
+            used: self.find(stages, f"{step.path}.{name}", read, step.kind(name, read, kind))
+            for used, read in names.items()
+        }
 
     def find(self, stages: Stages, key: str, name: str, kind: type[R]) -> R:
         """Return an artifact by the name of its step, as a part of the prepared data, or from outside the run."""
@@ -256,18 +260,16 @@ GROUP_RUNS: Mapping[str, Callable[[Step, Stages, LifecycleState], None]] = {
 """Functions of the steps that run several stages."""
 
 
-def own_answers(
-    step: Step, stages: Stages, state: LifecycleState
-) -> tuple[PolicyRef, PromptsRef, dict[str, RewardModelRef]]:
+def own_answers(step: Step, stages: Stages, state: LifecycleState) -> tuple[PolicyRef, PromptsRef, dict[str, ModelRef]]:
     """Return the inputs of a step that learns from a policy's own answers: policy, prompts, reward models."""
     return (
         state.one(stages, step, "policy", PolicyRef),
         state.one(stages, step, "prompts", PromptsRef),
-        state.many(stages, step, "reward_models", RewardModelRef),
+        state.many(stages, step, "reward_models", ModelRef),
     )
 
 
-def flat(inputs: tuple[PolicyRef, PromptsRef, dict[str, RewardModelRef]]) -> list[ArtifactRef]:
+def flat(inputs: tuple[PolicyRef, PromptsRef, dict[str, ModelRef]]) -> list[ArtifactRef]:
     """Return the artifacts among the inputs of `own_answers`."""
     policy, prompts, reward_models = inputs
     return [policy, prompts, *reward_models.values()]

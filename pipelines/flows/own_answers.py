@@ -3,11 +3,12 @@
 Iterative DPO (arXiv 2312.11456, 2405.07863) samples, scores, pairs the best with the worst and trains, in rounds.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 from pipelines.flows.graph import Stages
 from pipelines.flows.sections import ConditionalSFTConfig, IterativeDPORounds, RejectionSamplingConfig
-from rlhf_core.types import DemonstrationsRef, PolicyRef, PreferencesRef, PromptsRef, RewardModelRef, RolloutsRef
+from rlhf_core.types import DemonstrationsRef, ModelRef, PolicyRef, PreferencesRef, PromptsRef, RolloutsRef
 from stages import table
 
 
@@ -17,7 +18,7 @@ def sample_and_score(
     label: str,
     policy: PolicyRef,
     prompts: PromptsRef,
-    reward_models: dict[str, RewardModelRef],
+    reward_models: Mapping[str, ModelRef],
 ) -> RolloutsRef:
     """Return scored answers of the policy."""
     generations = stages.run(table.generate, f"{label}/generate", config.generate, policy=policy, prompts=prompts)
@@ -30,7 +31,7 @@ def sample_and_imitate(
     label: str,
     policy: PolicyRef,
     prompts: PromptsRef,
-    reward_models: dict[str, RewardModelRef],
+    reward_models: Mapping[str, ModelRef],
 ) -> PolicyRef:
     """Run rejection sampling (arXiv 2307.09288, section 3.2.3): SFT on the best of n of the policy's own answers."""
     rollouts = sample_and_score(config, stages, label, policy, prompts, reward_models)
@@ -44,7 +45,7 @@ def condition_and_imitate(
     label: str,
     policy: PolicyRef,
     prompts: PromptsRef,
-    reward_models: dict[str, RewardModelRef],
+    reward_models: Mapping[str, ModelRef],
 ) -> tuple[PolicyRef, RolloutsRef]:
     """Run conditional SFT (arXiv 2308.12050) on the policy's own answers; return the policy and the rollouts."""
     rollouts = sample_and_score(config, stages, label, policy, prompts, reward_models)
@@ -60,7 +61,7 @@ def iterate_dpo(
     name: str,
     policy: PolicyRef,
     prompts: PromptsRef,
-    reward_models: dict[str, RewardModelRef],
+    reward_models: Mapping[str, ModelRef],
 ) -> PolicyRef:
     """Return the policy of the last round; every round's answers, pairs and policy stay in the store."""
     reference = policy
@@ -92,7 +93,7 @@ def dpo_round(
     policy: PolicyRef,
     reference: PolicyRef,
     prompts: PromptsRef,
-    reward_models: dict[str, RewardModelRef],
+    reward_models: Mapping[str, ModelRef],
 ) -> PolicyRef:
     """Run one round: generate -> score -> select (pairs) -> dpo. Every round uses new sampling seeds."""
     generate = config.generate.model_copy(update={"round": config.generate.round + number - 1})

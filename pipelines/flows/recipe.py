@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar, cast
 
 from pydantic import Field
 
@@ -29,10 +29,12 @@ from pipelines.flows.sections import (
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import (
-    EnsembleReward,
+    GenerativeReward,
     ProcessRewardModelReward,
     RewardModelReward,
     RewardsConfig,
+    Term,
+    models_of,
     what_moves_rewards,
 )
 from rlhf_core.config.teachers import Teachers
@@ -42,6 +44,7 @@ from rlhf_core.types import (
     CHAMPION,
     ArtifactRef,
     DemonstrationsRef,
+    ModelRef,
     PolicyRef,
     PreferencesRef,
     PromptsRef,
@@ -61,6 +64,7 @@ from stages.table import STAGES
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R", bound=ArtifactRef)
 Names: TypeAlias = str | Mapping[str, str]
 """The name of an input, or several by the name that the stage uses."""
 
@@ -80,9 +84,9 @@ UNNAMED = tuple(term.model_fields["model"].default for term in (RewardModelRewar
 RESERVED = (*PARTS, CHAMPION, "parent", "suites", "evaluate", "evaluation", "publish", "prepare_data", "none")
 
 GROUPS: Mapping[str, Mapping[str, type[ArtifactRef]]] = {
-    "rejection_sampling": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": RewardModelRef},
-    "conditional_sft": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": RewardModelRef},
-    "iterative_dpo": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": RewardModelRef},
+    "rejection_sampling": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": ModelRef},
+    "conditional_sft": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": ModelRef},
+    "iterative_dpo": {"policy": PolicyRef, "prompts": PromptsRef, "reward_models": ModelRef},
     "online": {
         "policy": PolicyRef,
         "reward_start": PolicyRef,
@@ -119,6 +123,14 @@ class Step:
         if self.stage in GROUPS:
             return GROUPS[self.stage]
         return {name: row.kind for name, row in STAGES[self.stage].inputs.items()}
+
+    def kind(self, name: str, read: str, declared: type[R]) -> type[R]:
+        """Return the kind of artifact that the input `name` needs of `read`: of reward models, policies for terms that ask one."""
+        names = self.inputs[name]
+        if name != "reward_models" or not isinstance(names, Mapping):
+            return declared
+        asked = {names.get(term.model) for term in terms_in(self.config) if isinstance(term, GenerativeReward)}
+        return cast(type[R], PolicyRef if read in asked else RewardModelRef)
 
     @property
     def output(self) -> type[ArtifactRef]:
@@ -229,9 +241,13 @@ class GraphConfig(Config):
 
 
 def policies_of(steps: Sequence[Step]) -> list[str]:
-    """Return the names of the policies that are evaluated; of imported ones those that a step other than distillation reads."""
+    """Return the names of the policies that are evaluated; imported ones only if a step starts from them."""
     started = {
-        name for step in steps for kind, names in step.reads().items() for name in names if "teacher" not in kind
+        name
+        for step in steps
+        for kind, names in step.reads().items()
+        for name in names
+        if kind not in ("teacher", "teachers", "reward_models")
     }
     made = [(name, step) for step in steps if step.output is PolicyRef for name in step.made]
     return [name for name, step in made if step.stage != "import_policy" or name in started]
@@ -260,24 +276,21 @@ def section_steps(profile: GraphConfig) -> Iterator[Step]:
         models["process_reward_model"] = "process_reward_model"
     for name in ("rejection_sampling", "conditional_sft"):
         if getattr(profile, name):
-            yield step(name, policy=start, reward_models=models)
+            yield step(name, policy=start, reward_models=scoring(getattr(profile, name), models, profile.recipe))
     if profile.dpo:
         start = profile.dpo.start_from
         yield step("dpo", policy=start, reference=profile.dpo.reference or start)
     if profile.iterative_dpo:
-        yield step("iterative_dpo", policy=profile.iterative_dpo.start_from, reward_models=models)
+        further = scoring(profile.iterative_dpo, models, profile.recipe)
+        yield step("iterative_dpo", policy=profile.iterative_dpo.start_from, reward_models=further)
     if profile.online:
         first = models.get("reward_model", "")
         yield step("online", policy=profile.online.start_from, reward_start=start, first_reward_model=first)
     if profile.ppo:
         start, teachers = profile.ppo.start_from, {name: name for name in teachers_in(profile.ppo)}
-        outside = {name: name for name in models_in(profile.ppo) if name in profile.recipe}
-        further: dict[str, Names] = {
-            "reward_models": models | outside,
-            "teachers": teachers,
-            "critic": profile.ppo.critic,
-        }
-        yield step("ppo", policy=start, reference=start, **further)
+        further = scoring(profile.ppo, models, profile.recipe)
+        critic = profile.ppo.critic
+        yield step("ppo", policy=start, reference=start, reward_models=further, teachers=teachers, critic=critic)
     if profile.distill:
         outside = {name: f"distill/{name}/import" for name in profile.distill.external}
         for name, model in profile.distill.external.items():
@@ -285,6 +298,12 @@ def section_steps(profile: GraphConfig) -> Iterator[Step]:
         teachers = {name: outside.get(name, name) for name in profile.distill.teachers}
         teacher = "" if teachers else outside.get(profile.distill.teacher, profile.distill.teacher)
         yield step("distill", policy=profile.distill.start_from, teacher=teacher, teachers=teachers)
+
+
+def scoring(section: Config, models: Mapping[str, str], recipe: Collection[str]) -> Mapping[str, str]:
+    """Return the reward models of a section: the `models` of other sections, steps of the recipe, and policies that judge."""
+    asked = {term.model for term in terms_in(section) if isinstance(term, GenerativeReward)}
+    return {**models, **{name: name for name in models_in(section) if name in recipe or name in asked}}
 
 
 def recipe_step(name: str, config: RecipeStep, others: Collection[str]) -> Step:
@@ -344,15 +363,14 @@ def rewards_in(config: Config) -> dict[str, RewardsConfig]:
     return {key: rewards for key, rewards in found.items() if isinstance(rewards, RewardsConfig)}
 
 
+def terms_in(config: Config) -> list[Term]:
+    """Return all terms in the rewards of a step."""
+    return [term for rewards in rewards_in(config).values() for term in rewards.terms.values()]
+
+
 def models_in(config: Config) -> list[str]:
     """Return the names of the reward models in the terms of a step, and of its independent evaluation, each once."""
-    names: list[str] = []
-    for term in (term for rewards in rewards_in(config).values() for term in rewards.terms.values()):
-        if isinstance(term, (RewardModelReward, ProcessRewardModelReward)):
-            names.append(term.model)
-        elif isinstance(term, EnsembleReward):
-            names += term.models
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(model for term in terms_in(config) for _, model in models_of(term)))
 
 
 # ---------------------------------------------------------------- checks and order
@@ -367,7 +385,7 @@ def check(steps: Sequence[Step]) -> None:
         if not step.key.startswith("recipe."):
             for name in (
                 {"reference", "reward_models", "teachers", "critic"} & step.inputs.keys()
-                if step.stage in ("dpo", "ppo")
+                if step.stage in ("dpo", "ppo", *GROUPS)
                 else ()
             ):
                 for read in listed(step.inputs[name]):  # which a step of the recipe may have made
@@ -436,7 +454,7 @@ def check_input(step: Step, name: str, read: str, made: Mapping[str, Step]) -> N
     """Raise ValueError unless `read` names an artifact of the kind that the input `name` needs."""
     option = {"policies": f"weights.{read}", "teachers": f"teachers.{read}"}.get(name, name)
     option = f"distill.{option}" if name == "teachers" and step.stage == "ppo" else option
-    wanted, key = step.kinds[name], f"{step.path}.{option}"
+    wanted, key = step.kind(name, read, step.kinds[name]), f"{step.path}.{option}"
     if read.startswith(STORED) and not re.fullmatch("[0-9a-f]{8,64}", read.removeprefix(STORED)):
         raise ValueError(explain(key, read, "must be a digest of at least 8 digits", "`rlhf store ls` lists them"))
     if read.startswith(REGISTERED) and not re.fullmatch(rf"{REGISTERED}[^/@]+(/\d+|@{CHAMPION})?", read):

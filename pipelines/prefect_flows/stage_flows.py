@@ -24,7 +24,7 @@ from pipelines.services.flow_runs import FLOW_NAME
 from pipelines.services.home import Home
 from rlhf_core.config.engines import RuntimeConfig
 from rlhf_core.schema.base import Config
-from rlhf_core.types import ArtifactRef, PolicyRef, PromptsRef, RewardModelRef
+from rlhf_core.types import ArtifactRef, ModelRef, PolicyRef, PromptsRef
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.publish import PublishConfig
 from stages.table import STAGES, Stage
@@ -109,7 +109,7 @@ def rejection_sampling(
     """Sample and score answers, keep the best, and fine-tune on them."""
 
     def body(stages: Stages, find: Find) -> PolicyRef:
-        models = find.all(RewardModelRef, reward_models)
+        models = find.all(ModelRef, reward_models)
         name = "rejection_sampling"
         return sample_and_imitate(config, stages, name, find(PolicyRef, policy), find(PromptsRef, prompts), models)
 
@@ -127,7 +127,7 @@ def conditional_sft(
     """Sample and score answers, add the score to each prompt, and fine-tune on all of them."""
 
     def body(stages: Stages, find: Find) -> PolicyRef:
-        models = find.all(RewardModelRef, reward_models)
+        models = find.all(ModelRef, reward_models)
         name = "conditional_sft"
         return condition_and_imitate(config, stages, name, find(PolicyRef, policy), find(PromptsRef, prompts), models)[
             0
@@ -147,7 +147,7 @@ def iterative_dpo(
     """Run rounds of generate, score, pair, dpo. `policy` replaces `config.start_from`."""
 
     def body(stages: Stages, find: Find) -> PolicyRef:
-        models = find.all(RewardModelRef, reward_models)
+        models = find.all(ModelRef, reward_models)
         name = "iterative_dpo"
         return iterate_dpo(config, stages, name, find(PolicyRef, policy), find(PromptsRef, prompts), models)
 

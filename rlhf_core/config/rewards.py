@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
@@ -221,17 +222,79 @@ class ChatServer(Config):
     """Environment variable with the bearer token (API key); empty sends none."""
 
 
-class JudgeReward(Term, ChatServer):
-    """The score that a language model gives as a judge, through an OpenAI-compatible chat endpoint."""
+class JudgedTerm(Term):
+    """A question about each answer, which a language model judges, with a rubric of the prompt or without one."""
 
-    type: Literal["judge"] = "judge"
     template: str
     """Text of the question. `{prompt}`, `{completion}` and `{label}` are filled in, with a `rubric_column` also `{rubric}` and
-    `{criterion}`, and where answers are compared `{answers}` in place of `{completion}`; other braces stay."""
+    `{criterion}`, and where a judge compares answers `{answers}` in place of `{completion}`; other braces stay."""
     rubric_column: str = added_option("")
     """Field of the prompt's label that holds its rubric: a text, or a list of criteria, each a text or
     `{criterion = ..., weight = ...}`. A template with `{rubric}` shows all of it. One with `{criterion}` is asked once for each
-    criterion, and the reward is sum(w * s) / sum(w > 0), with s = (score - low) / (high - low); a negative weight is of a fault."""
+    criterion, and the reward is sum(w * s) / sum(w > 0), with s the score from 0 (lowest) to 1 (highest); a negative weight is
+    that of a fault."""
+    on_failure: Annotated[OnFailure, FAILURES] = "fail"
+    """Treatment of answers for which the judge fails: `fail` ends the run, `invalid` leaves them out with their
+    group."""
+
+    @property
+    def by_criterion(self) -> bool:
+        """Return whether there is a question for each criterion of the rubric."""
+        return "{criterion}" in self.template
+
+    @property
+    def answers_place(self) -> str:
+        """Return the placeholder of what is judged."""
+        return "{completion}"
+
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        if self.answers_place not in self.template:
+            raise ValueError(f"template: must hold {self.answers_place}, or every answer gets the same score; add it")
+        shown = "{rubric}" in self.template or self.by_criterion
+        if shown and not self.rubric_column:
+            raise ValueError("template: shows a rubric, and no column holds one; set rubric_column")
+        if self.rubric_column and not shown:
+            key = f"rubric_column = {self.rubric_column!r}"
+            raise ValueError(f"{key}: the template does not show it; put {{rubric}} or {{criterion}} into template")
+        return self
+
+
+class GenerativeReward(JudgedTerm):
+    """The verdict of a policy as judge: a generative reward model (arXiv 2408.15240), a policy of the graph or of an earlier run.
+
+    Nothing is sampled: the reward is sum(p * value) / sum(p), with p the probability of each reply in `verdicts`. So there is
+    a verdict on every answer, whatever the policy would say.
+    """
+
+    type: Literal["generative_reward_model"] = "generative_reward_model"
+    model: str
+    """Name of the policy among the reward models of the stage: that of a step, or `store:DIGEST`."""
+    verdicts: dict[str, float] = Field({"Yes": 1.0, "No": 0.0}, min_length=2)
+    """Values of the replies; a reply counts with its end-of-turn token."""
+
+    @property
+    def low(self) -> float:
+        """Return the lowest value of a verdict."""
+        return min(self.verdicts.values())
+
+    @property
+    def high(self) -> float:
+        """Return the highest value of a verdict."""
+        return max(self.verdicts.values())
+
+    @model_validator(mode="after")
+    def _check_verdicts(self) -> Self:
+        if not all(text.strip() for text in self.verdicts) or not self.low < self.high < math.inf:
+            rule = "must be texts with different, finite values"
+            raise ValueError(f"verdicts = {self.verdicts}: {rule}; give {{Yes = 1.0, No = 0.0}}")
+        return self
+
+
+class JudgeReward(JudgedTerm, ChatServer):
+    """The score that a language model gives as a judge, through an OpenAI-compatible chat endpoint."""
+
+    type: Literal["judge"] = "judge"
     compares: Literal["nothing", "group"] = added_option("nothing")
     """Answers that a score is relative to: `group`, all answers to the prompt, which the judge then sees in one question and
     scores in one reply. Those of failed episodes are not shown; one that is left alone is scored alone."""
@@ -249,34 +312,18 @@ class JudgeReward(Term, ChatServer):
     """Sampling temperature of the judge."""
     corrections: Annotated[int, Field(ge=0), FAILURES] = 2
     """Number of times that a reply without a score is answered with a request for one; after them it is a failure."""
-    on_failure: Annotated[OnFailure, FAILURES] = "fail"
-    """Treatment of answers for which the judge fails: `fail` ends the run, `invalid` leaves them out with their
-    group."""
     cache: Annotated[bool, OPERATIONAL] = False
     """Whether values are cached by content."""
 
     @property
-    def by_criterion(self) -> bool:
-        """Return whether there is a question for each criterion of the rubric."""
-        return "{criterion}" in self.template
+    def answers_place(self) -> str:
+        """Return the placeholder of what is judged."""
+        return "{answers}" if self.compares == "group" else "{completion}"
 
     @model_validator(mode="after")
-    def _check_template_and_range(self) -> Self:
-        shown = "{answers}" if self.compares == "group" else "{completion}"
-        if shown not in self.template:
-            raise ValueError(f"template: must hold {shown}, or every answer gets the same score; add it")
+    def _check_range(self) -> Self:
         if not self.low < self.high:
             raise ValueError(f"low = {self.low}: must be below high = {self.high}; swap them")
-        return self
-
-    @model_validator(mode="after")
-    def _check_rubric(self) -> Self:
-        shown = "{rubric}" in self.template or self.by_criterion
-        if shown and not self.rubric_column:
-            raise ValueError("template: shows a rubric, and no column holds one; set rubric_column")
-        if self.rubric_column and not shown:
-            key = f"rubric_column = {self.rubric_column!r}"
-            raise ValueError(f"{key}: the template does not show it; put {{rubric}} or {{criterion}} into template")
         return self
 
     @model_validator(mode="after")
@@ -303,9 +350,26 @@ RewardSpec = Annotated[
     | EpisodeReward
     | FunctionReward
     | RemoteReward
-    | JudgeReward,
+    | JudgeReward
+    | GenerativeReward,
     Field(discriminator="type"),
 ]
+
+
+def models_of(term: Term) -> list[tuple[str, str]]:
+    """Return the key and the name of each model that a term needs among the inputs of the stage.
+
+    >>> models_of(EnsembleReward(models=("one", "two")))
+    [('models[0]', 'one'), ('models[1]', 'two')]
+    """
+    match term:
+        case RewardModelReward() | ProcessRewardModelReward() | GenerativeReward():
+            return [("model", term.model)]
+        case EnsembleReward():
+            return [(f"models[{index}]", model) for index, model in enumerate(term.models)]
+        case _:
+            return []
+
 
 # ---------------------------------------------------------------- composition and shaping
 

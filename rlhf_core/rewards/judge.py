@@ -9,13 +9,20 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from rlhf_core.config.rewards import ChatServer, JsonVerdict, JudgeReward, PatternVerdict
+from rlhf_core.config.rewards import (
+    ChatServer,
+    GenerativeReward,
+    JsonVerdict,
+    JudgedTerm,
+    JudgeReward,
+    PatternVerdict,
+)
 from rlhf_core.errors import RewardError
 from rlhf_core.http.client import post, shown_body
 from rlhf_core.http.retries import retried
 from rlhf_core.rewards.batches import FIRST_PAUSE_S, LONGEST_PAUSE_S, Logs, RewardOutcome, shortened
 from rlhf_core.rewards.protocols import prompt_text
-from rlhf_core.rewards.rubrics import Criterion, rubric_of, shown, weighted_share
+from rlhf_core.rewards.rubrics import Criterion, read_rubric, shown, weighted_share
 from rlhf_core.schema.secrets import bearer, resolved
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.types import Generation, Message, Prompt, derive_seed
@@ -199,15 +206,10 @@ class Judge:
         """Return the score, or why there is none."""
         config, criteria = self._config, self._rubric(generation.prompt)
         try:
-            if not config.by_criterion:
-                return self._score(filled(config.template, generation, rubric=shown(criteria)))
-            scores = [
-                self._score(filled(config.template, generation, rubric=shown(criteria), criterion=one.text))
-                for one in criteria
-            ]
+            scores = [self._score(question) for question in questions(config, generation, criteria)]
         except (ChatFailed, ValueError) as error:
             return shortened(str(error))
-        return weighted_share(criteria, [(score - config.low) / (config.high - config.low) for score in scores])
+        return joint_score(config, criteria, scores)
 
     def _score(self, question: str) -> float:
         config = self._config
@@ -237,8 +239,24 @@ class Judge:
         return tuple(map(fmean, columns)), {"order_gap": (sum(gaps), len(gaps))} if len(rows) > 1 else {}
 
     def _rubric(self, prompt: Prompt) -> tuple[Criterion, ...]:
-        column = self._config.rubric_column
-        return rubric_of(prompt, column, key=f"rewards.{self._name}.rubric_column") if column else ()
+        return read_rubric(self._config, self._name, prompt)
+
+
+def questions(config: JudgedTerm, generation: Generation, criteria: Sequence[Criterion]) -> list[str]:
+    """Return what is asked about an answer: one question, or one for each criterion."""
+    rubric = shown(criteria)
+    if not config.by_criterion:
+        return [filled(config.template, generation, rubric=rubric)]
+    return [filled(config.template, generation, rubric=rubric, criterion=one.text) for one in criteria]
+
+
+def joint_score(
+    config: JudgeReward | GenerativeReward, criteria: Sequence[Criterion], scores: Sequence[float]
+) -> float:
+    """Return the reward of the scores that the `questions` about an answer got."""
+    if not config.by_criterion:
+        return scores[0]
+    return weighted_share(criteria, [(score - config.low) / (config.high - config.low) for score in scores])
 
 
 def ask_for(endpoint: ChatEndpoint, question: str, read: Callable[[str], T], *, corrections: int) -> T:

@@ -23,17 +23,19 @@ from typing import Any, Protocol, cast, get_args
 from safetensors import SafetensorError, safe_open
 
 from rlhf_core.algorithms.token_math import StepReduction, loaded_torch, reduce_steps
-from rlhf_core.config.rewards import (
-    EnsembleReward,
-    ProcessRewardModelReward,
-    RewardModelReward,
-    RewardsConfig,
-    RewardSpec,
-)
+from rlhf_core.config.rewards import GenerativeReward, ProcessRewardModelReward, RewardsConfig, models_of
 from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.interfaces import Trainer
 from rlhf_core.models.packages import VALUE_HEAD_FILE, refuse_adapter
-from rlhf_core.types import Generation, Message, ProcessRewardModelRef, RewardModelRef, TokenSample
+from rlhf_core.types import (
+    Generation,
+    Message,
+    ModelRef,
+    PolicyRef,
+    ProcessRewardModelRef,
+    RewardModelRef,
+    TokenSample,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -379,27 +381,22 @@ def _refused(folder: Path, rule: str, remedy: str) -> ConfigError:
 # ---------------------------------------------------------------- model inputs
 
 
-def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, RewardModelRef]) -> None:
-    """Raise ConfigError when a term names a reward model that is not among the inputs, or one that judges steps."""
+def check_reward_models(config: RewardsConfig, reward_models: Mapping[str, ModelRef]) -> None:
+    """Raise ConfigError when a term names a model that is not among the inputs, or one of another kind than it reads."""
     for name, spec in config.terms.items():
-        for key, model in _models_of(spec):
+        for key, model in models_of(spec):
             if model not in reward_models:
                 near = difflib.get_close_matches(model, reward_models, n=1)
                 given = f"did you mean {near[0]}?" if near else f"the stage has {sorted(reward_models) or 'none'}"
                 rule = "the stage was not given this reward model"
                 raise ConfigError(f"rewards.terms.{name}.{key}", model, rule, given)
-            steps = isinstance(reward_models[model], ProcessRewardModelRef)
-            if steps and not isinstance(spec, ProcessRewardModelReward):
+            ref, generative = reward_models[model], isinstance(spec, GenerativeReward)
+            rule, remedy = "", ""
+            if isinstance(ref, ProcessRewardModelRef) and not isinstance(spec, ProcessRewardModelReward):
                 rule, remedy = "it scores steps, not whole answers", 'set type = "process_reward_model"'
+            elif generative and isinstance(ref, RewardModelRef):
+                rule, remedy = "it gives scores, not verdicts", 'set type = "reward_model"'
+            elif not generative and isinstance(ref, PolicyRef):
+                rule, remedy = "it is a policy, which gives no scores", 'set type = "generative_reward_model"'
+            if rule:
                 raise ConfigError(f"rewards.terms.{name}.{key}", model, rule, remedy)
-
-
-def _models_of(spec: RewardSpec) -> list[tuple[str, str]]:
-    """Return key -> name of the reward models that a term needs."""
-    match spec:
-        case RewardModelReward() | ProcessRewardModelReward():
-            return [("model", spec.model)]
-        case EnsembleReward():
-            return [(f"models[{index}]", model) for index, model in enumerate(spec.models)]
-        case _:
-            return []

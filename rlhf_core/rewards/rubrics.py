@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.rewards import RewardsConfig
+from rlhf_core.config.rewards import JudgedTerm, RewardsConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.protocols import LABEL_COLUMNS
 from rlhf_core.types import Prompt, label_fields
@@ -51,6 +51,12 @@ def rubric_of(prompt: Prompt, column: str, *, key: str) -> tuple[Criterion, ...]
         remedy = "give a text, or a list of {criterion, weight} of which one has a weight above 0"
         raise ConfigError(key, column, rule, remedy)
     return criteria
+
+
+def read_rubric(config: JudgedTerm, name: str, prompt: Prompt) -> tuple[Criterion, ...]:
+    """Return the criteria that the term `name` has for a prompt; none if it reads no rubric."""
+    column = config.rubric_column
+    return rubric_of(prompt, column, key=f"rewards.{name}.rubric_column") if column else ()
 
 
 def named(prompt: Prompt) -> str:
@@ -94,9 +100,8 @@ def check_rubrics(rewards: RewardsConfig | None, prompts: Sequence[Prompt], *, k
 def columns_read(rewards: RewardsConfig | None) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield the name, the rubric's column and the sources of each term that reads one."""
     for name, term in rewards.terms.items() if rewards else ():
-        column: str = getattr(term, "rubric_column", "")
-        if column:
-            yield name, column, term.sources
+        if isinstance(term, JudgedTerm) and term.rubric_column:
+            yield name, term.rubric_column, term.sources
 
 
 def _parsed(label: str) -> Any:

@@ -36,7 +36,7 @@ from rlhf_core.rewards.shaping import RunningNormalizer, clipped, linear_weight,
 from rlhf_core.rewards.terms import open_terms
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.failures import ONE_AGENT, Counts, failed_episodes
-from rlhf_core.types import Generation, RewardModelRef, Rollout
+from rlhf_core.types import Generation, ModelRef, Rollout
 
 # ---------------------------------------------------------------- Combine several rewards of one generation to a single number
 
@@ -357,8 +357,7 @@ class Scorer:
                 low, high, count = self._ranges.get(name, (math.inf, -math.inf, 0))
                 self._ranges[name] = (min(low, *values), max(high, *values), count + len(values))
             found.append({_metric("reward_extra", name, key): value for key, value in outcome.logs.items()})
-            reward = self._rewards[name]
-            if isinstance(reward, BatchedReward) and reward.on_failure == "invalid":
+            if getattr(self._rewards[name], "on_failure", "fail") == "invalid":
                 found.append({_metric("reward_failed", name): (len(outcome.failures), outcome.of)})
         self._logs = merged_logs(found)
 
@@ -392,7 +391,7 @@ def spread(outcome: RewardOutcome, places: Sequence[int], count: int) -> RewardO
 @contextmanager
 def open_scorer(
     config: RewardsConfig,
-    reward_models: Mapping[str, RewardModelRef],
+    reward_models: Mapping[str, ModelRef],
     context: StageContext,
     agents: Mapping[str, str] = ONE_AGENT,
 ) -> Iterator[Scorer]:

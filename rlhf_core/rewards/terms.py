@@ -7,13 +7,14 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import assert_never
+from typing import Literal, assert_never
 
 from rlhf_core.algorithms.token_math import EnsembleReduction, ensemble_score, loaded_torch
 from rlhf_core.config.rewards import (
     EnsembleReward,
     EpisodeReward,
     FunctionReward,
+    GenerativeReward,
     JudgeReward,
     ProcessRewardModelReward,
     RemoteReward,
@@ -25,8 +26,10 @@ from rlhf_core.config.rewards import (
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import StepSplitter
 from rlhf_core.interfaces import ModelSpec, RewardFunction, Trainer
+from rlhf_core.models.architecture import length_limit, read_config
 from rlhf_core.rewards import remote
 from rlhf_core.rewards.batches import BatchedReward, ResultCache, Reward, RewardOutcome
+from rlhf_core.rewards.generative import GenerativeModel
 from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
 from rlhf_core.rewards.judge import Judge
 from rlhf_core.rewards.model import (
@@ -40,7 +43,7 @@ from rlhf_core.rewards.model import (
 from rlhf_core.schema.base import keyed
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
-from rlhf_core.types import Generation, RewardModelRef
+from rlhf_core.types import Generation, ModelRef
 from rlhf_core.user_code.dependencies import user_code_digest
 
 # ---------------------------------------------------------------- Combine several reward models to one reward
@@ -75,7 +78,7 @@ REMOTE_FAILED_CALLS = 6
 
 
 def open_terms(
-    config: RewardsConfig, reward_models: Mapping[str, RewardModelRef], context: StageContext, leases: ExitStack
+    config: RewardsConfig, reward_models: Mapping[str, ModelRef], context: StageContext, leases: ExitStack
 ) -> dict[str, Reward]:
     """Return the rewards by name, in the order of the terms; `leases` end them.
 
@@ -95,7 +98,7 @@ def open_terms(
         if isinstance(spec, (FunctionReward, RemoteReward, JudgeReward))
     }
     return {
-        name: opened[name] if name in opened else _open_here(spec, reward_models, context, leases)
+        name: opened[name] if name in opened else _open_here(name, spec, reward_models, context, leases)
         for name, spec in config.terms.items()
     }
 
@@ -203,15 +206,20 @@ def _batch_size(spec: FunctionReward | RemoteReward) -> int:
 
 
 def _open_here(
-    spec: RewardSpec, reward_models: Mapping[str, RewardModelRef], context: StageContext, leases: ExitStack
+    name: str, spec: RewardSpec, reward_models: Mapping[str, ModelRef], context: StageContext, leases: ExitStack
 ) -> Reward:
     match spec:
+        case GenerativeReward():
+            ref = reward_models[spec.model]
+            folder, trainer = context.path(ref), _lease_scorer(ref, context, leases, head="lm")
+            longest = length_limit(read_config(folder))
+            return GenerativeModel(name, spec, trainer, ChatTemplate.load(folder), longest=longest)
         case RewardModelReward():
             return _open_reward_model(reward_models[spec.model], context, leases)
         case ProcessRewardModelReward():
             return _open_process_reward_model(spec, reward_models[spec.model], context, leases)
         case EnsembleReward():
-            members = [_open_reward_model(reward_models[name], context, leases) for name in spec.models]
+            members = [_open_reward_model(reward_models[one], context, leases) for one in spec.models]
             return partial(score_with_ensemble, members, reduce=spec.reduce, k=spec.k)
         case EpisodeReward():
             return episode_reward
@@ -219,7 +227,7 @@ def _open_here(
             raise TypeError(f"{type(spec).__name__} runs elsewhere")
 
 
-def _open_reward_model(ref: RewardModelRef, context: StageContext, leases: ExitStack) -> RewardFunction:
+def _open_reward_model(ref: ModelRef, context: StageContext, leases: ExitStack) -> RewardFunction:
     contract, chat = Contract.read(context.path(ref)), ChatTemplate.load(context.path(ref))
     trainer = _lease_scorer(ref, context, leases)
     verify_contract(trainer, contract)
@@ -227,7 +235,7 @@ def _open_reward_model(ref: RewardModelRef, context: StageContext, leases: ExitS
 
 
 def _open_process_reward_model(
-    term: ProcessRewardModelReward, ref: RewardModelRef, context: StageContext, leases: ExitStack
+    term: ProcessRewardModelReward, ref: ModelRef, context: StageContext, leases: ExitStack
 ) -> RewardFunction:
     contract, chat = ProcessContract.read(context.path(ref)), ChatTemplate.load(context.path(ref))
     trainer = _lease_scorer(ref, context, leases)
@@ -242,6 +250,8 @@ def _open_process_reward_model(
     )
 
 
-def _lease_scorer(ref: RewardModelRef, context: StageContext, leases: ExitStack) -> Trainer:
-    spec = ModelSpec(path=str(context.path(ref)), head="score", lora=None, seed=context.seed)
+def _lease_scorer(
+    ref: ModelRef, context: StageContext, leases: ExitStack, *, head: Literal["score", "lm"] = "score"
+) -> Trainer:
+    spec = ModelSpec(path=str(context.path(ref)), head=head, lora=None, seed=context.seed)
     return leases.enter_context(context.runtime.trainer("reward_model", spec, None))

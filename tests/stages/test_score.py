@@ -15,7 +15,16 @@ from rlhf_core.errors import ArtifactError, ConfigError, RewardError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.stage.decision import Decision
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import Completion, Generation, GenerationsRef, Message, Prompt, RewardModelRef
+from rlhf_core.types import (
+    Completion,
+    Generation,
+    GenerationsRef,
+    Message,
+    PolicyRef,
+    Prompt,
+    RewardModelRef,
+    TokenSample,
+)
 from stages.score import ScoreConfig, reward_metrics
 from tests.support.tolerances import near, of_model
 from tests.support.workshop import SHAPE, Workshop, generation, make_policy, rollout
@@ -189,6 +198,37 @@ def test_an_ensemble_of_reward_models_scores_as_its_members_do(tmp_path):
     found = [one.reward_components for one in read_rollouts(shop.store.path(ref))]
     assert [row["least"] for row in found] == pytest.approx([min(row["one"], row["two"]) for row in found], abs=1e-6)
     assert all(row["one"] != row["two"] for row in found)
+
+
+def test_a_policy_that_judges_is_asked_with_its_own_template(tmp_path):
+    """The reward is softmax(log p of the replies), whose tokens and end are scored after the question, by a plain forward pass."""
+    shop = Workshop(ArtifactStore(tmp_path / "store"))
+    folder = make_policy(tmp_path / "judge")
+    judge = shop.store.external(PolicyRef, folder)
+    generations, made = answers_in(shop, tmp_path / "answers", folder)
+    term = {
+        "type": "generative_reward_model",
+        "model": "judge",
+        "template": "{prompt} {completion} 12?",
+        "verdicts": ITS,
+    }
+    inputs = {"generations": generations, "reward_models": {"judge": judge}}
+    ref, _ = shop.run("score", ScoreConfig(rewards=RewardsConfig.model_validate({"terms": {"good": term}})), inputs)
+    chat = ChatTemplate.load(folder)
+    spec = ModelSpec(path=str(folder), head="lm", lora=None, seed=0)
+    expected = []
+    with shop.runtime.trainer("policy", spec, None) as trainer:
+        for one in made:
+            ids = chat.prompt_ids([Message("user", f"What is 12? {one.completion.text} 12?")])
+            replies = [(*chat.tokenizer(text)["input_ids"], chat.eos_id) for text in ITS]
+            samples = [TokenSample(ids + one, (0,) * len(ids) + (1,) * len(one)) for one in replies]
+            p, q = (math.exp(math.fsum(row)) for row in trainer.logprobs(samples, temperature=1.0))
+            expected.append((p * 2.0 - q) / (p + q))
+    rewards = [one.reward for one in read_rollouts(shop.store.path(ref))]
+    assert rewards == near(expected, of_model(SHAPE)) and len({round(reward, 6) for reward in rewards}) == 3
+
+
+ITS = {"It is 2": 2.0, "It is 4": -1.0}
 
 
 def test_invalid_rollouts_are_counted_and_do_not_enter_any_mean():

@@ -16,7 +16,7 @@ from rlhf_core.schema.base import keyed
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.types import Message, Prompt
+from rlhf_core.types import Message, PolicyRef, Prompt
 from tests.support.toy_stage import NoEngines, RecordingTracker, ToyConfig, stage_key, toy_spec
 
 MODELS = {"reward_models": ["reward_model"]}
@@ -58,6 +58,7 @@ def small(**steps: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+VERDICT = {"type": "generative_reward_model", "template": "{prompt} {completion} Good?"}
 SUM = {"type": "function", "function": "rlhf_core.rewards.library.math:math_reward"}
 PPO: dict[str, Any] = {
     "stage": "ppo",
@@ -159,6 +160,37 @@ def test_policy_optimization_may_learn_from_teachers_alone_in_a_recipe_and_as_a_
         specs(small(a={"stage": "score", "generations": "b", "rewards": {"terms": {}}}))
 
 
+def test_a_policy_of_a_step_or_of_a_section_judges_answers():
+    """Which is an edge of the graph: it comes first, is in the key, and is no successor of what it judges."""
+    judged = {"rewards": {"terms": {"j": VERDICT | {"model": "grader"}}}}
+    steps = {
+        "rl": {**PPO, "policy": "sft", **judged},
+        "tried": SAMPLED,
+        "marked": {"stage": "score", "generations": "tried", **judged},
+        "best": {
+            "stage": "rejection_sampling",
+            "policy": "sft",
+            "generate": {},
+            "score": judged,
+            "select": {},
+            "sft": SFT_LOOP,
+        },
+        "sft": {"stage": "sft", "policy": "base"},
+        "grader": {"stage": "sft", "policy": "sft"},
+        "old": {**PPO, "policy": "sft", "rewards": {"terms": {"j": VERDICT | {"model": "store:0123456789ab"}}}},
+    }
+    steps["best"]["select"] = {"type": "best_of_n"}
+    found = specs(small(**steps))
+    for label in ("rl", "marked", "best/score"):
+        assert read(found[label], "reward_models") == {"grader": "pending://grader"}, label
+    assert list(found).index("grader") < list(found).index("rl")
+    assert isinstance(found["old"].inputs["reward_models"]["store:0123456789ab"], PolicyRef)  # type: ignore[index]
+    tree = tomllib.loads((shipped_profiles() / "tiny/full.toml").read_text(encoding="utf-8"))
+    tree["ppo"]["rewards"] = {"terms": {"j": VERDICT | {"model": "sft"}, "rm": {"type": "reward_model"}}}
+    models = {"reward_model": "pending://reward_model", "sft": "pending://sft"}
+    assert read(specs(tree)["ppo"], "reward_models") == models
+
+
 def test_synthesized_rows_are_demonstrations_or_prompts_of_other_steps():
     page = (shipped_profiles().parent / "docs/stages.md").read_text(encoding="utf-8")
     written = tomllib.loads(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0])["recipe"]
@@ -253,6 +285,25 @@ RECIPE_ERRORS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "no such reward model": (
         {"a": {**PPO, "policy": "base", "rewards": {"terms": {"m": {"type": "reward_model", "model": "rm"}}}}},
         r"recipe\.a\.reward_models = 'rm': there is no such step",
+    ),
+    "a judge that there is not": (
+        {"a": {**PPO, "policy": "base", "rewards": {"terms": {"j": VERDICT | {"model": "bse"}}}}},
+        r"recipe\.a\.reward_models = 'bse': there is no such step; did you mean base\?",
+    ),
+    "a judge that is a reward model": (
+        {
+            "a": {**PPO, "policy": "base", "rewards": {"terms": {"j": VERDICT | {"model": "r"}}}},
+            "r": {"stage": "reward_model", "policy": "base"},
+        },
+        r"recipe\.a\.reward_models = 'r': is a reward model, and reward_models must be a policy; name one of base",
+    ),
+    "a reward model that is a policy": (
+        {"a": {**PPO, "policy": "base", "rewards": {"terms": {"m": {"type": "reward_model", "model": "base"}}}}},
+        r"recipe\.a\.reward_models = 'base': is a policy, and reward_models must be a reward model; add such a step",
+    ),
+    "a judge of itself": (
+        {"a": {**PPO, "policy": "base", "rewards": {"terms": {"j": VERDICT | {"model": "a"}}}}},
+        r"recipe\.a = \{\.\.\.\}: a -> a is a cycle",
     ),
     "teacher and teachers": (
         {
@@ -393,6 +444,7 @@ JUDGE = {
     "rubric_column": "rubric",
 }
 ROUND: dict[str, Any] = {"rounds": 1, "generate": {}, "select": {"type": "pairs"}, "dpo": {}}
+SFT_LOOP = {"loop": {"batch_size": 4}}
 JUDGED = {"rewards": {"terms": {"judge": JUDGE}}}
 
 

@@ -179,6 +179,38 @@ prompts = "band"
 order = "easy_first"
 rewards.terms.finished = {type = "function", function = "rlhf_core.rewards.verifiable:finished"}
 """
+JUDGE = """
+[recipe.grader]
+stage = "sft"
+policy = "sft"
+[recipe.tried]
+stage = "generate"
+policy = "sft"
+[recipe.marked]
+stage = "score"
+generations = "tried"
+rewards.terms.good = {good}
+[recipe.pairs]
+stage = "select"
+type = "pairs"
+rollouts = "marked"
+[recipe.tuned]
+stage = "dpo"
+policy = "sft"
+preferences = "pairs"
+[recipe.best]
+stage = "rejection_sampling"
+policy = "tuned"
+score.rewards.terms.good = {good}
+select.type = "best_of_n"
+[recipe.rl]
+stage = "ppo"
+policy = "best"
+rewards.terms.good = {good}
+""".replace(
+    "{good}",
+    '{type = "generative_reward_model", model = "grader", template = "{prompt} {completion} Is it good?"}',
+)
 
 
 def sized(table: dict[str, Any]) -> dict[str, Any]:
@@ -225,6 +257,7 @@ SHAPES = {
     ),
     "RL in three domains": (profile(RM, SUMS, DOMAINS), ["base", "sft", "sums", "form", "desk"], 12),
     "prompts by difficulty": (profile(DIFFICULTY), ["base", "sft", "rl"], 10),
+    "a policy judges": (profile(JUDGE), ["base", "sft", "grader", "tuned", "best", "rl"], 19),
     "specialists and merge": (profile(RM, SUMS, BRANCHES), ["base", "sft", "sums", "desk", "student", "merged"], 15),
 }
 

@@ -10,6 +10,7 @@ from rlhf_core.schema.base import keyed
 
 FORM = {"type": "function", "function": "rlhf_core.rewards.verifiable:think_format"}
 JUDGE = {"type": "judge", "url": "http://localhost:1/v1", "model": "m", "template": "Rate {completion}"}
+VERDICTS = {"type": "generative_reward_model", "model": "sft", "template": "{completion}"}
 GROUP_JUDGE = JUDGE | {
     "template": "{answers}",
     "compares": "group",
@@ -82,6 +83,12 @@ def test_where_a_server_runs_is_not_part_of_the_key_and_its_version_is():
         ({"terms": {"judge": JUDGE | {"url": "http://host:99999/v1"}}}, "an invalid port"),
         ({"terms": {"judge": JUDGE | {"template": "How good?"}}}, r"must hold \{completion\}"),
         ({"terms": {"judge": JUDGE | {"low": 3.0, "high": 3.0}}}, "must be below high"),
+        ({"terms": {"judge": VERDICTS | {"template": "Good?"}}}, r"must hold \{completion\}"),
+        ({"terms": {"judge": VERDICTS | {"verdicts": {"Yes": 1.0}}}}, "at least 2"),
+        (
+            {"terms": {"judge": VERDICTS | {"verdicts": {"Yes": 1.0, "No": 1.0}}}},
+            "must be texts with different, finite values",
+        ),
         ({"terms": {"judge": JUDGE | {"rubric_column": "r"}}}, "rubric_column = 'r': the template does not show it"),
         (
             {"terms": {"judge": JUDGE | {"template": "{completion} {criterion}"}}},

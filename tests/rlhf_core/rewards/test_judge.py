@@ -1,19 +1,22 @@
 """A judge over an OpenAI-compatible endpoint: what is asked, what is read, and what goes wrong."""
 
 import json
+import math
 import re
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import pytest
 
-from rlhf_core.config.rewards import JsonVerdict, JudgeReward, PatternVerdict, RewardsConfig
+from rlhf_core.config.rewards import GenerativeReward, JsonVerdict, JudgeReward, PatternVerdict, RewardsConfig
+from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.generative import GenerativeModel
 from rlhf_core.rewards.judge import CORRECTION, Judge, filled, orders_of, read_score, read_scores
 from rlhf_core.rewards.rubrics import check_rubrics
-from rlhf_core.types import Generation
+from rlhf_core.types import Generation, TokenSample
 from tests.rlhf_core.rewards.answers import answer
 from tests.support.chat_server import ChatServer
 
@@ -285,3 +288,51 @@ def test_a_group_without_scores_is_asked_again_and_then_fails_as_a_whole(endpoin
 def test_a_pattern_may_hold_the_list_of_scores():
     verdict = PatternVerdict(pattern=r"Scores: (.*)")
     assert read_scores("Scores: 1, 2\nScores: [3; -4.5]", verdict, count=2, low=-5, high=5) == [3.0, -4.5]
+
+
+# ---------------------------------------------------------------- policies as judges
+
+
+class Reader:
+    """A frozen trainer: a reply "Yes" has probability 0.6 if the answer has the letter of the criterion, else 0.2; "No" 0.2."""
+
+    def __init__(self, chat: ChatTemplate) -> None:
+        self.chat = chat
+        self.samples: list[TokenSample] = []
+
+    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
+        assert temperature == 1.0
+        self.samples += samples
+        return [(0.0, math.log(self.probability(self.chat.preview(one))), 0.0) for one in samples]
+
+    def probability(self, shown: str) -> float:
+        text, letter, reply = re.search(r"(\w+) has an? (\w).*【(\w+)", shown, re.DOTALL).groups()  # type: ignore[union-attr]
+        return 0.6 if reply == "Yes" and letter in text else 0.2
+
+
+def test_a_policy_judges_by_the_probabilities_of_its_verdicts(policy):
+    chat = ChatTemplate.load(policy)
+    reader = Reader(chat)
+    given = {"model": "judge", "template": "{completion} {criterion}", "rubric_column": "rubric"}
+    one = GenerativeModel("j", GenerativeReward.model_validate(given), cast(Any, reader), chat, longest=None)
+    outcome = one([with_rubric("x"), with_rubric("q", ["has an x"])])
+    assert outcome.values == pytest.approx([(3 * 0.75 + 0.5 - 2 * 0.5) / 4, 0.5])
+    assert outcome.logs["mass"] == (pytest.approx(0.8 + 3 * 0.4), 4)
+    replies = [[t for t, m in zip(one.token_ids, one.loss_mask, strict=True) if m] for one in reader.samples[:2]]
+    assert [chat.decode(one) for one in replies] == ["Yes", "No"] and {one[-1] for one in replies} == {chat.eos_id}
+
+
+def test_a_question_that_is_longer_than_the_judge_reads_is_a_failure_of_its_answer(policy):
+    chat = ChatTemplate.load(policy)
+    given = {"model": "judge", "template": "{completion} has an x", "on_failure": "invalid"}
+    config = GenerativeReward.model_validate(given)
+    one = GenerativeModel("j", config, cast(Any, Reader(chat)), chat, longest=60)
+    outcome = one(group("x", "y" * 99))
+    assert outcome.values == (pytest.approx(0.75), None) and "the judge reads at most 60 tokens" in outcome.failures[1]
+    strict = GenerativeModel(
+        "j", config.model_copy(update={"on_failure": "fail"}), cast(Any, Reader(chat)), chat, longest=60
+    )
+    with pytest.raises(
+        RewardError, match=r"rewards\.j\[prompt p0\] = 'a question of \d+ tokens': the judge reads at most"
+    ):
+        strict(group("y" * 99))
