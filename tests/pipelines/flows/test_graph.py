@@ -195,7 +195,7 @@ def test_inputs_that_are_not_those_of_the_row_are_refused():
         inputs_of(sft, SFTConfig(), {"policy": policy})
     with pytest.raises(TypeError, match="sft: the input demonstrations must be DemonstrationsRef, not PromptsRef"):
         inputs_of(sft, SFTConfig(), {"policy": policy, "demonstrations": prompts})
-    with pytest.raises(TypeError, match="score: the input reward_models must be a table of RewardModelRef"):
+    with pytest.raises(TypeError, match="score: the input reward_models must be a table of ModelRef"):
         answers = handle(GenerationsRef, "answers")
         inputs_of(score, ScoreConfig(), {"generations": answers, "reward_models": handle(RewardModelRef, "judge")})
     with pytest.raises(TypeError, match="publish: has no input prompts"):
