@@ -7,7 +7,6 @@ from pipelines.flows.sections import EvaluationConfig
 from rlhf_core.config.data import DataConfig, Files, InstructionsWorld, MixedWorlds
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.config.rewards import check_sources
-from rlhf_core.data.worlds.instructions import SOURCES
 from rlhf_core.errors import ConfigError, nearest
 from stages.config.distill import DistillConfig
 from stages.config.evaluate_harness import HarnessSuite
@@ -83,6 +82,8 @@ def data_sources(data: DataConfig, table: str) -> set[str]:
         case MixedWorlds():
             return {source for world in data.worlds for source in data_sources(world, table)}
         case InstructionsWorld():
+            from rlhf_core.data.worlds.instructions import SOURCES  # pyarrow, which other plans do without
+
             ends = SOURCES if table == "eval_prompts" else ("seen",)
             return {f"{data.type}/{end}" for end in ends}
         case _:
