@@ -23,17 +23,21 @@ def check_step_sources(steps: Sequence[Step], data: DataConfig, evaluate: Evalua
     for step in steps:
         read = "demonstrations" if isinstance(step.config, DistillConfig) and not step.config.on_policy else "prompts"
         read = "generations" if step.stage == "score" else read
-        sources = sources_of(str(step.inputs.get(read, "")), made, data)
-        for key, config in {"": step.config, **dict(step.config)}.items() if sources else ():
-            check_config(config, sources or set(), key=f"{step.path}.{key}".rstrip("."))
+        found = sources_of(str(step.inputs.get(read, "")), made, data)
+        for key, config in {"": step.config, **dict(step.config)}.items() if found else ():
+            check_config(config, *(found or (set(), False)), key=f"{step.path}.{key}".rstrip("."))
     if evaluate is None:
         return
     evaluate.generate.check_agents(data_sources(data, "eval_prompts"), key="evaluate.generate")
     for suite in evaluate.suites:  # the slices of a suite's own prompts are their sources
         if isinstance(suite, HarnessSuite) or suite.prompts is None or suite.prompts.slice:
             continue
-        own = f"evaluate.suites.{suite.name}.generate" if suite.generate else "evaluate.generate"
-        (suite.generate or evaluate.generate).check_agents({"all"}, key=own)
+        key = f"evaluate.suites.{suite.name}.generate"
+        if suite.generate:
+            suite.generate.check_agents({"all"}, key=key)
+        elif any(agent.sources for agent in evaluate.generate.by_key.values()):
+            rule = "the agents of evaluate.generate play sources that the prompts of this suite lack"
+            raise ConfigError(key, None, rule, "give the suite a generate of its own")
 
 
 def check_measured_sources(metrics: Mapping[str, str], data: DataConfig) -> None:
@@ -46,28 +50,34 @@ def check_measured_sources(metrics: Mapping[str, str], data: DataConfig) -> None
             raise ConfigError(key, metric, rule, nearest(number.partition("/")[0], sorted(known)))
 
 
-def check_config(config: object, sources: set[str], *, key: str) -> None:
-    """Raise ConfigError for a source in the options of a stage that is none of `sources`, or that they leave out."""
+def check_config(config: object, sources: set[str], present: bool, *, key: str) -> None:
+    """Raise ConfigError for a source in the options of a stage that is none of `sources`, or if `present` that they leave out."""
+    used = sources if present else set[str]()
     match config:
         case PPOConfig():
-            config.sources_used(sources, key=key)
+            config.sources_used(sources, key=key, present=present)
         case DistillConfig():
-            config.check_sources(sources, key=key)
+            config.check_sources(used, known=sources, key=key)
         case GenerateConfig():
             config.check_agents(sources, key=key)
         case ScoreConfig():
-            check_sources(config.rewards, sources, key=f"{key}.rewards")
+            check_sources(config.rewards, used, known=sources, key=f"{key}.rewards")
 
 
-def sources_of(name: str, made: Mapping[str, Step], data: DataConfig) -> set[str] | None:
-    """Return the sources of the prompts or demonstrations called `name`; None if the profile does not decide them."""
+def sources_of(name: str, made: Mapping[str, Step], data: DataConfig) -> tuple[set[str], bool] | None:
+    """Return the sources that the prompts or demonstrations called `name` may have, and whether all of them are there.
+
+    None if the profile does not decide them. Steps on the way may leave out all rows of a source.
+    """
     if name in PARTS:
-        return data_sources(data, name)
+        return data_sources(data, name), True
     if name not in made:
         return None
-    inputs = made[name].inputs
+    config, inputs = made[name].config, made[name].inputs
     before = next((inputs[kind] for kind in ("rollouts", "generations", "prompts") if kind in inputs), "")
-    return sources_of("".join(listed(before)), made, data)
+    found = sources_of("".join(listed(before)), made, data)
+    whole = isinstance(config, ScoreConfig) or (isinstance(config, GenerateConfig) and not config.max_prompts)
+    return found and (found[0], found[1] and whole)
 
 
 def data_sources(data: DataConfig, table: str) -> set[str]:

@@ -436,9 +436,10 @@ def check_difficulty(step: Step, made: Mapping[str, Step]) -> None:
     if not (isinstance(step.config, PromptsInBand) and scored and isinstance(scored.config, ScoreConfig)):
         return
     term, rewards = step.config.term, scored.config.rewards
-    if term and term not in rewards.terms:
+    known = [*rewards.terms, *(name for name in ("overlong", "truncated") if getattr(rewards, name))]
+    if term and term not in known:
         rule = f"{scored.path}.rewards have no such term"
-        raise ValueError(explain(f"{step.path}.term", term, rule, nearest(term, list(rewards.terms))))
+        raise ValueError(explain(f"{step.path}.term", term, rule, nearest(term, known)))
     if not term and (mover := what_moves_rewards(rewards)):
         rule, remedy = f"{scored.path}.{mover} changes the reward", "name a term, or remove one of them"
         raise ValueError(explain(f"{step.path}.term", term, rule, remedy))

@@ -311,13 +311,16 @@ class PPOConfig(AgentsBySource, RenamedConfig):
         """Return the fields under the names that results were recorded with."""
         return recorded(table)
 
-    def sources_used(self, sources: Collection[str], *, key: str) -> set[str]:
-        """Return those of the prompts' `sources` that are drawn; ConfigError for one that there is not, or without a term."""
+    def sources_used(self, sources: Collection[str], *, key: str, present: bool = True) -> set[str]:
+        """Return those of the prompts' `sources` that are drawn; ConfigError for one that there is not, or without a term.
+
+        Unless all are `present` in the end, as after a selection, a source may have no term.
+        """
         for source, share in self.mixture.items():
             if source not in sources:
                 rule = f"no prompt has this source; {nearest(source, sorted(sources))}"
                 raise ConfigError(f"{key}.mixture.{source} = {share}: {rule}")
-        used = {source for source, share in self.mixture.items() if share} or set(sources)
+        used = ({source for source, share in self.mixture.items() if share} or set(sources)) if present else set()
         self.check_agents(sources, key=key)
         check_sources(self.rewards, used, known=sources, key=f"{key}.rewards")
         independent = self.evaluate.independent if self.evaluate else None

@@ -191,6 +191,14 @@ def test_a_teacher_beside_teachers_is_refused_and_its_default_is_not():
             "publish.gate[0].metric = 'sources/sums/gold/mean': no held-out prompt has this source; choose from support",
         ),
         (
+            "tiny/full",
+            [
+                'evaluate.generate.agents.shop={type = "environment", environment = "shop.py:Shop", sources = ["support"]}',
+                'evaluate.suites=[{name = "own", type = "instructions", prompts = {path = "own.jsonl"}}]',
+            ],
+            "evaluate.suites.own.generate = None: the agents of evaluate.generate play sources that the prompts of this suite lack",
+        ),
+        (
             "tiny/rlvr",
             ["ppo.critic=base"],
             "ppo.critic = 'base': there is no value model that could start from it; remove it",

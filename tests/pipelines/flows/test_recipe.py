@@ -472,6 +472,21 @@ def test_a_prompt_without_its_rubric_is_refused_before_anything_is_trained_or_sa
     assert made == ["prepare_data"]
 
 
+def test_a_selection_may_leave_out_the_prompts_of_a_source():
+    tree = tomllib.loads((shipped_profiles() / "tiny/recipe.toml").read_text(encoding="utf-8"))
+    terms = {"correct": SUM | {"sources": ["arithmetic"]}, "polite": SUM | {"sources": ["support"]}}
+    tree["recipe"] |= {
+        "g": {"stage": "generate", "policy": "sft"},
+        "s": {"stage": "score", "generations": "g", "rewards": {"terms": terms}},
+        "p": {"stage": "select", "type": "prompts", "rollouts": "s", "term": "correct"},
+        "a": {**PPO, "policy": "sft", "prompts": "p", "rewards": {"terms": {"correct": terms["correct"]}}},
+    }
+    parse(tree, origin="test")
+    tree["recipe"]["a"]["prompts"] = "prompts"
+    with pytest.raises(ConfigError, match=r"recipe\.a\.rewards\.terms = 'support': no term with a weight applies"):
+        parse(tree, origin="test")
+
+
 def test_a_step_whose_name_a_section_has_is_refused():
     tree = as_recipe() | {"sft": {"loop": {"batch_size": 4}}}
     with pytest.raises(
