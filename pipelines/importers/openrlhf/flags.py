@@ -485,7 +485,6 @@ MISSING = {
     "save_value_network": Missing("", "the value model is not an artifact", "the reward model, which is"),
     "actor.freeze_visual_encoder": Missing("", "models read text only", "a text model"),
     "data.max_images_per_prompt": Missing("0", "models read text only", "a text model"),
-    "repetition_penalty": Missing("1", "answers are drawn from the policy as it is", "sampling.temperature"),
     "enable_csft": Missing(
         "", "the level that a prompt requests is part of [conditional_sft]", "[conditional_sft.condition]"
     ),

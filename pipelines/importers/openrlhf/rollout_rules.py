@@ -93,6 +93,9 @@ def generate(one: Sheet, section: str) -> None:
     else:
         one.put(f"{key}.sampling.temperature", one.number("temperature"), "temperature")
     one.put(f"{key}.sampling.top_p", one.number("top_p"), "top_p")
+    if one.has("repetition_penalty") and one.text("eval_task") == "generate":
+        one.put(f"{key}.sampling.repetition_penalty", one.number("repetition_penalty"), "repetition_penalty")
+    one.ignore("repetition_penalty", "is read only by --eval_task generate")
     _lengths(one, key)
     if one.has("iter") and one.has("rollout_batch_size"):
         one.put(f"{key}.max_prompts", one.integer("rollout_batch_size"), "rollout_batch_size")

@@ -1,5 +1,7 @@
 import tomllib
 
+import pytest
+
 from pipelines.flows.profile import PipelineConfig, parse
 from pipelines.importers.openrlhf.translate import Translation, translate
 
@@ -61,6 +63,16 @@ def test_answers_without_training_are_those_of_the_evaluation():
     assert config.evaluate.evaluate.reference == "base"
     config, translation = read("POLICY=models/sft\n" + GENERATE + SCORE.format("rs"))
     assert fate(translation, "batch_inference", "--post_processor") == "not translatable"
+
+
+@pytest.mark.parametrize(
+    ("task", "penalty", "is_"), [("generate", 1.2, "translated"), ("generate_vllm", 1.0, "ignored")]
+)
+def test_a_penalty_of_repetitions_is_read_by_the_task_that_reads_it(task, penalty, is_):
+    command = f"--eval_task {task} --pretrain m --dataset q.jsonl --apply_chat_template --repetition_penalty 1.2"
+    config, translation = read(f"deepspeed --module openrlhf.cli.batch_inference {command}\n")
+    assert config.evaluate and config.evaluate.generate.sampling.repetition_penalty == penalty
+    assert fate(translation, "batch_inference", "--repetition_penalty") == is_
 
 
 def test_the_commands_of_a_lifecycle_hand_their_results_on():
