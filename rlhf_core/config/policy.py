@@ -581,10 +581,12 @@ class PPOConfig(AgentsBySource, RenamedConfig):
 
 
 def _what_compares_groups(rewards: RewardsConfig) -> list[str]:
-    """Return the settings that normalize within the answers to a prompt: they turn a single answer's reward into 0."""
-    gdpo = ['rewards.composition.type = "gdpo"'] * isinstance(rewards.composition, Gdpo)
-    terms = [f'rewards.terms.{name}.normalize = "group"' for name, t in rewards.terms.items() if t.normalize == "group"]
-    return gdpo + terms
+    """Return the settings that need several answers to a prompt: normalization turns a single one's reward into 0."""
+    found = ['rewards.composition.type = "gdpo"'] * isinstance(rewards.composition, Gdpo)
+    for name, t in rewards.terms.items():
+        found += [f'rewards.terms.{name}.normalize = "group"'] * (t.normalize == "group")
+        found += [f'rewards.terms.{name}.compares = "group"'] * (t.type == "judge" and t.compares == "group")
+    return found
 
 
 # ---------------------------------------------------------------- preference

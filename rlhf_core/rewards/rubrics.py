@@ -41,9 +41,8 @@ def rubric_of(prompt: Prompt, column: str, *, key: str) -> tuple[Criterion, ...]
             key, column, f"{named(prompt)} has no such column", f"{has}; add it, or choose prompts by sources"
         )
     found = fields.get(column, _parsed(prompt.label))
-    rows = [found] if isinstance(found, (str, Mapping)) else found
     try:
-        criteria = tuple(map(_criterion, rows))
+        criteria = tuple(map(_criterion, [found] if isinstance(found, (str, Mapping)) else found))
     except (TypeError, ValueError):
         criteria = ()
     if not any(one.weight > 0 for one in criteria):

@@ -12,6 +12,14 @@ from rlhf_core.config.policy import GROUP_ADVANTAGES, KLAsLoss, PPOConfig
 from rlhf_core.schema.base import keyed
 
 DYNAMIC, STALE, PARTIAL = {"type": "dynamic"}, {"type": "staleness"}, {"type": "partial", "tokens": 16}
+GROUP_JUDGE = {
+    "type": "judge",
+    "url": "http://a/v1",
+    "model": "m",
+    "template": "{answers}",
+    "compares": "group",
+    "verdict": {"type": "json", "field": "scores"},
+}
 RELATIVE = {"type": "function", "function": "a.b:c", "compares": "group"}
 
 
@@ -41,6 +49,7 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
         ({"advantage": {"type": "rloo", "gamma": 0.9}, "samples_per_prompt": 2}, "Extra inputs"),
         ({"correction": {"pi_old": "sampler"}}, "level = 'token': with pi_old = 'sampler' the ratio q is 1 everywhere"),
         ({"ahead": "dynamic"}, r"samples_per_prompt = 1: ahead\.type = 'dynamic' compares"),
+        ({"rewards": {"terms": {"j": GROUP_JUDGE}}}, r"samples_per_prompt = 1: rewards\.terms\.j\.compares"),
         ({"rewards": {"composition": {"type": "gdpo"}}}, 'samples_per_prompt = 1: rewards.composition.type = "gdpo"'),
         (
             {"rewards": {"terms": {"rm": {"type": "reward_model", "normalize": "group"}}}},
