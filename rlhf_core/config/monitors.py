@@ -182,6 +182,14 @@ def check_watched(
         )
     if evaluate and evaluate.metric == INDEPENDENT and not evaluate.independent:
         raise ValueError(f"evaluate.metric = {INDEPENDENT!r}: there is no independent reward; set evaluate.independent")
+    acts = any(monitor.action != "warn" for monitor in monitors)
+    chooses = evaluate is not None and (evaluate.export == "best" or evaluate.patience > 0 or acts)
+    if evaluate and chooses and not rewards.terms and evaluate.best_by.startswith("eval/reward"):
+        raise ValueError(
+            f"evaluate.metric = {evaluate.best_by!r}: there is no term of rewards, so that each answer earns 0 and the first "
+            'checkpoint, without training, would be the best; add evaluate.independent, or set evaluate.export = "last" without '
+            "patience and with monitors that warn"
+        )
     if evaluate and evaluate.metric and not is_named(evaluate.metric, evaluations):
         near = remedy_of(evaluate.metric, evaluations)
         raise ValueError(f"evaluate.metric = {evaluate.metric!r}: evaluations have no such metric; {near}")

@@ -10,7 +10,10 @@ from pipelines.execution.plan import all_specs, placeholder, plan
 from pipelines.flows.full import lifecycle
 from pipelines.flows.graph import Stages
 from pipelines.flows.profile import load_profile, parse, shipped_profiles, with_overrides
-from pipelines.flows.recipe import drawn, warn_unread
+from pipelines.flows.prompt_sources import data_sources
+from pipelines.flows.recipe import PARTS, drawn, warn_unread
+from rlhf_core.config.data import ArithmeticWorld, InstructionsWorld, SupportWorld
+from rlhf_core.data.worlds.mixed import make_world
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import keyed
 from rlhf_core.stage.key import StageSpec
@@ -599,3 +602,13 @@ def test_errors_of_stages_name_the_table_of_the_step(tmp_path):
     }
     with pytest.raises(ConfigError, match=r"recipe\.mine\.rewards\.terms\.mine\.function"):
         specs(small(mine=bad))
+
+
+@pytest.mark.parametrize("kind", [SupportWorld, ArithmeticWorld, InstructionsWorld])
+def test_the_sources_of_a_world_are_known_before_its_rows(kind):
+    sizes = {"demonstrations": 9, "preferences": 9, "prompts": 9, "eval_prompts": 9}
+    world = kind(**{name: size for name, size in sizes.items() if name in kind.model_fields})
+    tables, _ = make_world(world, seed=1)
+    rows = {name: {row.source for row in found} for name, found in tables.named().items() if found and name in PARTS}
+    assert {"prompts", "eval_prompts"} <= rows.keys()
+    assert {name: data_sources(world, name) for name in rows} == rows

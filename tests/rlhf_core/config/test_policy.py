@@ -163,6 +163,10 @@ def test_estimators_that_compare_samples_need_two_of_them(kind):
             "export_every = 2: a monitor may end the run",
         ),
         ({"band": {"low": 0.2}}, r"band = .*: is read with order = .band., and it is 'shuffled'"),
+        (
+            {"distill": {"teachers": {"t": 1.0}}, "kl": {"coef": 0.0}, "evaluate": {}},
+            "evaluate.metric = 'eval/reward/mean': there is no term of rewards, so that each answer earns 0 and the first",
+        ),
         ({"order": "band", "ahead": STALE}, "order = 'band': .*, and ahead draws them by the step alone"),
         ({"order": "band", "mixture": {"a": 1.0}}, "order = 'band': .*, and mixture draws them by the step alone"),
         ({"order": "band", "band": {"term": "rewrd_model"}}, "band.term = 'rewrd_model': .* did you mean reward_model"),
