@@ -19,6 +19,7 @@ from rlhf_core.interfaces import RegistryState
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.layout import MANIFEST
 from rlhf_core.tracking.champions import move_tag
+from rlhf_core.training.exports import EXPORTS
 from rlhf_core.types import CHAMPION, PolicyRef, PublishedRef, ReportRef
 from stages.config.publish import ChallengeConfig, GateNote, PublishConfig, Threshold
 
@@ -310,8 +311,12 @@ def model_card(
 
 
 def copy_for_hub(policy: Path, folder: Path) -> None:
-    """Copy the policy's files to a folder that can be written to; the store's own files and folders are read-only."""
-    shutil.copytree(policy, folder, copy_function=shutil.copyfile, ignore=shutil.ignore_patterns(MANIFEST))
+    """Copy the policy's files to a folder that can be written to; the store's own files and folders are read-only.
+
+    Policies that its training exported on the way are other models, and left out.
+    """
+    ours = shutil.ignore_patterns(MANIFEST, EXPORTS)
+    shutil.copytree(policy, folder, copy_function=shutil.copyfile, ignore=ours)
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         path.chmod(path.stat().st_mode | stat.S_IRWXU)
 

@@ -14,6 +14,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import RegistryState
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.training.exports import export_folder
 from rlhf_core.types import PolicyRef, ReportRef
 from stages.publish import PublishConfig, Threshold, copy_for_hub
 from tests.support.toy_stage import NoEngines, toy_spec
@@ -253,6 +254,12 @@ def test_the_folder_for_the_hub_can_be_written_to_and_has_nothing_of_the_store(s
     copy_for_hub(source, folder)
     assert {path.name for path in folder.iterdir()} == {"total.txt", "padding.bin"}
     assert all(path.stat().st_mode & stat.S_IWUSR for path in (folder, *folder.iterdir()))
+    export_folder(tmp_path / "policy", 2).mkdir(parents=True)
+    (tmp_path / "policy" / "config.json").write_text("{}")
+    copy_for_hub(tmp_path / "policy", tmp_path / "last")
+    assert [path.name for path in (tmp_path / "last").iterdir()] == ["config.json"], (
+        "policies on the way are other models"
+    )
 
 
 def test_nothing_is_registered_if_the_folder_for_the_hub_fails(shop, inputs, monkeypatch):
