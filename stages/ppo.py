@@ -412,6 +412,7 @@ def sampling_metrics(parts: Parts, step: int, drawn: Drawn, rollouts: Sequence[R
         dynamic_sampling=config.ahead if isinstance(config.ahead, DynamicSampling) else None,
         ahead=parts.sampler.ahead,
         ends=parts.ends,
+        stop=config.sampling.stop,
     )
 
 

@@ -100,15 +100,15 @@ ANSWERS, TOKENS = 256, 512
 """The numbers of answers of a step, and of first tokens of each, whose n-grams are counted: a fraction of a second."""
 
 
-def answer_metrics(completions: Sequence[Completion], *, ends: Sequence[int]) -> Metrics:
+def answer_metrics(completions: Sequence[Completion], *, ends: Sequence[int], stop: Sequence[str] = ()) -> Metrics:
     """Return `rollout/unique`, `distinct_2`, `repetition` and `ended` of the answers of a step.
 
     `unique` is the share of different texts, `distinct_2` that of different pairs of tokens among all pairs, `repetition`
     the mean share of 3-grams that an answer has had before. `ended` is the share of answers with an end token, one of
-    `ends`, among those that ended by themselves, and 1 if none did.
+    `ends`, among those that ended by themselves and not by a text in `stop`, and 1 if none did.
     """
     shown = [completion.token_ids[:TOKENS] for completion in completions[:ANSWERS]]
-    stopped = [completion for completion in completions if completion.finish_reason == "stop"]
+    stopped = [one for one in completions if one.finish_reason == "stop" and not any(text in one.text for text in stop)]
     return {
         "rollout/unique": len({completion.text for completion in completions}) / len(completions),
         "rollout/distinct_2": distinct_n(shown, 2),
@@ -197,10 +197,11 @@ def rollout_metrics(
     dynamic_sampling: DynamicSampling | None,
     ahead: int,
     ends: Sequence[int],
+    stop: Sequence[str],
 ) -> Metrics:
     """Return `rollout/*`: staleness, episode reports, groups that are undecided, equal or in flight, and the answers' health.
 
-    `ahead` counts the later steps that are being sampled, `ends` are the tokens that end an answer.
+    `ahead` counts the later steps that are being sampled, `ends` and `stop` are the tokens and texts that end an answer.
     """
     # The segments of partial rollouts are spans as well, and no turns.
     reported = episode_metrics([one.completion for one in drawn.generations]) if episodes else {}
@@ -210,7 +211,7 @@ def rollout_metrics(
         groups = [rollouts[start : start + group_size] for start in range(0, len(rollouts), group_size)]
         undecided["rollout/undecided_groups"] = float(sum(not is_decided(group, dynamic_sampling) for group in groups))
     equal = zero_variance([one.reward for one in rollouts], group_size=group_size) | by_source(rollouts, group_size)
-    health = answer_metrics([one.completion for one in rollouts], ends=ends)
+    health = answer_metrics([one.completion for one in rollouts], ends=ends, stop=stop)
     if episodes:
         del health["rollout/ended"]  # the last word of an episode may be its environment's
     return staleness(rollouts, step) | reported | undecided | equal | health | {"rollout/in_flight": in_flight}

@@ -37,6 +37,7 @@ def test_only_answers_that_ended_by_themselves_must_have_an_end_token():
     assert answer_metrics([said("a", 5, END), cut], ends=(END, 9))["rollout/ended"] == 1.0
     assert answer_metrics([said("a", 5, END), said("b", 5, 6), cut], ends=(END,))["rollout/ended"] == 0.5
     assert answer_metrics([cut], ends=(END,))["rollout/ended"] == 1.0
+    assert answer_metrics([said("a", 5, END), said("b", 5, 6)], ends=(END,), stop=("b",))["rollout/ended"] == 1.0
 
 
 def test_groups_whose_answers_earn_the_same_are_a_share_of_all():
