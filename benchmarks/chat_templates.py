@@ -20,7 +20,7 @@ from rich.console import Console
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.chat_templates import SHIPPED
 from rlhf_core.errors import RlhfError
-from rlhf_core.types import Message, TokenSample
+from rlhf_core.types import Column, Message, TokenSample
 
 ENDS = (
     *(
@@ -135,7 +135,7 @@ def exact(chat: ChatTemplate, messages: Sequence[Message], samples: Sequence[Tok
     )
 
 
-def spans(sample: TokenSample) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def spans(sample: TokenSample) -> Iterator[tuple[Column[int], Column[int]]]:
     """Yield, for each run of trained tokens, all tokens before it and the run."""
     start = 0
     for trained, run in groupby(sample.loss_mask):

@@ -28,7 +28,7 @@ from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.layout import folder_bytes
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.training.trainer import LocalTrainer
-from rlhf_core.types import TokenSample
+from rlhf_core.types import TokenSample, ids, mask
 
 REPEATS = 3
 INTERVAL = LoopConfig().checkpoint_every
@@ -142,8 +142,8 @@ def train(trainer: LocalTrainer, case: Case, *, steps: int) -> None:
     """Make `steps` optimizer steps."""
     generator = random.Random(3)
     for _ in range(steps):
-        rows = [tuple(generator.randrange(10, VOCABULARY) for _ in range(case.length)) for _ in range(case.rows)]
-        trainer.forward_backward([TokenSample(row, (0, *(1,) * (case.length - 1))) for row in rows], OBJECTIVE)
+        rows = [ids([generator.randrange(10, VOCABULARY) for _ in range(case.length)]) for _ in range(case.rows)]
+        trainer.forward_backward([TokenSample(row, mask([0] + [1] * (case.length - 1))) for row in rows], OBJECTIVE)
         trainer.optim_step(learning_rate=1e-5)
 
 

@@ -45,7 +45,7 @@ from rlhf_core.training.experience import (
 )
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.training.trainer import LocalTrainer
-from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest, derive_seed
+from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest, derive_seed, ids
 
 KL_COEF = 0.04
 STOPS = range(500, 512)
@@ -196,8 +196,8 @@ def sampler_of(job: dict[str, Any]) -> Sampler:
 
 def roll_out(sampler: Sampler, job: dict[str, Any], step: int) -> list[Rollout]:
     """Return the scored answers of a step, those of a prompt together."""
-    numbered = [(number, ids) for number, ids in enumerate(job["prompts"]) for _ in range(job["group"])]
-    requests = [SamplingRequest(tuple(ids), derive_seed(17, step, i)) for i, (_, ids) in enumerate(numbered)]
+    numbered = [(number, asked) for number, asked in enumerate(job["prompts"]) for _ in range(job["group"])]
+    requests = [SamplingRequest(ids(asked), derive_seed(17, step, i)) for i, (_, asked) in enumerate(numbered)]
     completions = sampler.generate(requests, SamplingConfig(temperature=1.0, max_tokens=job["answer"]))
     return [
         Rollout(

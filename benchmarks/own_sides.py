@@ -22,7 +22,7 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.training.objectives.base import PolicyObjective, SftObjective
 from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.trainer import LocalTrainer
-from rlhf_core.types import PolicySample, PreferenceSample, TokenSample
+from rlhf_core.types import PolicySample, PreferenceSample, TokenSample, floats, ids, mask
 
 BETA, CLIP = 0.1, 0.2
 
@@ -68,8 +68,8 @@ def our_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
 
 def token_sample(row: dict[str, Any], answer: str) -> TokenSample:
     """Return prompt and answer as a sequence whose answer is trained on."""
-    ids = (*row["prompt_ids"], *row[answer])
-    return TokenSample(ids, (0,) * len(row["prompt_ids"]) + (1,) * len(row[answer]))
+    trained = [0] * len(row["prompt_ids"]) + [1] * len(row[answer])
+    return TokenSample(ids([*row["prompt_ids"], *row[answer]]), mask(trained))
 
 
 def preference_samples(rows: list[dict[str, Any]], trainer: LocalTrainer) -> list[PreferenceSample]:
@@ -85,8 +85,8 @@ def preference_samples(rows: list[dict[str, Any]], trainer: LocalTrainer) -> lis
 def policy_sample(row: dict[str, Any]) -> PolicySample:
     """Return a rollout with its old log-probs and its advantage on every token of the answer."""
     sample = token_sample(row, "answer_ids")
-    logprobs = tuple(row["logprob"] * taken for taken in sample.loss_mask)
-    advantages = tuple(row["advantage"] * taken for taken in sample.loss_mask)
+    logprobs = floats([row["logprob"] * taken for taken in sample.loss_mask])
+    advantages = floats([row["advantage"] * taken for taken in sample.loss_mask])
     return PolicySample(sample.token_ids, sample.loss_mask, logprobs, logprobs, logprobs, advantages)
 
 

@@ -273,11 +273,12 @@ def save(trainer: Any, folder: Path) -> None:
 
 
 def token_samples(case: Case) -> list[Any]:
-    from rlhf_core.types import TokenSample
+    from rlhf_core.types import TokenSample, ids, mask
 
-    mask = (0,) + (1,) * (case.length - 1)
+    trained = mask([0] + [1] * (case.length - 1))
     return [
-        TokenSample(tuple((7 * row + at) % TOKENS for at in range(case.length)), mask) for row in range(2 * case.rows)
+        TokenSample(ids([(7 * row + at) % TOKENS for at in range(case.length)]), trained)
+        for row in range(2 * case.rows)
     ]
 
 
@@ -288,10 +289,10 @@ def samples_of(case: Case, role: Role) -> tuple[list[Any], Any]:
     from rlhf_core.config.policy import CorrectionConfig
     from rlhf_core.training.objectives import base
     from rlhf_core.training.objectives.preference import PairObjective
-    from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, ValueSample
+    from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, ValueSample, floats
 
     rows = token_samples(case)
-    some = (0.1,) * case.length
+    some = floats([0.1] * case.length)
     if role.name == "reward_model":
         pairs = [RewardPair(row.token_ids, row.token_ids[::-1], 0.0) for row in rows]
         return pairs, base.BradleyTerryObjective(centering_coef=0.0)

@@ -23,7 +23,7 @@ from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.rewards.batches import BatchedReward, RewardOutcome
 from rlhf_core.rewards.protocols import adapt
 from rlhf_core.rewards.terms import open_elsewhere
-from rlhf_core.types import Completion, Generation, Message, Prompt
+from rlhf_core.types import Completion, Generation, Message, Prompt, floats, ids
 from rlhf_core.user_code.modules import load_callable
 
 FUNCTION = "rlhf_core.rewards.verifiable:exact_match"
@@ -85,9 +85,9 @@ def made_up(count: int, *, tokens: int) -> list[Generation]:
     for number in range(count):
         text = " ".join(f"{dice.randrange(999):03d}" for _ in range(tokens))
         prompt = Prompt(f"p{number}", (Message("user", f"question {number}"),), text if number % 2 else "no", "made up")
-        ids = tuple(dice.randrange(50_000) for _ in range(tokens))
-        logprobs = tuple(-dice.random() for _ in range(tokens))
-        rows.append(Generation(prompt, ids[:50], Completion(ids, logprobs, text, "stop", 0, number)))
+        said = ids([dice.randrange(50_000) for _ in range(tokens)])
+        logprobs = floats([-dice.random() for _ in range(tokens)])
+        rows.append(Generation(prompt, said[:50], Completion(said, logprobs, text, "stop", 0, number)))
     return rows
 
 

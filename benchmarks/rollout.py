@@ -128,11 +128,11 @@ class Recording:
 def requests_of(count: int, prompt: int) -> list[Any]:
     """Return requests with random prompts, which have nothing in common."""
     from benchmarks.throughput import VOCABULARY
-    from rlhf_core.types import SamplingRequest
+    from rlhf_core.types import SamplingRequest, ids
 
     draw = random.Random(17)
     return [
-        SamplingRequest(tuple(draw.randrange(10, VOCABULARY // 2) for _ in range(prompt)), seed=index)
+        SamplingRequest(ids([draw.randrange(10, VOCABULARY // 2) for _ in range(prompt)]), seed=index)
         for index in range(count)
     ]
 

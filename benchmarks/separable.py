@@ -34,7 +34,7 @@ import torch
 
 from rlhf_core.models import forward
 from rlhf_core.models.batches import SEPARABLE, collate, sees_whole_rows, shared_rows, unpack
-from rlhf_core.types import TokenSample
+from rlhf_core.types import TokenSample, ids, mask
 
 ROUNDING = 1e-4
 """Differences up to here are rounding: log-probabilities of size 10 have an fp32 ulp of 1e-6, and some tens of sums follow
@@ -265,8 +265,8 @@ def build(config: Any, attention: str) -> Any:
 def samples(lengths: Sequence[int] = LENGTHS) -> list[TokenSample]:
     """Return samples with all tokens trained but the first."""
     draw = torch.Generator().manual_seed(11)
-    drawn = [tuple(torch.randint(3, VOCABULARY, (length,), generator=draw).tolist()) for length in lengths]
-    return [TokenSample(ids, (0,) + (1,) * (len(ids) - 1)) for ids in drawn]
+    drawn = [torch.randint(3, VOCABULARY, (length,), generator=draw).tolist() for length in lengths]
+    return [TokenSample(ids(one), mask([0] + [1] * (len(one) - 1))) for one in drawn]
 
 
 def _measured(verdict: Verdict, config: Any, attention: str, variant: str) -> Verdict:
@@ -300,7 +300,9 @@ def measure(model: Any) -> tuple[float, float, float]:
     with patch.object(forward, "shared_rows", lambda batch, prefixes_of: None):
         alone = [_logprobs(model, [sample], None)[0] for sample in some]
         padded = _logprobs(model, some, None)
-        before = [replace(s, token_ids=(*s.token_ids[:-2], s.token_ids[-2] - 1, s.token_ids[-1])) for s in some[:3]]
+        before = [
+            replace(s, token_ids=ids([*s.token_ids[:-2], s.token_ids[-2] - 1, s.token_ids[-1]])) for s in some[:3]
+        ]
         moved = [float((_logprobs(model, [b], None)[0][-1] - a[-1]).abs()) for b, a in zip(before, alone)]
     layouts = [_logprobs(model, some, ROW), _logprobs(model, some, sum(LENGTHS))]
     flat = replace(forward.model_rules(model), is_flash=True)
@@ -316,7 +318,7 @@ def measure_prefixes(model: Any) -> float:
     prompts = samples((9, 14))
     ends = samples((3, 8, 5, 1, 6))
     some = [
-        TokenSample((*prompt.token_ids, *end.token_ids), (0,) + (1,) * (len(prompt.token_ids) + len(end.token_ids) - 1))
+        TokenSample(prompt.token_ids + end.token_ids, prompt.loss_mask + mask([1] * len(end.token_ids)))
         for prompt in prompts
         for end in ends
     ]

@@ -22,7 +22,7 @@ from rlhf_core.interfaces import ModelSpec, Runtime
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.runtime.local_runtime import open_runtime
 from rlhf_core.training.objectives.base import SftObjective
-from rlhf_core.types import SamplingRequest, TokenSample
+from rlhf_core.types import SamplingRequest, TokenSample, ids, mask
 
 REPEATS = 3
 VOCABULARY = 512
@@ -62,11 +62,11 @@ def measure(runtime: Runtime, policy: Path, samples: int, prompt: int, answer: i
     """Print one line per repeat, after one that warms up, and their medians."""
     draw = random.Random(17)
     requests = [
-        SamplingRequest(tuple(draw.randrange(10, VOCABULARY // 2) for _ in range(prompt)), seed=index)
+        SamplingRequest(ids([draw.randrange(10, VOCABULARY // 2) for _ in range(prompt)]), seed=index)
         for index in range(samples)
     ]
     rows = [
-        TokenSample(request.prompt_ids + request.prompt_ids[:1] * answer, (0,) * prompt + (1,) * answer)
+        TokenSample(request.prompt_ids + (request.prompt_ids[0],) * answer, mask([0] * prompt + [1] * answer))
         for request in requests
     ]
     sampling = SamplingConfig(temperature=1.0, max_tokens=answer)

@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from rlhf_core.config.engines import BaseSamplerConfig, LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.types import (
+    Column,
     Completion,
     DistillationSample,
     Generation,
@@ -95,19 +96,19 @@ class Trainer(Protocol):
     def optim_step(self, *, learning_rate: float) -> Metrics:
         """Clip the gradient, update the weights and clear the gradient; return `grad_norm` and `learning_rate`."""
 
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
+    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[Column[float]]:
         """Return log p(token t | tokens < t) for every token of each sample, 0.0 where the mask is 0."""
 
     def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
         """Return the `k` likeliest tokens at each masked position of each sample; all of them, in order, for k = 0."""
 
-    def values(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
+    def values(self, samples: Sequence[TokenSample]) -> list[Column[float]]:
         """Return the value before each token, 0.0 where the mask is 0."""
 
-    def scores(self, sequences: Sequence[tuple[int, ...]]) -> list[float]:
+    def scores(self, sequences: Sequence[Column[int]]) -> list[float]:
         """Return one reward-model score per token sequence, read at its last token."""
 
-    def step_scores(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
+    def step_scores(self, samples: Sequence[TokenSample]) -> list[Column[float]]:
         """Return the process reward model's logit at each masked token of each sample: one per step, in order."""
 
     def loss(self, samples: Sequence[Any], objective: Objective) -> Metrics:

@@ -2,15 +2,18 @@
 
 Per-token sequences of a sample all have the length L of `token_ids` and are aligned with it: `logprobs[t]` is
 log p(token t | tokens < t), `values[t]` is the value of the state *before* token t, `loss_mask[t]` is whether
-token t is trained on (an action). Position 0 has no prediction: its log-prob is 0.0 and its mask is 0.
+token t is trained on (an action). Position 0 has no prediction: its log-prob is 0.0 and its mask is 0. They are columns;
+what is given as a tuple or an array becomes one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict
 
@@ -126,6 +129,119 @@ def title(ref: type[ArtifactRef]) -> str:
     return words if words.endswith("s") else f"an {words}" if words[0] in "aeiou" else f"a {words}"
 
 
+# ---------------------------------------------------------------- numbers per token
+
+N = TypeVar("N", int, float)
+
+
+class Column(Sequence[N]):
+    """The numbers of a sequence, one per token: a tuple of them to its users, and a read-only array in memory.
+
+    A number takes 4 bytes, or 1 in a mask, where a tuple takes 8 and an object. `kind` is that of `array.array`: `i` int32,
+    `f` float32, `B` uint8, `d` float64. `data` is a view that NumPy and Arrow read without a copy (`np.asarray(column.data)`).
+
+    >>> column = ids((5, 7, 2))
+    >>> column[1], column[1:] + (9,), column == (5, 7, 2), sum(column)
+    (7, (7, 2, 9), True, 14)
+    """
+
+    __slots__ = ("data",)
+
+    def __init__(self, kind: str, values: Any) -> None:
+        try:
+            data = memoryview(values.data if isinstance(values, Column) else values)
+        except TypeError:  # no array, but numbers one by one
+            data = memoryview(array(kind, values))
+        if data.format != kind:
+            data = memoryview(array(kind, data.tolist()))
+        elif not data.readonly or not data.contiguous:
+            data = memoryview(data.tobytes()).cast(kind)  # type: ignore[call-overload]
+        self.data: memoryview = data.toreadonly()
+
+    def tolist(self) -> list[N]:
+        """Return the numbers as a list."""
+        return self.data.tolist()  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[N]:
+        return iter(self.tolist())
+
+    @overload
+    def __getitem__(self, at: SupportsIndex) -> N: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Column[N]: ...
+
+    def __getitem__(self, at: SupportsIndex | slice) -> N | Column[N]:
+        found: Any = self.data[at]
+        return Column(self.data.format, found) if isinstance(at, slice) else found
+
+    def __add__(self, other: Sequence[N]) -> Column[N]:
+        return joined(self, other)
+
+    def __radd__(self, other: Sequence[N]) -> Column[N]:
+        return joined(Column(self.data.format, other), self)
+
+    def index(self, value: Any, *bounds: int) -> int:
+        """Return the first place of a number; raise ValueError if there is none."""
+        return self.tolist().index(value, *bounds)
+
+    def count(self, value: Any) -> int:
+        """Return how often a number occurs."""
+        return self.data.tobytes().count(value) if self.data.format == "B" else self.tolist().count(value)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Column):
+            return self.data == other.data
+        return self.tolist() == list(other) if isinstance(other, (tuple, list)) else NotImplemented
+
+    def __lt__(self, other: Sequence[N]) -> bool:
+        return self.tolist() < list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.data))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self.data))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.data.format, self.data.tobytes())
+
+
+def _unpickled(kind: str, data: bytes) -> Column[Any]:
+    return Column(kind, memoryview(data).cast(kind))  # type: ignore[call-overload]
+
+
+def joined(first: Column[N], *others: Sequence[N]) -> Column[N]:
+    """Return columns and other sequences one after the other, in the kind of the first."""
+    kind = first.data.format
+    return _unpickled(kind, b"".join(Column(kind, part).data for part in (first, *others)))
+
+
+def ids(values: Any) -> Column[int]:
+    """Return token ids, a sequence of integers or an int32 array [L], as a column."""
+    return Column("i", values)
+
+
+def mask(values: Any) -> Column[int]:
+    """Return 0 and 1 per token, a sequence or a uint8 array [L], as a column."""
+    return Column("B", values)
+
+
+def floats(values: Any) -> Column[float]:
+    """Return one number per token, a sequence or a float32 array [L], as a column."""
+    return Column("f", values)
+
+
+def _hold(value: Any, **kinds: str) -> None:
+    """Make the fields of a frozen value columns of these kinds."""
+    for name, kind in kinds.items():
+        if type(given := getattr(value, name)) is not Column or given.data.format != kind:
+            object.__setattr__(value, name, Column(kind, given))
+
+
 # ---------------------------------------------------------------- data to sampler to reward
 
 
@@ -165,9 +281,12 @@ class SamplingRequest:
     `max_tokens` lowers the limit of the sampling configuration; 0 keeps it.
     """
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Column[int]
     seed: int
     max_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _hold(self, prompt_ids="i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +318,8 @@ class Completion:
     none; it decides whether dynamic sampling keeps the prompt.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: Column[int]
+    logprobs: Column[float]
     text: str
     finish_reason: FinishReason
     policy_version: int
@@ -211,6 +330,7 @@ class Completion:
     score: float | None = None
 
     def __post_init__(self) -> None:
+        _hold(self, token_ids="i", logprobs="f")
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs; each token needs one")
         bounds = [bound for span in self.spans for bound in (span.start, span.end)]
@@ -218,18 +338,18 @@ class Completion:
             raise ValueError(f"spans = {bounds}: must follow each other within the {len(self.token_ids)} tokens")
 
     @property
-    def action_mask(self) -> tuple[int, ...]:
+    def action_mask(self) -> Column[int]:
         """Return one entry per token: 1 if it was sampled, 0 if an environment wrote it.
 
         >>> Completion((5, 6, 7), (-0.1, 0.0, -0.2), "", "stop", 0, 1, (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))).action_mask
         (1, 0, 1)
         """
         if not self.spans:
-            return (1,) * len(self.token_ids)
-        mask = [0] * len(self.token_ids)
+            return mask(b"\1" * len(self.token_ids))
+        sampled = bytearray(len(self.token_ids))
         for span in self.spans:
-            mask[span.start : span.end] = [1] * (span.end - span.start)
-        return tuple(mask)
+            sampled[span.start : span.end] = b"\1" * (span.end - span.start)
+        return mask(bytes(sampled))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +357,16 @@ class Generation:
     """A completion with its prompt, not yet scored."""
 
     prompt: Prompt
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Column[int]
     completion: Completion
+
+    def __post_init__(self) -> None:
+        _hold(self, prompt_ids="i")
+
+
+def answered(prompt: Prompt, text: str) -> Generation:
+    """Return an answer without tokens, which a text that no policy sampled does not have."""
+    return Generation(prompt, ids(()), Completion(ids(()), floats(()), text, "stop", policy_version=0, seed=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,12 +379,15 @@ class Rollout:
     """
 
     prompt: Prompt
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Column[int]
     completion: Completion
     reward: float
     reward_components: dict[str, float]
     invalid: str = ""
     score: float | None = None
+
+    def __post_init__(self) -> None:
+        _hold(self, prompt_ids="i")
 
 
 # ---------------------------------------------------------------- advantage to collate: one row of a training batch
@@ -270,20 +401,28 @@ class TokenSample:
     (5, 7, 2)
     """
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
+    token_ids: Column[int]
+    loss_mask: Column[int]
 
     def __post_init__(self) -> None:
+        _hold(self, token_ids="i", loss_mask="B")
         _check_lengths(self)
+
+    def until_trained(self) -> Column[int]:
+        """Return the tokens up to the last trained one, where a sampled answer ends too: templates add more."""
+        return self.token_ids[: len(self.loss_mask) - self.loss_mask[::-1].index(1)]
 
 
 @dataclass(frozen=True, slots=True)
 class RewardPair:
     """Two whole conversations (prompt and answer); a reward model should score `chosen_ids` higher by `margin`."""
 
-    chosen_ids: tuple[int, ...]
-    rejected_ids: tuple[int, ...]
+    chosen_ids: Column[int]
+    rejected_ids: Column[int]
     margin: float
+
+    def __post_init__(self) -> None:
+        _hold(self, chosen_ids="i", rejected_ids="i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,11 +433,12 @@ class StepSample:
     0.3
     """
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
-    labels: tuple[float, ...]
+    token_ids: Column[int]
+    loss_mask: Column[int]
+    labels: Column[float]
 
     def __post_init__(self) -> None:
+        _hold(self, token_ids="i", loss_mask="B", labels="d")
         _check_lengths(self)
 
 
@@ -332,14 +472,17 @@ class PolicySample:
     """A rollout ready for the policy loss. `rollout_logprobs` are the sampler's, `old_logprobs` the trainer's before
     the update, `ref_logprobs` the reference's, empty if no reference is used. All others are per token, length L."""
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
-    old_logprobs: tuple[float, ...]
-    ref_logprobs: tuple[float, ...]
-    advantages: tuple[float, ...]
+    token_ids: Column[int]
+    loss_mask: Column[int]
+    rollout_logprobs: Column[float]
+    old_logprobs: Column[float]
+    ref_logprobs: Column[float]
+    advantages: Column[float]
 
     def __post_init__(self) -> None:
+        _hold(
+            self, token_ids="i", loss_mask="B", rollout_logprobs="f", old_logprobs="f", ref_logprobs="f", advantages="f"
+        )
         _check_lengths(self)
 
 
@@ -347,12 +490,13 @@ class PolicySample:
 class ValueSample:
     """A rollout ready for the value loss: `old_values` before the update and the `returns` to fit, per token."""
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
-    old_values: tuple[float, ...]
-    returns: tuple[float, ...]
+    token_ids: Column[int]
+    loss_mask: Column[int]
+    old_values: Column[float]
+    returns: Column[float]
 
     def __post_init__(self) -> None:
+        _hold(self, token_ids="i", loss_mask="B", old_values="f", returns="f")
         _check_lengths(self)
 
 
@@ -375,14 +519,15 @@ class TopLogprobs:
 class DistillationSample:
     """A sequence for distillation with each teacher's distribution at each masked token, in token order."""
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
+    token_ids: Column[int]
+    loss_mask: Column[int]
     teachers: tuple[TopLogprobs, ...]
 
     def __post_init__(self) -> None:
+        _hold(self, token_ids="i", loss_mask="B")
         rows = [len(part) for teacher in self.teachers for part in (teacher.logprobs, teacher.ids)]
         lengths = (len(self.token_ids), len(self.loss_mask), *rows)
-        if lengths != (lengths[0], lengths[0], *(sum(self.loss_mask) for _ in rows)):
+        if lengths != (lengths[0], lengths[0], *(self.loss_mask.count(1) for _ in rows)):
             raise ValueError(
                 f"DistillationSample: {lengths}: the mask has one entry per token, a teacher one row per masked token; "
                 "align them first"

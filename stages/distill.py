@@ -45,6 +45,7 @@ from rlhf_core.types import (
     SamplingRequest,
     TokenSample,
     derive_seed,
+    mask,
 )
 from stages.config.distill import DistillConfig
 
@@ -288,8 +289,8 @@ def answering(sampler: Sampler, method: Method, sampling: SamplingConfig, *, see
         requests = [SamplingRequest(ids, own) for ids, own in zip(prompts, seeds, strict=True)]
         completions = sampler.generate(requests, sampling)
         answers = [
-            TokenSample(ids + made.token_ids, (0,) * len(ids) + (1,) * len(made.token_ids))
-            for ids, made in zip(prompts, completions, strict=True)
+            TokenSample(asked + made.token_ids, mask(bytes(len(asked)) + b"\1" * len(made.token_ids)))
+            for asked, made in zip(prompts, completions, strict=True)
         ]
         samples = [method.answer(draw.prompt.messages, own) for draw, own in zip(draws, answers, strict=True)]
         made = zip(samples, draws, strict=True)

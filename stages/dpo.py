@@ -31,7 +31,7 @@ from rlhf_core.training.objectives.preference import (
     RunningShift,
     answer_logprob,
 )
-from rlhf_core.types import AnswerSample, PolicyRef, PreferenceSample, PreferencesRef, TokenSample
+from rlhf_core.types import AnswerSample, Column, PolicyRef, PreferenceSample, PreferencesRef, TokenSample, mask
 from stages.config.dpo import DPOConfig
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ def answer_to_another_prompt(index: int, answers: Sequence[TokenSample], others:
     raise DataError("preferences", len(answers), rule, "kto needs answers to at least two prompts")
 
 
-def prompt_of(sample: TokenSample) -> tuple[int, ...]:
+def prompt_of(sample: TokenSample) -> Column[int]:
     """Return the tokens before the first trained one."""
     return sample.token_ids[: sample.loss_mask.index(1)]
 
@@ -225,9 +225,9 @@ def mismatched(sample: TokenSample, other: TokenSample) -> TokenSample:
     """Return the prompt of `sample` with the answer of `other`, cut to the longer one's length."""
     prompt, start = prompt_of(sample), other.loss_mask.index(1)
     length = max(len(sample.token_ids), len(other.token_ids))
-    ids = prompt + other.token_ids[start:]
-    mask = (0,) * len(prompt) + other.loss_mask[start:]
-    return TokenSample(ids[:length], mask[:length])
+    token_ids = prompt + other.token_ids[start:]
+    loss_mask = mask(bytes(len(prompt))) + other.loss_mask[start:]
+    return TokenSample(token_ids[:length], loss_mask[:length])
 
 
 def reference_sums(

@@ -251,7 +251,7 @@ def draw(
         caption = f"Reward against distance from {reference}, with {report['settings']['level']:.0%} intervals"
         figures["frontier"] = (caption, plots.frontier(points, reward_name=label, reference=reference, colors=colors))
     groups = {
-        answers.name: ([sum(item.completion.action_mask) for item in answers.generations], answers.rewards)
+        answers.name: ([item.completion.action_mask.count(1) for item in answers.generations], answers.rewards)
         for answers in policies
         if answers.rewards and answers.name in report["order"]
     }

@@ -162,7 +162,7 @@ def generation_metrics(generations: Sequence[Generation]) -> Metrics:
     for generation in generations:
         texts[generation.prompt.id].append(generation.completion.text)
     return episode_metrics(completions) | {
-        "length_mean": fmean(sum(completion.action_mask) for completion in completions),
+        "length_mean": fmean(completion.action_mask.count(1) for completion in completions),
         "entropy": -fmean(logprobs) if logprobs else 0.0,
         "truncated": fmean(completion.finish_reason == "length" for completion in completions),
         "distinct": fmean(len(set(answers)) / len(answers) for answers in texts.values()),

@@ -15,7 +15,7 @@ from rlhf_core.interfaces import ModelSpec
 from rlhf_core.rewards.model import check_classifier, probe_messages, single_output
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.fingerprint import hash_files, tree_digest
-from rlhf_core.types import Message, PolicyRef, RewardModelRef
+from rlhf_core.types import Column, Message, PolicyRef, RewardModelRef
 from stages.config.import_reward_model import ImportRewardModelConfig, copied
 
 
@@ -82,14 +82,13 @@ def check_tokens(chat: ChatTemplate, policys: ChatTemplate, config: ImportReward
             raise ConfigError("import_reward_model.path", config.path, rule, remedy)
 
 
-def probes(chat: ChatTemplate, max_length: int) -> list[tuple[int, ...]]:
+def probes(chat: ChatTemplate, max_length: int) -> list[Column[int]]:
     """Return the tokens of the probes up to the end of each answer, where a sampled answer ends too."""
     found = []
     for messages, answer in probe_messages():
         sample = chat.continuation(messages, (Message("assistant", answer),), max_length=max_length)
         if sample is not None:
-            end = max(position for position, trained in enumerate(sample.loss_mask) if trained) + 1
-            found.append(sample.token_ids[:end])
+            found.append(sample.until_trained())
     if not found:
         rule = "it leaves no room for an answer in any probe text"
         raise ConfigError("import_reward_model.max_length", max_length, rule, "raise it")

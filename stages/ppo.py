@@ -86,6 +86,7 @@ from rlhf_core.types import (
     TokenSample,
     ValueSample,
     derive_seed,
+    floats,
 )
 from rlhf_core.user_code.dependencies import UserFunction
 
@@ -459,7 +460,7 @@ def lessons_of(
         rows = [at for at, one in enumerate(rollouts) if not config.route or one.prompt.source in sources]
         made = teachers[name].logprobs([samples[at] for at in rows], temperature=temperature) if rows else []
         logprobs = dict(zip(rows, made, strict=True))
-        taught = tuple(tuple(logprobs[at]) if at in logprobs else () for at in range(len(samples)))
+        taught = tuple(logprobs.get(at, floats(())) for at in range(len(samples)))
         lessons.append(Lesson(name, 1.0 if config.route else weight, taught))
     return tuple(lessons)
 

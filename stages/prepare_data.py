@@ -238,7 +238,7 @@ def _metrics(tables: Tables, report: DropReport, chat: ChatTemplate) -> dict[str
     metrics |= {f"masked/{kind}": count for kind, count in report.masked.items()}
     prompts = [len(chat.prompt_ids(row.messages)) for row in tables.prompts[:1000]]
     answers = [
-        sum(sample.loss_mask)
+        sample.loss_mask.count(1)
         for row in tables.demonstrations[:1000]
         for sample in chat.examples(row.messages, max_length=1 << 40)
     ]

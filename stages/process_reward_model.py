@@ -18,7 +18,7 @@ from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
 from rlhf_core.training.fit import fit_and_measure
 from rlhf_core.training.objectives.base import StepObjective
-from rlhf_core.types import PolicyRef, ProcessRewardModelRef, StepSample, StepsRef, TokenSample
+from rlhf_core.types import Column, PolicyRef, ProcessRewardModelRef, StepSample, StepsRef, TokenSample, mask
 from stages.config.process_reward_model import ProcessRewardModelConfig
 
 PROBES = 32  # answers whose scores are checked when the model is loaded
@@ -52,7 +52,7 @@ def run(
     metrics = {
         "steps": result.steps,
         "train_answers": len(samples["train"]),
-        "train_steps": sum(sum(sample.loss_mask) for sample in samples["train"]),
+        "train_steps": sum(sample.loss_mask.count(1) for sample in samples["train"]),
         "dropped_answers": sum(len(rows[split]) - len(samples[split]) for split in rows),
     }
     return context.commit(ProcessRewardModelRef, metrics=metrics | result.final | report)
@@ -70,7 +70,7 @@ def step_samples(
         whole = chat.continuation(row.prompt, row.answer(config.separator), max_length=_UNLIMITED)
         if whole is None:
             continue
-        trained = [position for position, mask in enumerate(whole.loss_mask) if mask]
+        trained = [position for position, one in enumerate(whole.loss_mask) if one]
         first, last = trained[0], trained[-1]  # where a sampled answer begins and ends, too
         ends = [first + end for end in splitter.ends(whole.token_ids[first : last + 1])]
         kept = [end for end in ends if end < config.max_length]
@@ -80,8 +80,8 @@ def step_samples(
         places = range(kept[-1] + 1)
         sample = StepSample(
             whole.token_ids[: kept[-1] + 1],
-            tuple(int(place in label_at) for place in places),
-            tuple(label_at[place] if place in label_at else 0.0 for place in places),
+            mask([place in label_at for place in places]),
+            Column("d", [label_at.get(place, 0.0) for place in places]),
         )
         samples.append((row.prompt, sample))
     return samples
@@ -100,8 +100,8 @@ def write_contract(
         "reduce": config.reduce,
         "eos_token_id": chat.eos_id,
         "template": chat.digest,
-        "probe": [list(sample.token_ids) for sample in probe],
-        "probe_step_ends": [[place for place, mask in enumerate(sample.loss_mask) if mask] for sample in probe],
+        "probe": [sample.token_ids.tolist() for sample in probe],
+        "probe_step_ends": [[place for place, one in enumerate(sample.loss_mask) if one] for sample in probe],
         "probe_step_scores": scores,
         "mean": fmean(every),
         "std": pstdev(every),
@@ -136,4 +136,4 @@ def unlabeled(sample: StepSample) -> TokenSample:
 
 def judgements(sample: StepSample) -> tuple[float, ...]:
     """Return the labels of the steps, in order."""
-    return tuple(label for label, mask in zip(sample.labels, sample.loss_mask, strict=True) if mask)
+    return tuple(label for label, one in zip(sample.labels, sample.loss_mask, strict=True) if one)

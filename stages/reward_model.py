@@ -29,7 +29,7 @@ from rlhf_core.models.architecture import check_longest
 from rlhf_core.stage.context import StageContext
 from rlhf_core.training.fit import fit_and_measure
 from rlhf_core.training.objectives.base import BradleyTerryObjective
-from rlhf_core.types import PolicyRef, PreferencesRef, RewardModelRef, RewardPair, TokenSample, derive_seed
+from rlhf_core.types import Column, PolicyRef, PreferencesRef, RewardModelRef, RewardPair, derive_seed
 from stages.config.reward_model import RewardModelConfig
 from stages.config.suites import suites_as_planned
 
@@ -121,28 +121,22 @@ def reward_pairs(chat: ChatTemplate, rows: Sequence[Preference], config: RewardM
         if chosen is None or rejected is None or chosen.token_ids == rejected.token_ids:
             continue
         margin = row.margin if config.use_margin else 0.0
-        pair = RewardPair(scored_ids(chosen), scored_ids(rejected), margin)
+        pair = RewardPair(chosen.until_trained(), rejected.until_trained(), margin)
         pairs.append(RenderedPair(row.source, row.prompt, pair))
     return pairs
-
-
-def scored_ids(sample: TokenSample) -> tuple[int, ...]:
-    """Return the tokens up to the answer's last trained one, where a sampled answer ends too: templates add more."""
-    end = max(position for position, trained in enumerate(sample.loss_mask) if trained) + 1
-    return sample.token_ids[:end]
 
 
 def write_contract(
     trainer: Trainer, pairs: Sequence[RewardPair], chat: ChatTemplate, config: RewardModelConfig, folder: Path
 ) -> None:
     """Write `contract.json`: the conditions for reproducing the scores, with probe scores to check it by."""
-    probe = [list(pair.chosen_ids) for pair in pairs[:PROBES]]
-    scores = trainer.scores([tuple(ids) for ids in probe])
+    probe = [pair.chosen_ids for pair in pairs[:PROBES]]
+    scores = trainer.scores(probe)
     contract = {
         "max_length": config.max_length,
         "eos_token_id": chat.eos_id,
         "template": chat.digest,
-        "probe": probe,
+        "probe": [one.tolist() for one in probe],
         "probe_scores": scores,
         "mean": fmean(scores),
         "std": pstdev(scores),
@@ -207,7 +201,7 @@ def probed(trainer: Trainer, rows: Sequence[Preference], chat: ChatTemplate, con
 
     Edited answers that would be cut at `max_length`, or that an edit leaves as they were, are left out.
     """
-    asked: list[tuple[int, ...]] = []
+    asked: list[Column[int]] = []
     places: list[tuple[int, str]] = []
     for at, row in enumerate(rows):
         *turns, last = row.chosen
@@ -217,7 +211,7 @@ def probed(trainer: Trainer, rows: Sequence[Preference], chat: ChatTemplate, con
             answer = (*turns, replace(last, content=text))
             sample = chat.continuation(row.prompt, answer, max_length=config.max_length + 1)
             if sample is not None and len(sample.token_ids) <= config.max_length:
-                asked.append(scored_ids(sample))
+                asked.append(sample.until_trained())
                 places.append((at, name))
     scores = dict(zip(places, trainer.scores(asked) if asked else [], strict=True))
     return Probed(

@@ -266,7 +266,7 @@ def _pair(answers: Group, config: Pairs, generator: random.Random) -> Pair:
 
 
 def _sampled_tokens(rollout: Rollout) -> int:
-    return sum(rollout.completion.action_mask)
+    return rollout.completion.action_mask.count(1)
 
 
 # ---------------------------------------------------------------- splitting and recording

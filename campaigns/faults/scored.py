@@ -15,7 +15,7 @@ from rlhf_core.errors import RewardError
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.rollouts.scored_step import valid_groups
-from rlhf_core.types import Completion, Generation, Message, Prompt, Rollout
+from rlhf_core.types import Completion, Generation, Message, Prompt, Rollout, floats, ids
 
 TERM = "mood"
 GROUP = 2
@@ -27,7 +27,7 @@ Value = Callable[[str], float]
 def generation(prompt_id: str, text: str, label: str = "") -> Generation:
     """Return an answer `text` to a prompt."""
     prompt = Prompt(prompt_id, (Message("user", "hi"),), label, "faults")
-    return Generation(prompt, (1,), Completion((2,), (-1.0,), text, "stop", 0, 0))
+    return Generation(prompt, ids((1,)), Completion(ids((2,)), floats((-1.0,)), text, "stop", 0, 0))
 
 
 def groups(*texts: str, label: str = "") -> list[Generation]:

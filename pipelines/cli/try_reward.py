@@ -17,7 +17,7 @@ from rlhf_core.rewards.batches import RewardOutcome
 from rlhf_core.rewards.terms import open_elsewhere
 from rlhf_core.schema.base import LONGEST_S
 from rlhf_core.schema.secrets import refuse_plain
-from rlhf_core.types import Completion, Generation, Message, Prompt
+from rlhf_core.types import Generation, Message, Prompt, answered
 
 LONGEST_ANSWER = 60
 LABEL = "label"
@@ -70,8 +70,7 @@ def _term(function: str, arguments: dict[str, Any], timeout_s: float) -> Functio
 
 def _generation(prompt: str, label: str, answer: str) -> Generation:
     """Return an answer as a policy gives it, but without tokens: which they are depends on a model."""
-    asked = Prompt("try-reward", (Message("user", prompt),), label, "try-reward")
-    return Generation(asked, (), Completion((), (), answer, "stop", policy_version=0, seed=0))
+    return answered(Prompt("try-reward", (Message("user", prompt),), label, "try-reward"), answer)
 
 
 def _label(columns: Sequence[str]) -> str:

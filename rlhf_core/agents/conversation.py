@@ -16,7 +16,19 @@ from rlhf_core.agents.programs import Answer, EpisodeCut, EpisodeFailed, Program
 from rlhf_core.agents.tools import parse_calls
 from rlhf_core.data.chat import ChatTemplate, encode
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.types import ActionSpan, Completion, FinishReason, Message, SamplingRequest, derive_seed, encodable
+from rlhf_core.types import (
+    ActionSpan,
+    Column,
+    Completion,
+    FinishReason,
+    Message,
+    SamplingRequest,
+    derive_seed,
+    encodable,
+    floats,
+    ids,
+    joined,
+)
 
 
 class RequestRefused(ValueError):
@@ -48,7 +60,7 @@ class ChatMessage:
 class PolicyTurn:
     """A turn of the policy, and the tokens before it."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Column[int]
     answer: Answer
     message: ChatMessage
 
@@ -64,7 +76,7 @@ class Conversation:
         self._engine = engine
         self._past: tuple[ChatMessage, ...] = ()
         self._text: str | None = None
-        self._token_ids: tuple[int, ...] = ()
+        self._token_ids = ids(())
         self._shown: tuple[str, ...] = ()
         self._key: object = None
         self._turn: asyncio.Task[PolicyTurn] | None = None
@@ -112,7 +124,7 @@ class Conversation:
         self._past = (*messages, message)
         return self._kept(PolicyTurn(prompt_ids, answer, message))
 
-    def _opening(self, messages: tuple[ChatMessage, ...], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def _opening(self, messages: tuple[ChatMessage, ...], tools: Sequence[Mapping[str, Any]]) -> Column[int]:
         if not messages or any(message.calls for message in messages):
             raise RequestRefused(
                 "messages", "the first request has no messages, or has tool calls that the policy did not sample"
@@ -124,7 +136,7 @@ class Conversation:
         except (ConfigError, DataError) as error:
             raise RequestRefused("template", str(error)) from error
 
-    def _following(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
+    def _following(self, messages: tuple[ChatMessage, ...]) -> Column[int]:
         new = messages[len(self._past) :]
         if messages[: len(self._past)] != self._past or not new or any(message.role == "assistant" for message in new):
             differs = next(
@@ -143,12 +155,12 @@ class Conversation:
         except DataError as error:
             raise RequestRefused("template", str(error)) from error
         # The turn may have ended with a stop token other than the one that the template expects.
-        return self._token_ids + (() if ended else (self._template.eos_id,)) + added
+        return joined(self._token_ids, () if ended else (self._template.eos_id,), added)
 
     async def _continue(self, prompt: str | Sequence[int], max_tokens: int) -> PolicyTurn:
         if self._past:
             raise RequestRefused("mixed", "this conversation began with messages; start another one")
-        prompt_ids = self._text_ids(prompt) if isinstance(prompt, str) else tuple(prompt)
+        prompt_ids = self._text_ids(prompt) if isinstance(prompt, str) else ids(prompt)
         if not prompt_ids or prompt_ids[: len(self._token_ids)] != self._token_ids:
             raise RequestRefused("history", "the prompt does not begin with the text of this conversation so far")
         before = prompt if isinstance(prompt, str) else self._template.decode(prompt_ids)
@@ -156,7 +168,7 @@ class Conversation:
         self._text = before + answer.text
         return self._kept(PolicyTurn(prompt_ids, answer, ChatMessage("assistant", answer.text)))
 
-    def _text_ids(self, prompt: str) -> tuple[int, ...]:
+    def _text_ids(self, prompt: str) -> Column[int]:
         """Return the tokens of `prompt`, of which only the new end is tokenized."""
         text = self._text or ""
         if not prompt.startswith(text):
@@ -171,9 +183,9 @@ class Conversation:
         except DataError as error:
             raise RequestRefused("text", str(error)) from error
 
-    async def _sampled(self, prompt_ids: tuple[int, ...], max_tokens: int) -> Answer:
+    async def _sampled(self, prompt_ids: Column[int], max_tokens: int) -> Answer:
         try:
-            return await self._engine.generate(prompt_ids, max_tokens=max_tokens)
+            return await self._engine.generate(tuple(prompt_ids), max_tokens=max_tokens)
         except EpisodeCut:
             self.cut = True
             raise
@@ -230,19 +242,19 @@ def sorted_json(value: Any) -> str:
 class EpisodeResult:
     """A finished episode. `prompt_ids` differ from the prompt's own where the environment added to it."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Column[int]
     completion: Completion
 
 
 class Transcript:
     """Prompt, turns and the environment's text so far, within a budget of tokens.
 
-    >>> text = Transcript((1, 2), seed=7, limit=10)
+    >>> text = Transcript(ids((1, 2)), seed=7, limit=10)
     >>> text.request(4)
     SamplingRequest(prompt_ids=(1, 2), seed=7, max_tokens=4)
     """
 
-    def __init__(self, prompt_ids: tuple[int, ...], *, seed: int, limit: int) -> None:
+    def __init__(self, prompt_ids: Column[int], *, seed: int, limit: int) -> None:
         """Start with the prompt; `limit` bounds the tokens of prompt, turns and text together."""
         self.prompt_ids = prompt_ids
         self._seed = seed
@@ -270,7 +282,7 @@ class Transcript:
         The first turn has the episode's seed, so that an episode of one turn equals plain sampling.
         """
         return SamplingRequest(
-            self.prompt_ids + tuple(self._token_ids), turn_seed(self._seed, self.turns), min(max_tokens, self.room)
+            self.prompt_ids + self._token_ids, turn_seed(self._seed, self.turns), min(max_tokens, self.room)
         )
 
     def add_action(self, turn: Completion) -> None:
@@ -304,8 +316,8 @@ class Transcript:
         """Return the episode up to its last sampled token."""
         end = self._spans[-1].end if self._spans else 0
         completion = Completion(
-            token_ids=tuple(self._token_ids[:end]),
-            logprobs=tuple(self._logprobs[:end]),
+            token_ids=ids(self._token_ids[:end]),
+            logprobs=floats(self._logprobs[:end]),
             text=decode(self._token_ids[:end]),
             finish_reason=finish_reason,
             policy_version=self._spans[-1].policy_version if self._spans else 0,

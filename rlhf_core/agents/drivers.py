@@ -14,7 +14,7 @@ from rlhf_core.agents.programs import Answer, Ask, EpisodeFailed, ProgramResult
 from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
-from rlhf_core.types import Completion, FinishReason, Message, Prompt, SamplingRequest, label_fields
+from rlhf_core.types import Column, Completion, FinishReason, Message, Prompt, SamplingRequest, ids, label_fields
 
 CallOut = tuple[str, tuple[Any, ...]]
 """A verb of the episode's session with its arguments."""
@@ -48,7 +48,7 @@ class EpisodeDriver(Protocol):
 class EnvironmentDriver:
     """An episode in an environment with `reset` and `step`."""
 
-    def __init__(self, prompt: Prompt, prompt_ids: tuple[int, ...], seed: int, rules: Rules) -> None:
+    def __init__(self, prompt: Prompt, prompt_ids: Column[int], seed: int, rules: Rules) -> None:
         self._prompt = prompt
         self._seed = seed
         self._chat = rules.chat
@@ -97,24 +97,24 @@ class EnvironmentDriver:
             return None
         return self._text.request(self._max_tokens)
 
-    def _next_turn(self, result: StepResult) -> tuple[int, ...]:
+    def _next_turn(self, result: StepResult) -> Column[int]:
         said = result.observation
         turns = [Message("user", said)] if isinstance(said, str) else [Message(t["role"], t["content"]) for t in said]
         # A turn may have ended with another of the policy's stop tokens; the template expects its own.
-        return (() if self._ended else (self._chat.eos_id,)) + self._chat.turn_ids(turns)
+        return ids(() if self._ended else (self._chat.eos_id,)) + self._chat.turn_ids(turns)
 
 
 class ProgramDriver:
     """An episode that a program drives."""
 
-    def __init__(self, prompt_ids: tuple[int, ...], seed: int, rules: Rules) -> None:
+    def __init__(self, prompt_ids: Column[int], seed: int, rules: Rules) -> None:
         self._prompt_ids = prompt_ids
         self._seed = seed
         self._chat = rules.chat
         self._limits = rules.limits
         self._max_tokens = rules.sampling.max_tokens
-        self._asked: tuple[int, ...] = ()
-        self._turns: list[tuple[tuple[int, ...], Completion]] = []
+        self._asked = ids(())
+        self._turns: list[tuple[Column[int], Completion]] = []
         self._text: Transcript | None = None
         self.finished: FinishReason | None = None
 
@@ -129,8 +129,8 @@ class ProgramDriver:
         """Keep the turn; return the call of `answer`."""
         self._turns.append((self._asked, completion))
         turn = Answer(
-            completion.token_ids,
-            completion.logprobs,
+            tuple(completion.token_ids),
+            tuple(completion.logprobs),
             completion.text,
             completion.finish_reason,
             completion.policy_version,
@@ -148,9 +148,9 @@ class ProgramDriver:
             return "answer", (f"max_turns = {self._limits.max_turns} turns were taken",)
         if room < 1:
             return "answer", (f"{len(ask.prompt_ids)} tokens leave none of max_episode_tokens to sample",)
-        self._asked = ask.prompt_ids
+        self._asked = ids(ask.prompt_ids)
         most = min(self._max_tokens, room, ask.max_tokens or room)
-        return SamplingRequest(ask.prompt_ids, turn_seed(self._seed, len(self._turns)), most)
+        return SamplingRequest(self._asked, turn_seed(self._seed, len(self._turns)), most)
 
     def _end(self, result: ProgramResult) -> None:
         turns = self._chosen(result) if result.actions else self._turns
@@ -169,7 +169,7 @@ class ProgramDriver:
         self._text = text
         self.finished = "length" if result.truncated else "stop"
 
-    def _chosen(self, result: ProgramResult) -> list[tuple[tuple[int, ...], Completion]]:
+    def _chosen(self, result: ProgramResult) -> list[tuple[Column[int], Completion]]:
         """Return the turns that the result names by their ranges; EpisodeFailed if one was not sampled like that."""
         chosen = []
         for start, end in result.actions:
@@ -185,10 +185,10 @@ class ProgramDriver:
             chosen.append(found[-1])
         return chosen
 
-    def _conversation(self, turns: list[tuple[tuple[int, ...], Completion]], *, strict: bool) -> Transcript:
+    def _conversation(self, turns: list[tuple[Column[int], Completion]], *, strict: bool) -> Transcript:
         prompt_ids = turns[0][0] if turns else self._prompt_ids
         text = Transcript(prompt_ids, seed=self._seed, limit=self._limits.max_episode_tokens)
-        so_far: tuple[int, ...] = prompt_ids
+        so_far = prompt_ids
         for number, (prompt_ids, said) in enumerate(turns):
             if prompt_ids[: len(so_far)] != so_far:
                 if strict:

@@ -19,7 +19,7 @@ from rlhf_core.config.agents import EpisodeLimits
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.interfaces import Sampler
-from rlhf_core.types import Completion, Prompt, SamplingRequest, plain_text
+from rlhf_core.types import Column, Completion, Prompt, SamplingRequest, plain_text
 
 LOOK_EVERY_S = 0.2
 """Seconds between two checks for hung processes while waiting."""
@@ -30,7 +30,7 @@ class Episode:
     """An episode to run: `prompt_ids` is the rendered prompt, all its samples derive from `seed`."""
 
     prompt: Prompt
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Column[int]
     seed: int
 
 

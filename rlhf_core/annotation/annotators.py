@@ -15,7 +15,7 @@ from rlhf_core.data.shards import replace_file
 from rlhf_core.errors import DataError
 from rlhf_core.rewards.batches import checked
 from rlhf_core.rewards.isolation import IsolatedReward, WorkerSettings
-from rlhf_core.types import Completion, Generation, Prompt, derive_seed
+from rlhf_core.types import Generation, Prompt, answered, derive_seed
 
 EXPORT = "comparisons.jsonl"  # written for people, who never see the policies
 IMPORT = "judgments.jsonl"  # written by people, one object a line
@@ -66,9 +66,8 @@ def _drawn(config: ProgramAnnotator, rewards: tuple[float, float], rng: random.R
 
 
 def _generation(one: Comparison, text: str) -> Generation:
-    """Return an answer as a reward function gets it, without tokens, which a text that is shown does not have."""
-    prompt = Prompt(one.id, one.prompt, one.label, one.source)
-    return Generation(prompt, (), Completion((), (), text, "stop", 0, 0))
+    """Return an answer as a reward function gets it."""
+    return answered(Prompt(one.id, one.prompt, one.label, one.source), text)
 
 
 # ---------------------------------------------------------------- people, through files

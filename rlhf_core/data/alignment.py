@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate, RewrittenTurns
 from rlhf_core.data.chat_templates import common_beginning
-from rlhf_core.types import Message, TokenSample
+from rlhf_core.types import Column, Message, TokenSample
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,8 +56,8 @@ class AlignedTeacher:
 class AlignedSample:
     """A conversation in the tokens of a student, and the same one in the tokens of each teacher."""
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
+    token_ids: Column[int]
+    loss_mask: Column[int]
     teachers: tuple[AlignedTeacher, ...]
 
 
@@ -82,8 +82,8 @@ class TeacherOutcomes:
 class CrossTokenizerSample:
     """A sequence for distillation with the outcomes of each teacher, whose tokenizers are other ones."""
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
+    token_ids: Column[int]
+    loss_mask: Column[int]
     teachers: tuple[TeacherOutcomes, ...]
 
 

@@ -21,13 +21,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.chat_templates import Decoder, declared_ends, other_opening, vocabulary_rows
 from rlhf_core.errors import ConfigError, DataError, explain
-from rlhf_core.types import Message, Rollout, TokenSample
+from rlhf_core.types import Column, Message, Rollout, TokenSample, ids, joined, mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -201,12 +201,12 @@ MARKS = ("▁", "Ġ")  # marks that such a tokenizer writes for a space, and the
 ANCHORS = ("\n", "a", ".", "0")
 """Texts to put before a piece when it is tokenized, in order of preference; the first that does not merge is used."""
 
-Ids = tuple[int, ...]
+Ids = Column[int]
 
 
 def encode(tokenizer: Any, text: str) -> Ids:
     """Return the tokens of a whole text, without adding special tokens."""
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return ids(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def marks_beginning(tokenizer: Any) -> bool:
@@ -248,7 +248,7 @@ def following(tokenizer: Any, text: str, *, after: int) -> Ids:
 
 def token_text(tokenizer: Any, token: int, *, skip_special_tokens: bool) -> str:
     """Return the text of one token inside a running text, including the space that it may begin with."""
-    before = encode(tokenizer, "a") if marks_beginning(tokenizer) else ()
+    before = encode(tokenizer, "a") if marks_beginning(tokenizer) else ids(())
     # If a tokenizer marks beginnings, its decoder drops the space of the first token.
     shown = str(tokenizer.decode([*before, token], skip_special_tokens=skip_special_tokens))
     return shown[len(str(tokenizer.decode(list(before)))) :] if before else shown
@@ -356,15 +356,15 @@ class ChatTemplate:
         parts = [vocabulary, str(self.tokenizer.chat_template), str(self.eos_id), str(self.pad_id)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt_ids(self, messages: Sequence[Message]) -> Ids:
         """Return the tokens of `messages` and the generation prompt: those of `conversation` before an answer."""
-        return tuple(chain(*self._pieces(self._cut(messages, self.prompt_text(messages)))))
+        return joined(*self._pieces(self._cut(messages, self.prompt_text(messages))))
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
         """Return the text of `prompt_ids`."""
         return self._render(messages, generation_prompt=True)
 
-    def turn_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def turn_ids(self, messages: Sequence[Message]) -> Ids:
         """Return the tokens that follow an answer's EOS when `messages` come next, with the next generation prompt.
 
         The tokens are what a conversation with a known answer adds after the end of that answer. The policy's own
@@ -378,7 +378,7 @@ class ChatTemplate:
             raise DataError("chat_template", [message.role for message in messages], rule, _KEEPS_TURNS)
         return self._after(self._eos, after)
 
-    def following_ids(self, text: str, *, after: int) -> tuple[int, ...]:
+    def following_ids(self, text: str, *, after: int) -> Ids:
         """Return the tokens of plain `text` after the token `after`, which was sampled or is the last of a prompt."""
         return following(self.tokenizer, text, after=after)
 
@@ -414,8 +414,8 @@ class ChatTemplate:
             texts = [text for text, _ in self._segments(messages, answers_from=0)]
         except RewrittenTurns:
             texts = [self._render(messages, generation_prompt=False)]
-        token_ids = tuple(chain(*self._pieces(texts)))[:max_length]
-        return TokenSample(token_ids, (0,) + (1,) * (len(token_ids) - 1)) if len(token_ids) > 1 else None
+        token_ids = joined(*self._pieces(texts))[:max_length]
+        return TokenSample(token_ids, mask(b"\0" + b"\1" * (len(token_ids) - 1))) if len(token_ids) > 1 else None
 
     def continuation(
         self, prompt_messages: Sequence[Message], answer_messages: Sequence[Message], *, max_length: int
@@ -427,7 +427,7 @@ class ChatTemplate:
         messages = [*prompt_messages, *answer_messages]
         return self._sample(self._segments(messages, answers_from=len(prompt_messages)), max_length=max_length)
 
-    def answered_ids(self, prompt: str, answer: str) -> tuple[int, ...]:
+    def answered_ids(self, prompt: str, answer: str) -> Ids:
         """Return the tokens of a user message and its answer, up to and including the end-of-turn token."""
         ask, reply = Message("user", prompt), Message("assistant", answer)
         text, said = (text for text, _ in self._segments((ask, reply), answers_from=0)[:2])
@@ -531,13 +531,13 @@ class ChatTemplate:
         if text not in self._recent:
             while len(self._recent) >= _REMEMBERED:
                 del self._recent[next(iter(self._recent))]  # the oldest
-            ids = encode(self.tokenizer, text)
-            if self._rows is not None and max(ids, default=0) >= self._rows:
-                token = self.tokenizer.convert_ids_to_tokens(max(ids))
-                rule = f"is token {max(ids)} of the tokenizer, but the model has embeddings for {self._rows} tokens"
+            tokens = encode(self.tokenizer, text)
+            if self._rows is not None and max(tokens, default=0) >= self._rows:
+                token = self.tokenizer.convert_ids_to_tokens(max(tokens))
+                rule = f"is token {max(tokens)} of the tokenizer, but the model has embeddings for {self._rows} tokens"
                 remedy = "use the tokenizer that belongs to the model, or resize its embeddings and train them"
                 raise ConfigError("tokenizer", token, rule, remedy)
-            self._recent[text] = ids
+            self._recent[text] = tokens
         return self._recent[text]
 
     def _sample(self, segments: Sequence[tuple[str, bool]], *, max_length: int) -> TokenSample | None:
@@ -553,7 +553,7 @@ class ChatTemplate:
             loss_mask[0] = 0  # position 0 has no prediction
         if not any(loss_mask[:max_length]):
             return None
-        return TokenSample(tuple(token_ids[:max_length]), tuple(loss_mask[:max_length]))
+        return TokenSample(ids(token_ids[:max_length]), mask(loss_mask[:max_length]))
 
     def _end_of_turn(self, ends: frozenset[int]) -> int:
         """Return the first token of `ends` in an answer. ConfigError if there is none: sampling would not stop."""

@@ -223,7 +223,7 @@ def _broken(
     except DataError as error:
         return f"chat template: {error}"
     for sample in samples:
-        if sample is None or sum(sample.loss_mask) < min_answer_tokens:
+        if sample is None or sample.loss_mask.count(1) < min_answer_tokens:
             return f"answer too short: fewer than {min_answer_tokens} trained tokens"
         length = sample.loss_mask.index(1)  # the answer begins where its prompt ends
     if length > max_prompt_tokens:

@@ -9,15 +9,17 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from rlhf_core.errors import DataError
 from rlhf_core.store.layout import fsync_path, remove_tree
-from rlhf_core.types import ActionSpan, Completion, Generation, Message, Prompt, Rollout
+from rlhf_core.types import ActionSpan, Column, Completion, Generation, Message, Prompt, Rollout
 
 # ---------------------------------------------------------------- single files
 
@@ -81,12 +83,28 @@ def read_rows(path: Path, schema: pa.Schema, kind: type[R], *, optional: pa.Fiel
     ]
 
 
-def write_table(path: Path, schema: pa.Schema, rows: list[dict[str, Any]]) -> None:
-    """Write `rows` to `path` atomically."""
+def write_table(path: Path, schema: pa.Schema, rows: list[dict[str, Any]], **options: Any) -> None:
+    """Write `rows` to `path` atomically, with options of `pyarrow.parquet.write_table`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)
+    arrays = [_array([row.get(field.name) for row in rows], field.type) for field in schema]
+    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), temporary, **options)
     _put(temporary, path)
+
+
+def _array(cells: list[Any], kind: pa.DataType) -> pa.Array:
+    """Return the cells of a column of a table; those that are columns themselves without a Python object per number."""
+    if not cells or not isinstance(cells[0], Column):
+        return pa.array(cells, type=kind)
+    ends = np.cumsum([0, *map(len, cells)], dtype=np.int32)
+    return pa.ListArray.from_arrays(ends, pa.array(np.concatenate([cell.data for cell in cells])).cast(kind.value_type))
+
+
+def _per_token(name: str, lists: pa.ListArray) -> list[Column[Any]]:
+    """Return the numbers per token of each row."""
+    kind = PER_TOKEN[name]
+    numbers, ends = lists.values.to_numpy().astype(kind), lists.offsets.to_numpy()
+    return [Column(kind, numbers[start:end]) for start, end in pairwise(ends)]
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -116,14 +134,19 @@ def read_table(path: Path, schema: pa.Schema, *, since: Sequence[str] = ()) -> l
     if missing:
         raise DataError("table", str(path), f"lacks the columns {missing}", "prepare the data again")
     columns = [name for name in schema.names if name in there]
-    rows: list[dict[str, Any]] = pq.read_table(path, columns=columns).to_pylist()
+    table = pq.read_table(path, columns=columns)
+    per_token = {name: _per_token(name, table[name].combine_chunks()) for name in columns if name in PER_TOKEN}
+    rows: list[dict[str, Any]] = table.drop_columns(list(per_token)).to_pylist()
     absent = dict.fromkeys(name for name in schema.names if name not in there)
-    return [row | absent for row in rows] if absent else rows
+    held = [dict(zip(per_token, cells, strict=True)) for cells in zip(*per_token.values(), strict=True)]
+    return [row | absent | own for row, own in zip(rows, held or [{}] * len(rows), strict=True)]
 
 
 # ---------------------------------------------------------------- shards
 
 INDEX_FILE = "index.json"
+PER_TOKEN = {"prompt_ids": "i", "token_ids": "i", "logprobs": "f"}
+"""Lists of numbers per token and the kind of `Column` that they are read as: engines compute log-probs in float32."""
 
 _SPAN = pa.struct({"start": pa.int32(), "end": pa.int32(), "policy_version": pa.int64(), "reward": pa.float64()})
 GENERATIONS_SCHEMA = pa.schema(
@@ -208,15 +231,15 @@ def read_generations(folder: Path) -> list[Generation]:
     return [_generation(row) for row in _read_shards(folder, GENERATIONS_SCHEMA)]
 
 
-def write_rollouts(folder: Path, shard: int, rows: Sequence[Rollout]) -> None:
-    """Write one shard of scored rollouts."""
+def write_rollouts(folder: Path, shard: int, rows: Sequence[Rollout], **options: Any) -> None:
+    """Write one shard of scored rollouts, with options of `pyarrow.parquet.write_table`."""
     scored = [
         _generation_row(row)
         | {name: getattr(row, name) for name in _OF_ROLLOUTS}
         | {"reward_components": sorted(row.reward_components.items())}
         for row in rows
     ]
-    _write_shard(folder, shard, ROLLOUTS_SCHEMA, scored)
+    _write_shard(folder, shard, ROLLOUTS_SCHEMA, scored, **options)
 
 
 def read_rollouts(folder: Path) -> list[Rollout]:
@@ -229,9 +252,9 @@ def read_rollouts(folder: Path) -> list[Rollout]:
     return found
 
 
-def _write_shard(folder: Path, shard: int, schema: pa.Schema, rows: list[dict[str, Any]]) -> None:
+def _write_shard(folder: Path, shard: int, schema: pa.Schema, rows: list[dict[str, Any]], **options: Any) -> None:
     conversational = any(row[CONVERSATIONAL.name] for row in rows)
-    write_table(shard_path(folder, shard), schema.append(CONVERSATIONAL) if conversational else schema, rows)
+    write_table(shard_path(folder, shard), schema.append(CONVERSATIONAL) if conversational else schema, rows, **options)
 
 
 def _read_shards(folder: Path, schema: pa.Schema) -> Iterator[dict[str, Any]]:
@@ -250,9 +273,9 @@ def _generation_row(row: Generation | Rollout) -> dict[str, Any]:
         "label": row.prompt.label,
         "source": row.prompt.source,
         "conversational": row.prompt.conversational,
-        "prompt_ids": list(row.prompt_ids),
-        "token_ids": list(completion.token_ids),
-        "logprobs": list(completion.logprobs),
+        "prompt_ids": row.prompt_ids,
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "policy_version": completion.policy_version,
@@ -269,10 +292,10 @@ def _generation(row: dict[str, Any]) -> Generation:
         Prompt(
             row["prompt_id"], to_messages(row["messages"]), row["label"], row["source"], bool(row["conversational"])
         ),
-        tuple(row["prompt_ids"]),
+        row["prompt_ids"],
         Completion(
-            tuple(row["token_ids"]),
-            tuple(row["logprobs"]),
+            row["token_ids"],
+            row["logprobs"],
             row["text"],
             row["finish_reason"],
             row["policy_version"],
@@ -342,7 +365,7 @@ class RolloutLog:
         temporary = final.with_name(f".{final.name}")
         for stale in (temporary, final):
             remove_tree(stale)
-        write_rollouts(temporary, 0, rollouts)
+        write_rollouts(temporary, 0, rollouts, compression="zstd", use_dictionary=False)  # no two numbers are equal
         write_pool(temporary / POOL, pool)
         write_index(temporary, {"policy": policy, "scorer": scorer})
         temporary.rename(final)

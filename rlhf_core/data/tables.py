@@ -15,7 +15,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from rlhf_core.data.chat import UNLIMITED, ChatTemplate, encode, token_text
 from rlhf_core.data.shards import CONVERSATIONAL, MESSAGES, MESSAGES_WITH_TOOLS, read_rows, write_rows
 from rlhf_core.errors import ConfigError
-from rlhf_core.types import Message, Prompt, TokenSample
+from rlhf_core.types import Message, Prompt, TokenSample, mask
 
 PROMPTS_FILE = "prompts.parquet"
 DIFFICULTY = "difficulty.json"
@@ -289,7 +289,7 @@ def preview(tables: Tables, chat: ChatTemplate, *, rows: int) -> str:
 
     def asked(prompts: Sequence[Prompt]) -> str:
         found = [chat.prompt_ids(row.messages) for row in prompts[:rows]]
-        return "".join(_block(chat.preview(TokenSample(ids, (0,) * len(ids)))) for ids in found)
+        return "".join(_block(chat.preview(TokenSample(ids, mask(bytes(len(ids)))))) for ids in found)
 
     shown = [
         sample for row in tables.demonstrations[:rows] for sample in chat.examples(row.messages, max_length=UNLIMITED)

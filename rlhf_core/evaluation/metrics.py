@@ -16,7 +16,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.evaluation.intervals import LEVEL
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.stage.context import StageContext
-from rlhf_core.types import Generation, PolicyRef, TokenSample
+from rlhf_core.types import Generation, PolicyRef, TokenSample, mask
 
 
 class ReliabilityBin(NamedTuple):
@@ -149,7 +149,7 @@ def _comparable(sampling: SamplingConfig) -> bool:
 
 def _as_sample(generation: Generation) -> TokenSample:
     prompt, answer = generation.prompt_ids, generation.completion
-    return TokenSample(prompt + answer.token_ids, (0,) * len(prompt) + answer.action_mask)
+    return TokenSample(prompt + answer.token_ids, mask(bytes(len(prompt))) + answer.action_mask)
 
 
 def _log_ratio(generation: Generation, ref_logprobs: Sequence[float]) -> float:

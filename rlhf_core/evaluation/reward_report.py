@@ -30,7 +30,7 @@ from rlhf_core.evaluation.metrics import (
     rank_correlation,
     reliability,
 )
-from rlhf_core.types import Message
+from rlhf_core.types import Column, Message
 
 
 def reward_model_report(
@@ -272,7 +272,7 @@ def read_suite(name: str, suite: Suite) -> list[SuiteRow]:
 def suite_report(
     rows: Sequence[SuiteRow],
     chat: ChatTemplate,
-    score: Callable[[list[tuple[int, ...]]], Sequence[float]],
+    score: Callable[[list[Column[int]]], Sequence[float]],
     *,
     max_length: int,
 ) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def suite_report(
     `macro_accuracy` is the mean over subsets, each of equal weight. `cut` counts rows with an answer that is longer than
     `max_length` tokens, which is scored as far as it goes, as it is in use.
     """
-    asked: list[tuple[int, ...]] = []
+    asked: list[Column[int]] = []
     cut = 0
     for row in rows:
         rendered = [_rendered(row.prompt, answer, chat) for answer in (row.chosen, *row.rejected)]
@@ -329,12 +329,12 @@ def _answers(value: Any, name: str) -> tuple[str, ...]:
     return answers
 
 
-def _rendered(prompt: Turns, answer: str, chat: ChatTemplate) -> tuple[int, ...]:
+def _rendered(prompt: Turns, answer: str, chat: ChatTemplate) -> Column[int]:
     """Return the tokens up to the end of the answer, where a sampled answer ends too."""
     sample = chat.continuation(prompt, (Message("assistant", answer),), max_length=UNLIMITED)
     if sample is None:
         raise DataError(f"no tokens: the chat template leaves nothing of the answer {answer[:80]!r}")
-    return sample.token_ids[: max(place for place, trained in enumerate(sample.loss_mask) if trained) + 1]
+    return sample.until_trained()
 
 
 def _suite_accuracy(found: Sequence[tuple[float, Turns]]) -> dict[str, Any]:

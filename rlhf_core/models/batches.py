@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.micro_batches import LEAST_SAVED, LONGEST, Block, common_beginnings, cost
-from rlhf_core.types import PolicySample, StepSample, TokenSample, ValueSample
+from rlhf_core.types import Column, PolicySample, StepSample, TokenSample, ValueSample, ids
 
 Sample = TokenSample | StepSample | PolicySample | ValueSample
 
@@ -82,12 +83,12 @@ def collate(samples: Sequence[Sample], *, pad_id: int, pack_to: int | None = Non
     for sample, (row, start, length) in zip(samples, rows, strict=True):
         segments[row] += 1
         span = slice(start, start + length)
-        token_ids_BL[row, span] = torch.tensor(sample.token_ids, dtype=torch.int64)
+        token_ids_BL[row, span] = torch.from_numpy(np.array(sample.token_ids.data))
         position_ids_BL[row, start:] = torch.arange(width - start)
         segment_ids_BL[row, span] = segments[row]
-        loss_mask_BL[row, span] = torch.tensor(sample.loss_mask, dtype=torch.float32)
+        loss_mask_BL[row, span] = torch.from_numpy(np.array(sample.loss_mask.data))
         for name in names:
-            extra[name][row, span] = torch.tensor(getattr(sample, name), dtype=torch.float32)
+            extra[name][row, span] = torch.from_numpy(np.array(getattr(sample, name).data))
     return TokenBatch(token_ids_BL, position_ids_BL, segment_ids_BL, loss_mask_BL, rows, extra, count < len(samples))
 
 
@@ -233,9 +234,8 @@ def shared_rows(batch: TokenBatch, *, prefixes_of: int = 0) -> SharedRows | None
     if rows > WORTHWHILE * count:
         rows = count
     if prefixes_of:
-        sequences = [
-            tuple(ids[:taken]) for ids, (_, _, taken) in zip(batch.token_ids_BL.tolist(), batch.rows, strict=True)
-        ]
+        rows_BL = batch.token_ids_BL.int().cpu().numpy()
+        sequences = [ids(row_L[:taken]) for row_L, (_, _, taken) in zip(rows_BL, batch.rows, strict=True)]
         blocks = common_beginnings(sequences, hidden=prefixes_of)
         longest = max(length, *(block.length for block in blocks))
         block_rows, block_places = _first_fit_blocks(blocks, longest)
@@ -274,7 +274,7 @@ def _lay(batch: TokenBatch, places: Mapping[int, int], rows: int, length: int) -
 
 def _with_prefixes(
     batch: TokenBatch,
-    sequences: Sequence[tuple[int, ...]],
+    sequences: Sequence[Column[int]],
     blocks: Sequence[Block],
     places: Mapping[int, int],
     rows: int,
@@ -294,16 +294,16 @@ def _with_prefixes(
         comes_from[begin:free] = torch.arange(first, first + prefix)
         positions[begin:free] = torch.arange(prefix)
         block_ids[begin : begin + block.length] = number
-        begun: dict[tuple[int, ...], int] = {}  # where each sequence goes on after the prefix; equal ones are one
+        begun: dict[bytes, int] = {}  # where each sequence goes on after the prefix; equal ones are one
         for sample, row in enumerate(block.samples, start=1):
-            taken = len(sequences[row])
-            if sequences[row] not in begun:
+            taken, content = len(sequences[row]), sequences[row].data.tobytes()
+            if content not in begun:
                 end = free + taken - prefix
                 comes_from[free:end] = torch.arange(row * width + prefix, row * width + taken)
                 positions[free:end] = torch.arange(prefix, taken)
                 sample_ids[free:end] = sample
-                begun[sequences[row]], free = free, end
-            place = begun[sequences[row]]
+                begun[content], free = free, end
+            place = begun[content]
             gone_to[row * width : row * width + prefix] = torch.arange(begin, begin + prefix)
             gone_to[row * width + prefix : row * width + taken] = torch.arange(place, place + taken - prefix)
     device = batch.token_ids_BL.device

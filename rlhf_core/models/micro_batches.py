@@ -17,6 +17,7 @@ import numpy as np
 
 from rlhf_core.types import (
     AnswerSample,
+    Column,
     DistillationSample,
     PolicySample,
     PreferenceSample,
@@ -51,12 +52,12 @@ def ordered(samples: Sequence[Row], *, together: int = 0) -> list[int]:
     With `together`, the width of a model that computes common first tokens once, samples that have them are neighbors,
     at the place of the longest of them. Those of other ranks are not seen.
     """
-    keys = [(-row_length(sample), _sides(sample)) for sample in samples]
+    keys = [(-row_length(sample), [_order(side) for side in _sides(sample)]) for sample in samples]
     if not together or any(len(sides) > 1 for _, sides in keys):
         return sorted(range(len(samples)), key=lambda index: keys[index])
     blocks = [
         sorted(block.samples, key=lambda index: keys[index])
-        for block in common_beginnings([sides[0] for _, sides in keys], hidden=together)
+        for block in common_beginnings([_sides(sample)[0] for sample in samples], hidden=together)
     ]
     return [index for block in sorted(blocks, key=lambda block: keys[block[0]]) for index in block]
 
@@ -89,9 +90,9 @@ def micro_batches(
     return batches
 
 
-def row_length(sample: Row | tuple[int, ...]) -> int:
+def row_length(sample: Row | Column[int]) -> int:
     """Return the number of tokens in a sample's row, or in the longer row of a pair."""
-    return len(sample) if isinstance(sample, tuple) else max(len(ids) for ids in _sides(sample))
+    return len(sample) if isinstance(sample, Column) else max(len(ids) for ids in _sides(sample))
 
 
 def row_count(sample: Row) -> int:
@@ -99,7 +100,7 @@ def row_count(sample: Row) -> int:
     return len(_sides(sample))
 
 
-def _sides(sample: Row) -> tuple[tuple[int, ...], ...]:
+def _sides(sample: Row) -> tuple[Column[int], ...]:
     match sample:
         case RewardPair():
             return (sample.chosen_ids, sample.rejected_ids)
@@ -128,21 +129,22 @@ def cost(length: int, hidden: int) -> int:
     return length * (6 * hidden + length)
 
 
-def common_beginnings(sequences: Sequence[tuple[int, ...]], *, hidden: int) -> list[Block]:
+def common_beginnings(sequences: Sequence[Column[int]], *, hidden: int) -> list[Block]:
     """Divide `sequences`, in the order of their tokens, where it saves a model of width `hidden` the most.
 
     A sequence that would save too little is a block of its own. Equal sequences are always in one block. The blocks
     depend on the sequences alone and not on their order, apart from the indices.
 
-    >>> common_beginnings([(5, 7, 2), (4, 4), (5, 7, 7, 2), (4, 4)], hidden=64)
+    >>> from rlhf_core.types import ids
+    >>> common_beginnings([ids((5, 7, 2)), ids((4, 4)), ids((5, 7, 7, 2)), ids((4, 4))], hidden=64)
     [Block(samples=(1, 3), prefix=0, length=2), Block(samples=(0, 2), prefix=2, length=5)]
     """
-    places: dict[tuple[int, ...], list[int]] = {}
+    places: dict[bytes, list[int]] = {}
     for index, sequence in enumerate(sequences):
-        places.setdefault(sequence, []).append(index)
+        places.setdefault(_order(sequence), []).append(index)
     # Sequences that begin alike are neighbors in the order of their tokens, so a block is a stretch of that order.
     ordered = sorted(places)
-    lengths = [len(sequence) for sequence in ordered]
+    lengths = [len(sequence) // 4 for sequence in ordered]
     common = _shared_tokens(ordered)
     best = [(0.0, 0)]  # for each number of sequences: the most that they save, and where their last block begins
     for end in range(1, len(ordered) + 1):
@@ -171,9 +173,14 @@ def common_beginnings(sequences: Sequence[tuple[int, ...]], *, hidden: int) -> l
     return blocks[::-1]
 
 
-def _shared_tokens(ordered: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return how many tokens each sequence and the next one begin with."""
-    arrays = [np.asarray(sequence, dtype=np.int64) for sequence in ordered]
+def _order(token_ids: Column[int]) -> bytes:
+    """Return bytes that are in the order of the tokens, none of which is negative: 4 for each, the highest first."""
+    return np.asarray(token_ids.data, dtype=">i4").tobytes()
+
+
+def _shared_tokens(ordered: Sequence[bytes]) -> list[int]:
+    """Return how many tokens each sequence and the next one, in `_order`, begin with."""
+    arrays = [np.frombuffer(sequence, dtype=">i4") for sequence in ordered]
     shared = []
     for one, other in pairwise(arrays):
         size = min(len(one), len(other))

@@ -239,7 +239,12 @@ class ResultCache:
             self._identity,
             [prompt.id, prompt.source, prompt.label, [(message.role, message.content) for message in prompt.messages]]
             + ["conversational"] * prompt.conversational,
-            [completion.text, completion.finish_reason, completion.token_ids, sorted(completion.extras.items())],
+            [
+                completion.text,
+                completion.finish_reason,
+                completion.token_ids.tolist(),
+                sorted(completion.extras.items()),
+            ],
             [(span.start, span.end, span.reward) for span in completion.spans],
         ]
         return sha256_text(json.dumps(content, separators=(",", ":")))

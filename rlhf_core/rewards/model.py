@@ -28,6 +28,7 @@ from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.interfaces import Trainer
 from rlhf_core.models.packages import VALUE_HEAD_FILE, refuse_adapter
 from rlhf_core.types import (
+    Column,
     Generation,
     Message,
     ModelRef,
@@ -35,6 +36,8 @@ from rlhf_core.types import (
     ProcessRewardModelRef,
     RewardModelRef,
     TokenSample,
+    ids,
+    mask,
 )
 
 logger = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ RENDERED = 8
 class PromptRenderer(Protocol):
     """The part of a chat template that scoring needs."""
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
+    def prompt_ids(self, messages: Sequence[Message]) -> Column[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -60,7 +63,7 @@ class Contract:
     """`contract.json` of a reward model: the longest input, and its probe scores after training."""
 
     max_length: int
-    probe: tuple[tuple[int, ...], ...]
+    probe: tuple[Column[int], ...]
     probe_scores: tuple[float, ...]
 
     @classmethod
@@ -69,7 +72,7 @@ class Contract:
         with _contract_in(folder, "reward_model", "is not a valid contract") as content:
             return cls(
                 max_length=content["max_length"],
-                probe=tuple(tuple(ids) for ids in content["probe"]),
+                probe=tuple(map(ids, content["probe"])),
                 probe_scores=tuple(content["probe_scores"]),
             )
 
@@ -223,15 +226,15 @@ def judged(generation: Generation, splitter: Splitter, *, max_length: int) -> To
     """
     before = len(generation.prompt_ids)
     completion = generation.completion
-    ids = generation.prompt_ids + completion.token_ids
-    last = min(len(ids), max_length) - 1
+    tokens = generation.prompt_ids + completion.token_ids
+    last = min(len(tokens), max_length) - 1
     turns = [
         (before + start, splitter.ends(completion.token_ids[start:end]))
         for start, end in turns_of(completion.action_mask)
     ]
     ends = [start + end for start, ends in turns for end in ends if start + end < last]
     sampled = last >= before and completion.action_mask[last - before]
-    return step_ends_sample(ids[: last + 1], [*ends, last] if sampled or not ends else ends)
+    return step_ends_sample(tokens[: last + 1], [*ends, last] if sampled or not ends else ends)
 
 
 def turns_of(action_mask: Sequence[int]) -> list[tuple[int, int]]:
@@ -251,7 +254,7 @@ def step_ends_sample(token_ids: Sequence[int], ends: Sequence[int]) -> TokenSamp
     (0, 1, 1)
     """
     places = set(ends)
-    return TokenSample(tuple(token_ids), tuple(int(position in places) for position in range(len(token_ids))))
+    return TokenSample(ids(token_ids), mask([position in places for position in range(len(token_ids))]))
 
 
 # ---------------------------------------------------------------- external

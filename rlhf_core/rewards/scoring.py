@@ -418,7 +418,7 @@ def overlong_penalties(generations: Sequence[Generation | Rollout], config: Over
     """Return the penalty <= 0 of each generation by the number of its sampled tokens; an environment's do not count."""
     return [
         soft_overlong(
-            sum(generation.completion.action_mask),
+            generation.completion.action_mask.count(1),
             max_tokens=config.max_tokens,
             buffer_tokens=config.buffer_tokens,
             factor=config.factor,

@@ -27,7 +27,7 @@ from rlhf_core.http.door import Door, health_alone
 from rlhf_core.http.serving import BodyLimits, BodyRefused, read_body
 from rlhf_core.interfaces import Trainer
 from rlhf_core.rewards.batches import Logs, Reward, RewardOutcome, as_outcome
-from rlhf_core.types import Completion, Generation, Message, Prompt, encodable
+from rlhf_core.types import Column, Generation, Message, Prompt, answered, encodable
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ def _problem(status: int, text: str) -> JSONResponse:
 
 # ---------------------------------------------------------------- served
 
-Encode = Callable[[Query], tuple[int, ...]]
+Encode = Callable[[Query], Column[int]]
 
 
 def function_score(reward: Reward) -> Score:
@@ -286,7 +286,7 @@ def reward_model_score(trainer: Trainer, encode: Encode, *, max_length: int) -> 
     return score
 
 
-def as_it_stands(tokenize: Callable[[str], tuple[int, ...]]) -> Encode:
+def as_it_stands(tokenize: Callable[[str], Column[int]]) -> Encode:
     """Return the encoding of queries that are rendered already, with special tokens as text, as OpenRLHF sends them.
 
     Nothing is added: no begin token (the template wrote it), and no end token to an answer that was cut off.
@@ -294,25 +294,24 @@ def as_it_stands(tokenize: Callable[[str], tuple[int, ...]]) -> Encode:
     return lambda query: tokenize(query.text)
 
 
-def rendered(answered: Callable[[str, str], tuple[int, ...]]) -> Encode:
+def rendered(tokens_of: Callable[[str, str], Column[int]]) -> Encode:
     """Return the encoding of plain queries: the prompt as one message of a user in the template, answer, end of turn.
 
-    `answered(prompt, answer)` returns these tokens as the reward model was trained on them.
+    `tokens_of(prompt, answer)` returns these tokens as the reward model was trained on them.
     """
 
-    def encode(query: Query) -> tuple[int, ...]:
+    def encode(query: Query) -> Column[int]:
         if not query.prompt or not query.text.startswith(query.prompt):
             raise RewardError(
                 "prompts", query.prompt[:80], "the query does not begin with it", "send both, or no --render"
             )
-        return answered(query.prompt, query.answer)
+        return tokens_of(query.prompt, query.answer)
 
     return encode
 
 
 def _generation(number: int, query: Query) -> Generation:
-    prompt = Prompt(str(number), (Message("user", query.prompt),), query.label, "http")
-    return Generation(prompt, (), Completion((), (), query.answer, "stop", 0, 0))
+    return answered(Prompt(str(number), (Message("user", query.prompt),), query.label, "http"), query.answer)
 
 
 def _checked(outcome: RewardOutcome, count: int) -> RewardOutcome:

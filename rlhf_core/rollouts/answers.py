@@ -39,7 +39,17 @@ from rlhf_core.errors import DataError, SamplingError
 from rlhf_core.interfaces import Metrics, Sampler, Weights
 from rlhf_core.rollouts.prompts import BandOrder
 from rlhf_core.stage.context import StageContext
-from rlhf_core.types import ActionSpan, Completion, Generation, Prompt, SamplingRequest, derive_seed
+from rlhf_core.types import (
+    ActionSpan,
+    Column,
+    Completion,
+    Generation,
+    Prompt,
+    SamplingRequest,
+    derive_seed,
+    floats,
+    ids,
+)
 
 T = TypeVar("T")
 DrawAnswers = Callable[[int, Pool], tuple[list[Generation], Pool]]
@@ -229,7 +239,7 @@ def answers(
     work: Sequence[Episode],
     sampling: SamplingConfig,
     environments: OpenEnvironments,
-) -> list[tuple[tuple[int, ...], Completion]]:
+) -> list[tuple[Column[int], Completion]]:
     """Return one completion per prompt of `work` with the prompt's tokens: in one turn, or played with its agent.
 
     The answers of one turn are sampled together, then the episodes of each agent.
@@ -237,7 +247,7 @@ def answers(
     places: defaultdict[str, list[int]] = defaultdict(list)
     for at, one in enumerate(work):
         places[environments.key_of(one.prompt)].append(at)
-    made: dict[int, tuple[tuple[int, ...], Completion]] = {}
+    made: dict[int, tuple[Column[int], Completion]] = {}
     for key, found in sorted(places.items()):  # the key of answers of one turn is ""
         own = [work[at] for at in found]
         if key:
@@ -303,10 +313,10 @@ class PartialAnswers(Draw):
         """Return the samples of `count` new groups, from number `first` on, without a token yet; each has its own seed."""
         samples = []
         for number, prompt in enumerate(self.drawn(first, count, self.seed), start=first):
-            ids = self.chat.prompt_ids(prompt.messages)
+            asked = self.chat.prompt_ids(prompt.messages)
             for member in range(self.group_size):
                 own = derive_seed(self.seed, "ppo", "group", number, prompt.id, member)
-                samples.append(Generation(prompt, ids, Completion((), (), "", "length", 0, own)))
+                samples.append(Generation(prompt, asked, Completion(ids(()), floats(()), "", "length", 0, own)))
         return samples
 
     def _after_a_round(self, samples: Sequence[Generation]) -> list[Generation]:

@@ -92,7 +92,7 @@ class HeldOut:
         """Return the figures of the answers: `eval/reward/*`, `eval/independent/*`, length, truncation, diversity."""
         made = [one.completion for one in generations]
         metrics = {
-            "eval/length": fmean(sum(completion.action_mask) for completion in made),
+            "eval/length": fmean(completion.action_mask.count(1) for completion in made),
             "eval/truncated": fmean(completion.finish_reason == "length" for completion in made),
             "eval/unique": len({completion.text for completion in made}) / len(made),
         }

@@ -107,6 +107,8 @@ class RayTrainer:
         return shares([row_length(sample) for sample in samples], len(self._workers.actors) // self._ranks_per_share)
 
     def _call_shares(self, method: str, arguments: Sequence[tuple[Any, ...]], **keywords: Any) -> list[Any]:
+        if self._ranks_per_share > 1:  # they read one copy
+            arguments = [(lease, self._workers.put(part), *others) for lease, part, *others in arguments]
         repeated = [each for each in arguments for _ in range(self._ranks_per_share)]
         with self._sharing.training():
             return self._workers.call_each(self._role, method, repeated, **keywords)[:: self._ranks_per_share]

@@ -81,6 +81,10 @@ class WorkerGroup:
             self._check_alive(role, method)
             return self._gather(role, method, [getattr(self.actors[0], method).remote(*arguments)])[0]
 
+    def put(self, value: Any) -> Any:
+        """Return a reference to a copy in the object store, to hand to several actors."""
+        return ray.put(value)
+
     def reorder(self, order: Sequence[int]) -> None:
         """Reorder the actors: `order[0]` is the first from now on, and so on."""
         self.actors = [self.actors[index] for index in order]

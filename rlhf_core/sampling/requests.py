@@ -12,7 +12,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat_templates import Decoder, declared_ends
 from rlhf_core.errors import ConfigError, SamplingError
 from rlhf_core.interfaces import Weights
-from rlhf_core.types import Completion, SamplingRequest
+from rlhf_core.types import Completion, SamplingRequest, floats, ids
 
 
 def most_tokens(request: SamplingRequest, max_tokens: int) -> int:
@@ -140,8 +140,8 @@ class PolicyFolder:
     def completion(
         self,
         request: SamplingRequest,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[float, ...],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
         *,
         version: int,
         stop: Sequence[str] = (),
@@ -159,8 +159,8 @@ class PolicyFolder:
         if ends:
             token_ids, logprobs = token_ids[:ends], logprobs[:ends]
         return Completion(
-            token_ids=token_ids,
-            logprobs=logprobs,
+            token_ids=ids(token_ids),
+            logprobs=floats(logprobs),
             finish_reason="stop" if ends or token_ids[-1] in self.stops else "length",
             text=self.decode(token_ids),
             policy_version=version,

@@ -31,7 +31,7 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.intervals import LEVEL, t_quantile
 from rlhf_core.interfaces import Sampler, Trainer
 from rlhf_core.suites.results import Measured, Row, shares_among
-from rlhf_core.types import SamplingRequest, TokenSample, derive_seed
+from rlhf_core.types import SamplingRequest, TokenSample, derive_seed, ids, mask
 
 # ---------------------------------------------------------------- Read the results of EleutherAI's evaluation harness as those of a suite
 
@@ -302,9 +302,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         samples = []
         for _, context, continuation in requests:
-            ids = [*context, *continuation][-self._engines.max_length :]
-            scored = min(len(continuation), len(ids) - 1)
-            samples.append(TokenSample(tuple(ids), (0,) * (len(ids) - scored) + (1,) * scored))
+            tokens = ids([*context, *continuation][-self._engines.max_length :])
+            scored = min(len(continuation), len(tokens) - 1)
+            samples.append(TokenSample(tokens, mask(bytes(len(tokens) - scored) + b"\1" * scored)))
         return _scored(self._engines, samples)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
@@ -396,8 +396,8 @@ def _sampled(
     """Return an answer to each context; contexts are cut at their start."""
     room = engines.max_sampled_length - sampling.max_tokens
     requests = [
-        SamplingRequest(tuple(ids[-room:]), derive_seed(engines.seed, "lm_eval", place))
-        for place, ids in contexts.items()
+        SamplingRequest(ids(context[-room:]), derive_seed(engines.seed, "lm_eval", place))
+        for place, context in contexts.items()
     ]
     completions = sampler.generate(requests, sampling)
     return {place: one.text for place, one in zip(contexts, completions, strict=True)}

@@ -6,8 +6,11 @@ rollouts of a prompt are consecutive.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_core.algorithms.advantage.base import GroupAdvantage, GroupRewards, TokenRewards, zero_variance_groups
@@ -17,7 +20,7 @@ from rlhf_core.algorithms.token_math import explained_variance, k1, k3, masked_c
 from rlhf_core.config.policy import Advantage, KLCredit
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Metrics
-from rlhf_core.types import PolicySample, Rollout, TokenSample, ValueSample
+from rlhf_core.types import Column, PolicySample, Rollout, TokenSample, ValueSample, floats, joined, mask
 from rlhf_core.user_code.dependencies import UserFunction
 
 
@@ -27,13 +30,17 @@ class Experience:
 
     rollouts: tuple[Rollout, ...]
     samples: tuple[TokenSample, ...]
-    old_logprobs: tuple[tuple[float, ...], ...]
-    ref_logprobs: tuple[tuple[float, ...], ...]
+    old_logprobs: tuple[Column[float], ...]
+    ref_logprobs: tuple[Column[float], ...]
     """One row per sample, or empty if there is no reference."""
-    values: tuple[tuple[float, ...], ...]
+    values: tuple[Column[float], ...]
     """One row per sample, or empty if there is no value model."""
     lessons: tuple["Lesson", ...] = ()
     """What each teacher makes of the samples, if there are any."""
+
+    def __post_init__(self) -> None:
+        for name in ("old_logprobs", "ref_logprobs", "values"):
+            object.__setattr__(self, name, tuple(map(floats, getattr(self, name))))
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,10 @@ class Lesson:
 
     name: str
     weight: float
-    logprobs: tuple[tuple[float, ...], ...]
+    logprobs: tuple[Column[float], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logprobs", tuple(map(floats, self.logprobs)))
 
 
 @dataclass(frozen=True)
@@ -57,16 +67,16 @@ class Advantages:
 def token_sample(rollout: Rollout) -> TokenSample:
     """Return prompt and completion as one sequence with a mask of the tokens that the policy sampled."""
     prompt, completion = rollout.prompt_ids, rollout.completion
-    return TokenSample(token_ids=prompt + completion.token_ids, loss_mask=(0,) * len(prompt) + completion.action_mask)
+    return TokenSample(joined(prompt, completion.token_ids), joined(mask(bytes(len(prompt))), completion.action_mask))
 
 
-def completion_tensor(rows: Sequence[Sequence[float]], experience: Experience) -> Tensor:
+def completion_tensor(rows: Sequence[Column[Any]], experience: Experience) -> Tensor:
     """Return the completion part of per-token rows (of length L) as a right-padded tensor (B, T)."""
-    parts = [
-        torch.tensor(row[len(rollout.prompt_ids) :], dtype=torch.float32)
-        for row, rollout in zip(rows, experience.rollouts, strict=True)
-    ]
-    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+    longest = max((len(one.completion.token_ids) for one in experience.rollouts), default=0)
+    padded_BT = np.zeros((len(experience.rollouts), longest), np.float32)
+    for padded_T, row, rollout in zip(padded_BT, rows, experience.rollouts, strict=True):
+        padded_T[: len(rollout.completion.token_ids)] = row.data[len(rollout.prompt_ids) :]
+    return torch.from_numpy(padded_BT)
 
 
 def estimate_advantages(
@@ -250,14 +260,14 @@ def policy_samples(experience: Experience, advantages: Advantages) -> list[Polic
             experience.rollouts,
             experience.samples,
             experience.old_logprobs,
-            experience.ref_logprobs or ((),) * len(experience.rollouts),
-            advantages.advantages_BT.tolist(),
+            experience.ref_logprobs or (floats(()),) * len(experience.rollouts),
+            advantages.advantages_BT.numpy(),
             strict=True,
         )
     ]
 
 
-def sampled_logprobs(rollouts: Sequence[Rollout]) -> list[tuple[float, ...]]:
+def sampled_logprobs(rollouts: Sequence[Rollout]) -> list[Column[float]]:
     """Return the sampler's log-probs per token of the whole sequences, with 0 on the prompts."""
     return [_after_prompt(rollout, rollout.completion.logprobs) for rollout in rollouts]
 
@@ -272,13 +282,14 @@ def value_samples(experience: Experience, advantages: Advantages) -> list[ValueS
             returns=_after_prompt(rollout, row),
         )
         for rollout, sample, values, row in zip(
-            experience.rollouts, experience.samples, experience.values, advantages.returns_BT.tolist(), strict=True
+            experience.rollouts, experience.samples, experience.values, advantages.returns_BT.numpy(), strict=True
         )
     ]
 
 
-def _after_prompt(rollout: Rollout, values: Sequence[float]) -> tuple[float, ...]:
-    return (0.0,) * len(rollout.prompt_ids) + tuple(values[: len(rollout.completion.token_ids)])
+def _after_prompt(rollout: Rollout, values: Column[float] | NDArray[np.float32]) -> Column[float]:
+    before, answer = bytes(4 * len(rollout.prompt_ids)), floats(values[: len(rollout.completion.token_ids)])
+    return floats(memoryview(before + answer.data).cast("f"))
 
 
 def _kl(experience: Experience, old_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Metrics]:

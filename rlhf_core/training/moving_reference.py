@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from rlhf_core.config.policy import ReferenceSync
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import ModelSpec, Runtime, Trainer
-from rlhf_core.types import TokenSample
+from rlhf_core.types import Column, TokenSample
 
 IN_CHECKPOINT = "reference"
 """Folder of a checkpoint; missing until the reference has moved."""
@@ -40,7 +40,7 @@ class MovingReference:
         self._trainer = self._opened(initial)
         self._moved = False
 
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
+    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[Column[float]]:
         """Return the log-probs of the reference as it is now."""
         return self._trainer.logprobs(samples, temperature=temperature)
 

@@ -40,7 +40,7 @@ from rlhf_core.training.state import (
     trained_parameters,
     write_states,
 )
-from rlhf_core.types import TokenSample, TopLogprobs
+from rlhf_core.types import Column, TokenSample, TopLogprobs, floats, ids, mask
 
 # ---------------------------------------------------------------- Compute the exponential moving average of a model's trained weights
 
@@ -175,13 +175,13 @@ class LocalTrainer:
 
     # ------------------------------------------------------------ measuring
 
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[tuple[float, ...]]:
+    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[Column[float]]:
         """Return log p(token t | tokens < t) per token of each sample, and 0.0 where the mask is 0."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
             return unpack(token_logprobs(module, batch, temperature=temperature, with_entropy=False)[0].cpu(), batch)
 
-        return [tuple(row.tolist()) for row in self._measure(samples, compute)]
+        return [floats(row.numpy()) for row in self._measure(samples, compute)]
 
     def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
         """Return the `k` most likely tokens at each masked position of each sample, or all in order for k = 0."""
@@ -191,15 +191,15 @@ class LocalTrainer:
 
         return self._measure(samples, compute)
 
-    def values(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
+    def values(self, samples: Sequence[TokenSample]) -> list[Column[float]]:
         """Return the value before each token of each sample, and 0.0 where the mask is 0."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
             return unpack(token_values(module, batch).cpu(), batch)
 
-        return [tuple(row.tolist()) for row in self._measure(samples, compute)]
+        return [floats(row.numpy()) for row in self._measure(samples, compute)]
 
-    def scores(self, sequences: Sequence[tuple[int, ...]]) -> list[float]:
+    def scores(self, sequences: Sequence[Column[int]]) -> list[float]:
         """Return one reward-model score per token sequence, read at its last token."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
@@ -207,14 +207,14 @@ class LocalTrainer:
 
         return [float(score) for score in self._measure(unmasked(sequences), compute)]
 
-    def step_scores(self, samples: Sequence[TokenSample]) -> list[tuple[float, ...]]:
+    def step_scores(self, samples: Sequence[TokenSample]) -> list[Column[float]]:
         """Return the process reward model's logits at the masked tokens of each sample, one per step, in order."""
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
             logits, masks = unpack(step_scores(module, batch).cpu(), batch), unpack(batch.loss_mask_BL.cpu(), batch)
             return [row[mask != 0] for row, mask in zip(logits, masks, strict=True)]
 
-        return [tuple(row.tolist()) for row in self._measure(samples, compute)]
+        return [floats(row.numpy()) for row in self._measure(samples, compute)]
 
     # ------------------------------------------------------------ weights and state
 
@@ -354,7 +354,7 @@ class LocalTrainer:
         return PlacedModel(module, self._pad_id, self._engine.device)
 
     def _idle_sample(self) -> TokenSample:
-        return TokenSample((self._pad_id, self._pad_id), (0, 1))
+        return TokenSample(ids((self._pad_id, self._pad_id)), mask((0, 1)))
 
     def _check_trained(self, verb: str) -> None:
         if not self._trained:

@@ -1,11 +1,16 @@
 """Values refuse what does not fit, and seeds depend on their parts alone."""
 
 import json
+import pickle
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 from pydantic import ValidationError
 
 from rlhf_core.types import (
+    Column,
     Completion,
     PolicyRef,
     PolicySample,
@@ -20,6 +25,52 @@ from rlhf_core.types import (
 def test_a_completion_needs_one_logprob_per_token():
     with pytest.raises(ValueError, match="2 tokens but 1 logprobs"):
         Completion((1, 2), (-0.5,), "text", "stop", policy_version=0, seed=0)
+
+
+NUMBERS = {
+    "i": some.integers(-(2**31), 2**31 - 1),
+    "B": some.integers(0, 255),
+    "f": some.floats(width=32, allow_nan=False),
+    "d": some.floats(allow_nan=False),
+}
+
+
+@given(some.data(), some.sampled_from(sorted(NUMBERS)))
+def test_a_column_is_the_tuple_of_its_numbers(draw, kind):
+    one, other = (tuple(draw.draw(some.lists(NUMBERS[kind], max_size=6))) for _ in range(2))
+    column, second = Column(kind, one), Column(kind, np.array(other, dtype=kind))
+    assert (column == one, hash(column), repr(column), list(column), len(column)) == (
+        True,
+        hash(one),
+        repr(one),
+        list(one),
+        len(one),
+    )
+    assert (column == second, column < second, column == 7) == (one == other, one < other, False)
+    assert [column + other, one + second, Column(kind, second) + one] == [one + other, one + other, other + one]
+    part = draw.draw(some.slices(len(one)))
+    assert (column[part], column[::-1], tuple(reversed(column))) == (one[part], one[::-1], one[::-1])
+    assert [(column.count(each), column.index(each), each in column) for each in one] == [
+        (one.count(each), one.index(each), True) for each in one
+    ]
+    again = pickle.loads(pickle.dumps(column))
+    assert (again, np.asarray(column.data).tolist(), np.asarray(again.data).dtype) == (one, list(one), np.dtype(kind))
+    assert not np.asarray(column.data).flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "error"), [("i", (2**31,), OverflowError), ("B", (-1,), OverflowError), ("i", (0.5,), TypeError)]
+)
+def test_a_column_takes_no_number_that_it_cannot_hold(kind, values, error):
+    with pytest.raises(error):
+        Column(kind, values)
+
+
+def test_a_column_keeps_what_it_was_made_of():
+    numbers = np.arange(3, dtype=np.int32)
+    column = Column("i", numbers)
+    numbers[0] = 7
+    assert column == (0, 1, 2)
 
 
 @pytest.mark.parametrize(

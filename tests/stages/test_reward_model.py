@@ -23,7 +23,7 @@ from rlhf_core.types import Message, PolicyRef, TokenSample
 from stages.config.compare_reward_models import CompareRewardModelsConfig
 from stages.config.reward_model import Member
 from stages.config.suites import suite_digests
-from stages.reward_model import RewardModelConfig, member_seed, scored_ids, without_fold
+from stages.reward_model import RewardModelConfig, member_seed, without_fold
 from tests.support.tolerances import near, of_model
 from tests.support.training import killed_and_resumed, preferences, thumbs
 from tests.support.workshop import RUNTIME, SHAPE, Workshop
@@ -127,7 +127,7 @@ def test_an_average_of_weights_is_refused_since_the_contract_is_of_the_weights()
 
 def test_a_sequence_is_scored_where_its_answer_ends():
     # a template that writes a newline (9) after the end of the turn (2): sampled answers end at 2
-    assert scored_ids(TokenSample((5, 6, 7, 2, 9), (0, 0, 1, 1, 0))) == (5, 6, 7, 2)
+    assert TokenSample((5, 6, 7, 2, 9), (0, 0, 1, 1, 0)).until_trained() == (5, 6, 7, 2)
 
 
 def test_suites_are_scored_by_subset_and_their_content_is_in_the_key(tmp_path, policy):

@@ -25,6 +25,7 @@ import pytest
 from torch import Tensor
 
 from rlhf_core.config.engines import InitModel
+from rlhf_core.types import Column
 
 UNIT_ROUNDOFF = 2.0**-24
 LAMBDA = 6.0
@@ -97,6 +98,8 @@ def near(expected: Any, share: float) -> Any:
             return pytest.approx(expected, rel=share, abs=share)
         case Mapping():
             return {name: near(value, share) for name, value in expected.items()}
+        case Column():
+            return near(tuple(expected), share)
         case list() | tuple():
             return type(expected)(near(value, share) for value in expected)
         case other:

@@ -32,15 +32,17 @@ class GAEAdvantage(TokenAdvantage):
         assert tokens.values is not None
         rewards_BL, values_BL = masked(tokens.rewards, tokens.loss_mask), masked(tokens.values, tokens.loss_mask)
         action_BL = tokens.loss_mask != 0
-        advantages_BL = rewards_BL.new_zeros(rewards_BL.shape)
+        # Steps in rows: a column of a long batch lies in as many places of memory as there are answers.
+        rewards_LB, values_LB, action_LB = (x_BL.t().contiguous() for x_BL in (rewards_BL, values_BL, action_BL))
+        advantages_LB = rewards_LB.new_zeros(rewards_LB.shape)
         next_value_B = next_advantage_B = rewards_BL.new_zeros(len(rewards_BL))
-        for t in reversed(range(rewards_BL.shape[1])):
-            delta_B = rewards_BL[:, t] + self.gamma * next_value_B - values_BL[:, t]
+        for t in reversed(range(len(rewards_LB))):
+            delta_B = rewards_LB[t] + self.gamma * next_value_B - values_LB[t]
             advantage_B = delta_B + self.gamma * self.gae_lambda * next_advantage_B
-            next_value_B = values_BL[:, t].where(action_BL[:, t], next_value_B)
-            next_advantage_B = advantage_B.where(action_BL[:, t], next_advantage_B)
-            advantages_BL[:, t] = advantage_B
-        advantages_BL = masked(advantages_BL, tokens.loss_mask)
+            next_value_B = values_LB[t].where(action_LB[t], next_value_B)
+            next_advantage_B = advantage_B.where(action_LB[t], next_advantage_B)
+            advantages_LB[t] = advantage_B
+        advantages_BL = masked(advantages_LB.t().contiguous(), tokens.loss_mask)
         returns_BL = advantages_BL + values_BL
         return (whiten(advantages_BL, tokens.loss_mask) if self.whiten else advantages_BL), returns_BL
 

@@ -31,7 +31,16 @@ from rlhf_core.errors import DataError
 from rlhf_core.models.batches import TokenBatch, collate
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values, watching
 from rlhf_core.training.batching import ROWS, step_counts
-from rlhf_core.types import DistillationSample, PolicySample, RewardPair, StepSample, TokenSample, ValueSample
+from rlhf_core.types import (
+    Column,
+    DistillationSample,
+    PolicySample,
+    RewardPair,
+    StepSample,
+    TokenSample,
+    ValueSample,
+    mask,
+)
 from rlhf_core.user_code.dependencies import UserFunction
 
 
@@ -242,16 +251,16 @@ class ValueObjective:
         return total(output.loss, output.metrics)
 
 
-def unmasked(sequences: Sequence[tuple[int, ...]]) -> list[TokenSample]:
+def unmasked(sequences: Sequence[Column[int]]) -> list[TokenSample]:
     """Return samples of `sequences` with an empty loss mask, for models that score whole sequences."""
-    return [TokenSample(ids, (0,) * len(ids)) for ids in sequences]
+    return [TokenSample(ids, mask(bytes(len(ids)))) for ids in sequences]
 
 
 def count_tokens(
     samples: Sequence[TokenSample] | Sequence[PolicySample] | Sequence[ValueSample] | Sequence[DistillationSample],
 ) -> float:
     """Return the number of masked tokens. Raises DataError if there are none to average over."""
-    tokens = sum(sum(sample.loss_mask) for sample in samples)
+    tokens = sum(sample.loss_mask.count(1) for sample in samples)
     if tokens == 0:
         rule = "an optimizer step needs at least one token to train on"
         raise DataError("loss_mask", f"0 tokens in {len(samples)} samples", rule, "drop the empty samples")
@@ -276,7 +285,7 @@ class StepObjective:
 
     def denominators(self, samples: Sequence[StepSample]) -> dict[str, float]:
         """Return the number of judged steps."""
-        return {"steps": float(sum(sum(sample.loss_mask) for sample in samples))}
+        return {"steps": float(sum(sample.loss_mask.count(1) for sample in samples))}
 
     def compute(
         self, model: PlacedModel, samples: Sequence[StepSample], denominators: Mapping[str, float]

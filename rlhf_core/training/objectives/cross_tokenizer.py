@@ -114,7 +114,7 @@ def _chunk(logits_CV: Tensor, targets_C: Tensor, *, k: int, temperature: float) 
 
 def _spans(samples: Sequence[CrossTokenizerSample], outcomes: Sequence[TeacherOutcomes]) -> list[tuple[int, int]]:
     """Return the groups of all samples, counted in the masked tokens of the batch."""
-    before = accumulate((sum(sample.loss_mask) for sample in samples), initial=0)
+    before = accumulate((sample.loss_mask.count(1) for sample in samples), initial=0)
     return [
         (first + start, first + end) for first, one in zip(before, outcomes, strict=False) for start, end in one.spans
     ]

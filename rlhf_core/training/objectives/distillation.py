@@ -21,7 +21,7 @@ from rlhf_core.models.batches import TokenBatch
 from rlhf_core.models.forward import over_logits
 from rlhf_core.training.objectives.base import PlacedModel, count_tokens
 from rlhf_core.training.objectives.cross_tokenizer import teacher_outcomes
-from rlhf_core.types import DistillationSample, TokenSample, TopLogprobs
+from rlhf_core.types import Column, DistillationSample, TokenSample, TopLogprobs
 
 ONE_TEACHER = (("teacher", 1.0),)
 
@@ -141,15 +141,15 @@ class SameVocabulary:
 
     def elements(self, sample: TokenSample) -> int:
         """Return the number of log-probs of all teachers at the sample's masked tokens."""
-        return sum(sample.loss_mask) * (self.k or self.vocabulary) * len(self.trainers)
+        return sample.loss_mask.count(1) * (self.k or self.vocabulary) * len(self.trainers)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedSample:
     """A sequence with its trained tokens, and the number of the only teacher that teaches it."""
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
+    token_ids: Column[int]
+    loss_mask: Column[int]
     teacher: int
 
 
@@ -175,7 +175,7 @@ class RoutedTeachers:
 
     def elements(self, sample: RoutedSample) -> int:
         """Return the number of log-probs of one teacher at the sample's masked tokens."""
-        return sum(sample.loss_mask) * (self.k or self.vocabulary)
+        return sample.loss_mask.count(1) * (self.k or self.vocabulary)
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,9 @@ class OtherVocabularies:
         """
         rows = zip(sample.teachers, self.vocabularies, strict=True)
         return sum(
-            sum(one.sample.loss_mask) * (self.k + 1) if self.k else max(sum(one.sample.loss_mask), _padded(one)) * size
+            (tokens * (self.k + 1) if self.k else max(tokens, _padded(one)) * size)
             for one, size in rows
+            for tokens in [one.sample.loss_mask.count(1)]
         )
 
 

@@ -54,16 +54,23 @@ def test_a_new_request_goes_to_the_engine_with_the_fewest():
 def test_ranks_that_share_rows_get_the_same_samples_and_one_answers():
     class FourWorkers:
         actors = range(4)
+        copies = 0
+
+        def put(self, value: Any) -> Any:
+            self.copies += 1
+            return list(value)
 
         def call_each(self, role: str, method: str, arguments: list[Any]) -> list[Any]:
-            assert arguments[0][:2] == arguments[1][:2] and arguments[2][:2] == arguments[3][:2]
+            assert arguments[0][1] is arguments[1][1] and arguments[2][1] is arguments[3][1]
             assert sorted(len(arguments[rank][1]) for rank in (0, 2)) == [3, 4]
             if method == "forward_backward":
                 return [{"loss": float(len(each[1]))} for each in arguments]
             return [[(float(len(sample.token_ids)),) for sample in each[1]] for each in arguments]
 
-    trainer = RayTrainer(FourWorkers(), "policy", "policy-0", transfer="", ranks_per_share=2)
+    workers = FourWorkers()
+    trainer = RayTrainer(workers, "policy", "policy-0", transfer="", ranks_per_share=2)
     assert trainer.forward_backward(SAMPLES, SftObjective(pack_to=None)) == {"loss": 7.0}
+    assert workers.copies == 2
     assert trainer.values(SAMPLES) == [(float(len(sample.token_ids)),) for sample in SAMPLES]
 
 
