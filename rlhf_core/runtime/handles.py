@@ -142,11 +142,15 @@ class RaySampler:
         self._transfer = transfer
         self._tensor_parallel = tensor_parallel
         self._sampled: dict[int, int] = {}
-        """Number of a request that is being sampled -> its engine."""
+        """Number of a request that was given to `advance` -> its engine."""
+        self._waiting: dict[int, list[tuple[int, SamplingRequest]]] = {}
+        """Engine -> requests for its next call of `advance`."""
+        self._running: dict[int, Any] = {}
+        """Engine -> its call of `advance`. Each has its own, so that a slow one keeps no other waiting."""
 
     def generate(self, requests: Sequence[SamplingRequest], sampling: SamplingConfig) -> list[Completion]:
         """Return one completion per request, in order."""
-        self._sampled.clear()
+        self._drop()
         engines = len(self._workers.actors)
         bounds = [len(requests) * index // engines for index in range(engines + 1)]
         parts = [(list(requests[start:end]), sampling) for start, end in itertools.pairwise(bounds)]
@@ -157,24 +161,33 @@ class RaySampler:
     def advance(
         self, new: Sequence[tuple[int, SamplingRequest]], sampling: SamplingConfig
     ) -> list[tuple[int, Completion]]:
-        """Give each new request to the least busy engine; return the requests that finished first on each engine."""
-        parts: list[list[tuple[int, SamplingRequest]]] = [[] for _ in self._workers.actors]
+        """Give each new request to the least busy engine; return what the first engines that finish one have finished."""
         load = Counter(self._sampled.values())
         for number, request in new:
-            engine = min(range(len(parts)), key=lambda one: load[one])
+            engine = min(range(len(self._workers.actors)), key=lambda one: load[one])
             load[engine] += 1
             self._sampled[number] = engine
-            parts[engine].append((number, request))
+            self._waiting.setdefault(engine, []).append((number, request))
         with self._sharing.sampling():
-            results = self._workers.call_each("policy", "advance", [(part, sampling) for part in parts])
-        finished = [one for result in results for one in result]
+            for engine in sorted(set(load) - set(self._running)):
+                part = self._waiting.pop(engine, [])
+                self._running[engine] = self._workers.begin("policy", "advance", engine, part, sampling)
+            results = self._workers.first("policy", "advance", self._running) if self._running else {}
+        finished = [one for result in results.values() for one in result]
         for number, _ in finished:
             del self._sampled[number]
+        for engine in results:
+            del self._running[engine]
         return finished
+
+    def _drop(self) -> None:
+        """Forget the requests in progress; the engines end the calls that run before they take another one."""
+        for begun in (self._sampled, self._waiting, self._running):
+            begun.clear()
 
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Load a `RayTrainer`'s weights into every engine; completions made after this carry `version`."""
-        self._sampled.clear()
+        self._drop()
         match weights.payload:
             case StoredWeights():
                 with self._sharing.sampling():

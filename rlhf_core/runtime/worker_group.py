@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_core.errors import (
@@ -53,6 +53,8 @@ class WorkerGroup:
         self._log_folder = log_folder
         self._ray_lost = ray_lost
         self._turn = threading.Lock()
+        self._begun: dict[Any, float] = {}
+        """Call that `begin` started -> when, by the monotonic clock."""
 
     @property
     def broken(self) -> bool:
@@ -72,14 +74,29 @@ class WorkerGroup:
         with self._turn:
             self._check_alive(role, method)
             pairs = zip(self.actors, arguments, strict=True)
-            refs = [getattr(actor, method).remote(*args, **keywords) for actor, args in pairs]
-            return self._gather(role, method, refs)
+            refs = dict(enumerate(getattr(actor, method).remote(*args, **keywords) for actor, args in pairs))
+            return list(self._gather(role, method, refs).values())
 
     def call_first(self, role: str, method: str, *arguments: Any) -> Any:
         """Call `method(*arguments)` on rank 0 alone; return its result."""
         with self._turn:
             self._check_alive(role, method)
-            return self._gather(role, method, [getattr(self.actors[0], method).remote(*arguments)])[0]
+            return self._gather(role, method, {0: getattr(self.actors[0], method).remote(*arguments)})[0]
+
+    def begin(self, role: str, method: str, rank: int, *arguments: Any) -> Any:
+        """Start `method(*arguments)` on one actor and return a reference to its result, for `first`."""
+        with self._turn:
+            self._check_alive(role, method)
+            ref = getattr(self.actors[rank], method).remote(*arguments)
+            self._begun[ref] = time.monotonic()
+            return ref
+
+    def first(self, role: str, method: str, running: Mapping[int, Any]) -> dict[int, Any]:
+        """Wait until one of the calls that `begin` started has ended; return the results that are there, by rank."""
+        with self._turn:
+            self._check_alive(role, method)
+            self._begun = {ref: self._begun[ref] for ref in running.values()}  # the others were given up
+            return self._gather(role, method, running, enough=1)
 
     def put(self, value: Any) -> Any:
         """Return a reference to a copy in the object store, to hand to several actors."""
@@ -117,28 +134,33 @@ class WorkerGroup:
     def _loss(self, role: str, what: str, rule: str, remedy: str) -> WorkerLostError:
         return self._lost(explain(f"{self.kind}.{role}", what, rule, remedy))
 
-    def _gather(self, role: str, method: str, refs: Sequence[Any]) -> list[Any]:
-        deadline = time.monotonic() + self._timeout_s
-        waiting = list(refs)
-        while waiting:
+    def _gather(self, role: str, method: str, refs: Mapping[int, Any], *, enough: int = 0) -> dict[int, Any]:
+        """Return the results of calls, by rank: of all, or of those that are there when `enough` are."""
+        ranks = {ref: rank for rank, ref in refs.items()}
+        deadline = min((self._begun.get(ref, time.monotonic()) for ref in ranks), default=0.0) + self._timeout_s
+        done: list[Any] = []
+        waiting = list(ranks)
+        while len(done) < (enough or len(ranks)):
             # One result at a time, so that a failed rank is seen while the others wait for it in a collective.
             left = deadline - time.monotonic()
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(LOOK_EVERY_S, left)))
             if ready:
-                self._check(role, method, refs, ready[0])
+                self._check(role, method, refs, ranks[ready[0]])
+                done += ready
                 continue
             self._check_ray(role, method)
             if left <= 0:
-                raise self._too_late(role, method, refs.index(waiting[0]))
+                raise self._too_late(role, method, ranks[waiting[0]])
         try:
-            return list(ray.get(list(refs), timeout=max(LOOK_EVERY_S, deadline - time.monotonic())))
+            results = ray.get(done, timeout=max(LOOK_EVERY_S, deadline - time.monotonic()))
         except ray.exceptions.RayError as error:  # the result itself was lost in transit
             raise self._died(role, method, 0, error) from error
+        found = {ranks[ref]: result for ref, result in zip(done, results, strict=True)}
+        return dict(sorted(found.items()))
 
-    def _check(self, role: str, method: str, refs: Sequence[Any], ref: Any) -> None:
-        rank = refs.index(ref)
+    def _check(self, role: str, method: str, refs: Mapping[int, Any], rank: int) -> None:
         try:
-            ray.get(ref, timeout=self._timeout_s)
+            ray.get(refs[rank], timeout=self._timeout_s)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, ray.exceptions.RayError):  # it lost another worker, or the weights that one held
@@ -146,7 +168,7 @@ class WorkerGroup:
             if isinstance(cause, RlhfError):
                 self._kill_peers()
                 raise cause from error
-            self._check_others(role, method, refs, ref)
+            self._check_others(role, method, refs, rank)
             self._kill_peers()
             reason = f"{type(cause).__name__}: {cause}"
             where = (f"{self.kind}.{role}", f"{method} on worker {rank}")
@@ -154,9 +176,10 @@ class WorkerGroup:
         except ray.exceptions.RayError as error:
             raise self._died(role, method, rank, error) from error
 
-    def _check_others(self, role: str, method: str, refs: Sequence[Any], failed: Any) -> None:
+    def _check_others(self, role: str, method: str, refs: Mapping[int, Any], failed: int) -> None:
         """Raise the loss of another rank if it caused the failure of `failed`."""
-        others = [ref for ref in refs if ref != failed]
+        ranks = {ref: rank for rank, ref in refs.items() if rank != failed}
+        others = list(ranks)
         deadline = time.monotonic() + OTHERS_GRACE_S
         while others and time.monotonic() < deadline:
             ready, others = ray.wait(others, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
@@ -166,7 +189,7 @@ class WorkerGroup:
                 except ray.exceptions.RayTaskError:
                     continue
                 except ray.exceptions.RayError as error:
-                    raise self._died(role, method, refs.index(ref), error) from error
+                    raise self._died(role, method, ranks[ref], error) from error
 
     def _kill_peers(self) -> None:
         if len(self.actors) > 1:

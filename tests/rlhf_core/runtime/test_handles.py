@@ -26,29 +26,43 @@ def test_weights_of_another_runtime_are_refused():
 
 
 class Engines:
-    """Two engines that finish the oldest of what they were given."""
+    """Engines that finish the oldest of what they were given, the last one only when it is told to."""
 
-    def __init__(self) -> None:
-        self.actors = [None, None]
-        self.given: list[list[int]] = [[], []]
+    def __init__(self, count: int) -> None:
+        self.actors = [None] * count
+        self.given: list[list[int]] = [[] for _ in range(count)]
+        self.is_slow = True
 
-    def call_each(self, role: str, method: str, arguments: list[tuple[Any, ...]]) -> list[list[tuple[int, str]]]:
+    def begin(self, role: str, method: str, rank: int, new: list[tuple[int, Any]], sampling: SamplingConfig) -> int:
         assert (role, method) == ("policy", "advance")
-        for own, (new, _) in zip(self.given, arguments, strict=True):
-            own += [number for number, _ in new]
-        return [[(own.pop(0), "done")] if own else [] for own in self.given]
+        self.given[rank] += [number for number, _ in new]
+        return rank
+
+    def first(self, role: str, method: str, running: dict[int, int]) -> dict[int, list[tuple[int, str]]]:
+        assert all(rank == call for rank, call in running.items())
+        ended = [rank for rank in running if not (self.is_slow and rank == len(self.actors) - 1)]
+        return {rank: [(self.given[rank].pop(0), "done")] for rank in ended}
 
 
-def test_a_new_request_goes_to_the_engine_with_the_fewest():
-    engines = Engines()
+def test_a_slow_engine_keeps_no_other_from_its_next_request():
+    engines = Engines(3)
     sampler = RaySampler(engines, transfer="", tensor_parallel=1)
-    request, sampling = SamplingRequest((1,), 7), SamplingConfig()
-    assert [number for number, _ in sampler.advance([(n, request) for n in range(5)], sampling)] == [0, 1]
-    assert engines.given == [[2, 4], [3]]
-    sampler.advance([(5, request)], sampling)
-    assert engines.given == [[4], [5]]
-    assert [number for number, _ in sampler.advance([], sampling)] == [4, 5]
-    assert sampler.advance([], sampling) == []
+
+    def advanced(*new: int) -> list[int]:
+        requests = [(number, SamplingRequest((1,), 7)) for number in new]
+        return [number for number, _ in sampler.advance(requests, SamplingConfig())]
+
+    assert (advanced(0, 1, 2, 3, 4, 5), engines.given) == ([0, 1], [[3], [4], [2, 5]])  # to the one with the fewest
+    assert (advanced(6, 7), engines.given) == ([3, 4], [[6], [7], [2, 5]])
+    last = range(8, 15)  # the slow engine is busy, and 12 has to wait for it
+    assert (advanced(*last), engines.given) == ([6, 7], [[8, 10, 13], [9, 11, 14], [2, 5]])
+    engines.is_slow = False
+    assert (advanced(), engines.given) == ([8, 9, 2], [[10, 13], [11, 14], [5]])
+    assert [advanced() for _ in range(4)] == [[10, 11, 5], [13, 14, 12], [], []]
+    engines.is_slow = True
+    advanced(11, 12, 13)
+    sampler._drop()
+    assert advanced() == []
 
 
 def test_ranks_that_share_rows_get_the_same_samples_and_one_answers():
@@ -118,6 +132,13 @@ class Workers:
     def call_first(self, role: str, method: str, *arguments: Any) -> None:
         self._log.append(f"{self._name} {method}")
 
+    def begin(self, role: str, method: str, rank: int, new: list[tuple[int, Any]], sampling: SamplingConfig) -> Any:
+        self._log.append(f"{self._name} {method}")
+        return [(number, "done") for number, _ in new]
+
+    def first(self, role: str, method: str, running: dict[int, Any]) -> dict[int, Any]:
+        return running.copy()
+
 
 def handles(log: list[str], *, sleeps: bool, trainers: bool = False) -> tuple[RayTrainer, RaySampler]:
     """Return a trainer and a sampler that share a GPU."""
@@ -134,7 +155,7 @@ def step(trainer: RayTrainer, sampler: RaySampler) -> None:
     trainer.logprobs(SAMPLES[:1], temperature=1.0)
     trainer.optim_step(learning_rate=0.1)
     sampler.load_weights(trainer.weights(), version=1)
-    sampler.advance([], SamplingConfig())
+    sampler.advance([(0, REQUESTS[0])], SamplingConfig())
 
 
 def test_an_engine_sleeps_while_models_train_and_wakes_to_take_weights_and_to_sample():

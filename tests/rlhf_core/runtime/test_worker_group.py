@@ -28,6 +28,11 @@ class Worker:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def wait_for(self, path: str) -> str:
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        return path
+
     def refuse(self) -> None:
         raise DataError("rows = 3: too few; add some")
 
@@ -80,6 +85,20 @@ def test_results_come_in_rank_order(new_group):
     assert group.call_each("policy", "double", [(3,), (4,)]) == [6, 8]
     assert group.call_first("policy", "double", 5) == 10
     group.kill()
+
+
+def test_calls_that_were_begun_are_collected_as_they_end(new_group, tmp_path):
+    group, file = new_group(2), tmp_path / "now"
+    running = {0: group.begin("policy", "wait_for", 0, str(file)), 1: group.begin("policy", "double", 1, 3)}
+    assert group.first("policy", "mixed", running) == {1: 6}
+    running[1] = group.begin("policy", "double", 1, 4)
+    assert group.first("policy", "mixed", running) == {1: 8}
+    file.touch()
+    assert group.first("policy", "mixed", {0: running[0]}) == {0: str(file)}
+    late = group.begin("policy", "sleep", 0, 60.0)
+    group._timeout_s = 0.0  # since its beginning
+    with pytest.raises(TrainerLostError, match="mixed on worker 0'.*no answer within"):
+        group.first("policy", "mixed", {0: late})
 
 
 def test_the_calls_of_several_threads_reach_all_actors_in_one_order(monkeypatch):
