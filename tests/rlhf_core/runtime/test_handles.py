@@ -41,7 +41,7 @@ class Engines:
     def first(self, role: str, method: str, running: dict[int, int]) -> dict[int, list[tuple[int, str]]]:
         assert all(rank == call for rank, call in running.items())
         ended = [rank for rank in running if not (self.is_slow and rank == len(self.actors) - 1)]
-        return {rank: [(self.given[rank].pop(0), "done")] for rank in ended}
+        return {rank: [(self.given[rank].pop(0), "done")] for rank in sorted(ended)}
 
 
 def test_a_slow_engine_keeps_no_other_from_its_next_request():
