@@ -30,6 +30,7 @@ TransferVerb = Literal["init", "start", "update", "finish"]
 """The steps of vLLM's weight transfer, in order."""
 Probes = Mapping[str, tuple[tuple[int, ...], object]]
 """Tensor name -> (shape of the whole tensor, float32 CPU tensor of some of its rows)."""
+T = TypeVar("T")
 C = TypeVar("C", bound=BaseSamplerConfig)
 C_contra = TypeVar("C_contra", bound=BaseSamplerConfig, contravariant=True)
 
@@ -271,6 +272,9 @@ class Runtime(Protocol):
     ) -> AbstractContextManager[Trainer]: ...
 
     def sampler(self, policy: Path) -> AbstractContextManager[Sampler]: ...
+
+    def together(self, *work: Callable[[], T]) -> list[T]:
+        """Return the results of calls of trainers, which models in pools of their own make at the same time."""
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
         """Start workers in the background so that the first stage that needs them does not wait for imports."""

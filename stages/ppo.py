@@ -435,15 +435,13 @@ def measure(parts: Parts, rollouts: Sequence[Rollout]) -> Experience:
     temperature = config.sampling.temperature
     bypass = config.correction.pi_old == "sampler"
     lessons = lessons_of(config.distill, models.teachers, rollouts, samples, temperature) if config.distill else ()
-    old = sampled_logprobs(rollouts) if bypass else models.policy.logprobs(samples, temperature=temperature)
-    return Experience(
-        rollouts=tuple(rollouts),
-        samples=samples,
-        old_logprobs=tuple(old),
-        ref_logprobs=tuple(models.reference.logprobs(samples, temperature=temperature)) if models.reference else (),
-        values=tuple(models.value_model.values(samples)) if models.value_model else (),
-        lessons=lessons,
+    policy, reference, value_model = models.policy, models.reference, models.value_model
+    old, ref, values = parts.context.runtime.together(
+        lambda: sampled_logprobs(rollouts) if bypass else policy.logprobs(samples, temperature=temperature),
+        lambda: reference.logprobs(samples, temperature=temperature) if reference else [],
+        lambda: value_model.values(samples) if value_model else [],
     )
+    return Experience(tuple(rollouts), samples, tuple(old), tuple(ref), tuple(values), lessons)
 
 
 def lessons_of(
@@ -511,22 +509,36 @@ def update(
         count = min(config.minibatches, len(policy_rows))  # fewer rollouts than that where many were invalid
         for i in range(count):
             rows = order[i::count]
-            metrics: Metrics = {}
-            if models.value_model:
+
+            def train_value(rows: Sequence[int] = rows) -> Metrics:
+                if models.value_model is None:
+                    return {}
                 made = models.value_model.forward_backward([value_rows[row] for row in rows], value_objective)
                 made |= models.value_model.optim_step(learning_rate=value_rate)
-                metrics |= {f"value/{name}": value for name, value in made.items()}
-            if step >= frozen:
+                return {f"value/{name}": value for name, value in made.items()}
+
+            def train_policy(
+                rows: Sequence[int] = rows, number: int = (step * config.epochs + epoch) * config.minibatches + i
+            ) -> Metrics:
+                if step < frozen:
+                    return {}
+                metrics: Metrics = {}
                 made = models.policy.forward_backward([policy_rows[row] for row in rows], policy_objective)
                 if ptx:
-                    number = (step * config.epochs + epoch) * config.minibatches + i
                     batch = rows_at(number, parts.demonstrated, count=ptx.batch_size, seed=context.seed)
                     mixed = models.policy.forward_backward(batch, Scaled(SftObjective(pack_to=None), ptx.coef))
                     metrics["ptx/nll"] = mixed["nll"]
                 rate = scheduled_rate(config.optimizer, step - frozen, config.steps - frozen)
                 made |= models.policy.optim_step(learning_rate=parts.guard.learning_rate_scale * rate)
-                metrics |= {f"policy/{name}": value for name, value in made.items()}
-            history.append(metrics)
+                return metrics | {f"policy/{name}": value for name, value in made.items()}
+
+            history.append(
+                {
+                    name: value
+                    for made in context.runtime.together(train_value, train_policy)
+                    for name, value in made.items()
+                }
+            )
     check_updated(history, label=context.label, step=step)
     if isinstance(models.reference, MovingReference):
         models.reference.after_step(step + 1, models.policy)

@@ -45,7 +45,7 @@ def _worker(small: Small, kind: str) -> psutil.Process:
     """Return the process of the first trainer or engine."""
     import ray
 
-    group = {"trainer": _runtime(small)._train, "engine": _runtime(small)._sample}[kind]
+    group = {"trainer": _runtime(small)._train.get(""), "engine": _runtime(small)._sample}[kind]
     assert group is not None
     return psutil.Process(ray.get(group.actors[0].pid.remote(), timeout=60))
 

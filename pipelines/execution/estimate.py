@@ -6,6 +6,7 @@ engine's and all times are formulas over data sheets, and no GPU has confirmed t
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,39 +103,51 @@ def estimate(label: str, held: Sequence[Phase], step: Step | None, runtime: Runt
 
 
 def _memory(role: Role, runtime: RuntimeConfig, on: Hardware) -> RankMemory:
-    return rank_memory(role, runtime.trainer, runtime.train_workers, on_cpu=on.name == CPU)
+    own = runtime.of(role.name)
+    return rank_memory(role, own.trainer, own.train_workers, on_cpu=on.name == CPU)
 
 
 def _loads(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> Iterator[Load]:
     """Yield the memory of each kind of GPU, and of a node."""
     memories = {role.name: _memory(role, runtime, on) for role in phase.roles}
-    trained, moment = _worst(phase, memories)
+    pools = {name: [one for one in phase.roles if runtime.pool_of(one.name) == name] for name in ("", *runtime.pools)}
+    worst = {name: _worst(roles, memories) for name, roles in pools.items()}
     engine = engine_bytes(phase.sampled, runtime, on) if phase.sampled else {}
     host = host_bytes(memories, runtime, on)
     if on.name == CPU:
-        ranks = {f"{name} x {runtime.train_workers}": size * runtime.train_workers for name, size in trained.items()}
-        yield Load("machine", on.memory, ranks | engine | host, moment)
+        workers = {name: runtime.in_pool(name).train_workers for name in pools}
+        ranks = {
+            f"{term} x {workers[name]}": size * workers[name]
+            for name, (terms, _) in worst.items()
+            for term, size in terms.items()
+        }
+        yield Load("machine", on.memory, ranks | engine | host, worst[""][1])
         return
     context = {"context": CONTEXT}
+    trained, moment = worst.pop("")
     if trained and engine and runtime.shares_gpus:
-        yield Load("shared GPU", on.memory, *_shared(trained, memories, engine, moment, runtime))
+        own = {role.name: memories[role.name] for role in pools[""]}
+        yield Load("shared GPU", on.memory, *_shared(trained, own, engine, moment, runtime))
     else:
         if trained:
             yield Load("train GPU", on.memory, context | trained, moment)
         if engine:
             yield Load("engine GPU", on.memory, engine)
+    for name, (terms, moment) in worst.items():
+        if terms:
+            yield Load(f"GPU of pool {name}", on.memory, context | terms, moment)
     yield Load("node", on.host, host)
 
 
-def _worst(phase: Phase, memories: Mapping[str, RankMemory]) -> tuple[dict[str, float], str]:
+def _worst(roles: Sequence[Role], memories: Mapping[str, RankMemory]) -> tuple[dict[str, float], str]:
     """Return the terms of the train worker's worst moment, and its name: each model is opened beside those before it."""
     worst: dict[str, float] = {}
     name = ""
-    for number, role in enumerate(phase.roles):
+    for number, role in enumerate(roles):
         for moment, terms in memories[role.name].moments.items():
             if moment == "sync" and role.name == "value_model":
                 continue  # its weights stay where they are
-            beside = phase.roles[: number + 1] if moment == "open" else phase.roles
+            beside = roles[: number + 1] if moment == "open" else roles
             kept = {f"{one.name} {term}": size for one in beside for term, size in memories[one.name].resident.items()}
             now = kept | {f"{moment} {term}": size for term, size in terms.items()}
             if sum(now.values()) > sum(worst.values()):
@@ -203,15 +216,21 @@ def host_bytes(memories: Mapping[str, RankMemory], runtime: RuntimeConfig, on: H
 
     The files of models are mapped, and in the page cache of a node once, which gives them back when it is short.
     """
-    ranks = min(runtime.train_workers, on.per_node)
+    ranks = {name: min(runtime.of(name).train_workers, on.per_node) for name in memories}
     kept = {
-        f"{name} {term}": number * ranks for name, memory in memories.items() for term, number in memory.host.items()
+        f"{name} {term}": number * ranks[name]
+        for name, memory in memories.items()
+        for term, number in memory.host.items()
     }
+
+    def used(moment: str) -> dict[str, float]:
+        return {name: sum(memory.host_moments.get(moment, {}).values()) for name, memory in memories.items()}
+
     # Checkpoints of all trained models are written at the same time; weights are handed out by one rank.
-    saved = sum(sum(memory.host_moments.get("save", {}).values()) for memory in memories.values()) * ranks
-    sent = max((sum(memory.host_moments.get("sync", {}).values()) for memory in memories.values()), default=0.0)
-    updated = max((sum(memory.host_moments.get("train", {}).values()) for memory in memories.values()), default=0.0)
-    copies = larger({"checkpoint copies": saved}, {"weights handed out": 2 * sent}, {"update": updated * ranks})
+    saved = sum(size * ranks[name] for name, size in used("save").items())
+    sent = max(used("sync").values(), default=0.0)
+    updated = max((size * ranks[name] for name, size in used("train").items()), default=0.0)
+    copies = larger({"checkpoint copies": saved}, {"weights handed out": 2 * sent}, {"update": updated})
     return kept | copies
 
 
@@ -221,29 +240,29 @@ def host_bytes(memories: Mapping[str, RankMemory], runtime: RuntimeConfig, on: H
 def step_seconds(
     roles: Sequence[Role], sampled: ModelShape | None, step: Step, runtime: RuntimeConfig, on: Hardware
 ) -> dict[str, float]:
-    """Return the seconds of one step by part: sample, measure, train, sync."""
+    """Return the seconds of one step by part: sample, measure, train, sync. Pools compute at the same time."""
     trainer, workers = runtime.trainer, runtime.train_workers
-    flops = workers * on.flops * (MFU if on.name != CPU else 0.5)
-    if on.name == CPU:
-        flops /= workers  # they share the cores
     seconds: dict[str, float] = {}
     if sampled is not None and step.answers:
         seconds["sample"] = sample_seconds(sampled, step, runtime, on)
-    measured = trained = 0.0
+    measured, trained = defaultdict[str, float](float), defaultdict[str, float](float)
     once = 0 if not step.answers else step.trained
     for role in roles:
-        gathers = _gather_seconds(role, once or step.trained, runtime, on)
+        own, pool = runtime.of(role.name), "" if on.name == CPU else runtime.pool_of(role.name)
+        # On CPUs all workers share the cores.
+        flops = on.flops * (MFU * own.train_workers if on.name != CPU else 0.5)
+        gathers = _gather_seconds(role, once or step.trained, own, on)
         if once:
-            measured += max(2.0 * role.shape.active * once / flops, gathers)
+            measured[pool] += max(2.0 * role.shape.active * once / flops, gathers)
         if role.trained:
             work = (4 if role.lora else 6) + 2 * trainer.gradient_checkpointing
-            trained += step.epochs * max(work * role.shape.active * step.trained / flops, 3 * gathers)
-            if trainer.offload_optimizer and zero_stage(role, trainer):
-                moved = 6.0 * role.trained_parameters / workers  # gradients out, weights back
-                trained += moved / PCIE
+            trained[pool] += step.epochs * max(work * role.shape.active * step.trained / flops, 3 * gathers)
+            if trainer.offload_optimizer and zero_stage(role, own.trainer):
+                moved = 6.0 * role.trained_parameters / own.train_workers  # gradients out, weights back
+                trained[pool] += moved / PCIE
     if measured:
-        seconds["measure"] = measured
-    seconds["train"] = trained
+        seconds["measure"] = max(measured.values())
+    seconds["train"] = max(trained.values(), default=0.0)
     policy = next((role for role in roles if role.trained and role.name == "policy"), None)
     if step.answers and policy is not None and sampled is not None:
         weights = BYTES[trainer.dtype] * policy.shape.parameters
@@ -374,13 +393,17 @@ def mends(runtime: RuntimeConfig, on: Hardware) -> Iterator[tuple[str, Any, Runt
         for factor in (2, 4, 8):
             more = runtime.train_workers * factor
             steps.append(("runtime.train_workers", more, runtime.model_copy(update={"train_workers": more})))
+    for name, pool in runtime.pools.items():
+        for key, value in (("zero_stage", 3), ("workers", 2 * pool.workers), ("workers", 4 * pool.workers)):
+            changed = runtime.pools | {name: pool.model_copy(update={key: value})}
+            steps.append((f"runtime.pools.{name}.{key}", value, runtime.model_copy(update={"pools": changed})))
     yield from steps
 
 
 def _value_at(runtime: RuntimeConfig, key: str) -> Any:
     value: Any = runtime
     for name in key.split(".")[1:]:
-        value = getattr(value, name)
+        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
     return value
 
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from pipelines.execution.executor import (
 from pipelines.execution.plan import PlannedStage, engines_needed
 from rlhf_core.config.annotators import People
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
-from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, StageTracker, Trainer
+from rlhf_core.interfaces import ModelSpec, Role, Runtime, Sampler, StageTracker, T, Trainer
 from rlhf_core.runtime.cluster import check_address, named_address
 from rlhf_core.runtime.local_runtime import open_runtime
 from rlhf_core.schema import secrets
@@ -54,6 +54,9 @@ class LazyRuntime:
 
     def sampler(self, policy: Path) -> AbstractContextManager[Sampler]:
         return self._open().sampler(policy)
+
+    def together(self, *work: Callable[[], T]) -> list[T]:
+        return self._open().together(*work)
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
         """Open the runtime and start its workers now."""

@@ -25,6 +25,7 @@ OF_NAMES = (
     "opponents",
     "reward_models",
     "rating_questions",
+    "pools",
 )
 """Tables whose keys are names that the profile chooses, which may be those of options."""
 FUNCTION = re.compile(r"[^\s:]+\.py:\w+")

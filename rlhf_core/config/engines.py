@@ -404,6 +404,24 @@ SamplerConfig = Annotated[AnySamplerConfig, Field(discriminator="type")]
 # ---------------------------------------------------------------- runtime
 
 
+PoolRole = Literal["reference", "value_model", "reward_model", "teacher"]
+"""The models that may have train workers of their own; the policy is where the weights go to the engines from."""
+
+
+class PoolConfig(Config):
+    """Train workers of their own for some models of a stage, which then compute while the others do."""
+
+    workers: Annotated[int, Field(ge=1), OPERATIONAL] = 1
+    gpus_per_worker: Annotated[float, Field(ge=0, le=1), OPERATIONAL] = 0
+    """Number of GPUs per worker, which no engine shares."""
+    roles: Annotated[tuple[PoolRole, ...], Field(min_length=1), OPERATIONAL]
+    """The models that they hold."""
+    zero_stage: Annotated[Literal[0, 1, 2, 3] | None, OPERATIONAL] = None
+    """ZeRO stage of these models; None is that of `runtime.trainer`, as below."""
+    micro_batch: Annotated[int | None, Field(ge=1), OPERATIONAL] = None
+    micro_tokens: Annotated[int | None, Field(ge=0), OPERATIONAL] = None
+
+
 class RuntimeConfig(Config):
     """The place where engines run. `ray` starts a local Ray or joins `RAY_ADDRESS`; `local` is this process (tests)."""
 
@@ -435,6 +453,28 @@ class RuntimeConfig(Config):
     save and the run ends; leave room for one step and one checkpoint. 0 sets no limit."""
     trainer: TrainerConfig = TrainerConfig()
     sampler: SamplerConfig = VllmSamplerConfig()
+    pools: Annotated[dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w-]*$")], PoolConfig], OPERATIONAL] = (
+        added_option({})
+    )
+    """Train workers of some models alone, by a name of your choice. All others share the `train_workers`."""
+
+    def of(self, role: str) -> Self:
+        """Return the configuration of the workers of one role: its pool's as if they were the only ones."""
+        return self.in_pool(self.pool_of(role))
+
+    def pool_of(self, role: str) -> str:
+        """Return the name of the pool that has a role, "" for the workers of all others."""
+        return next((name for name, pool in self.pools.items() if role in pool.roles), "")
+
+    def in_pool(self, name: str) -> Self:
+        """Return the configuration of the workers of one pool, as if they were the only ones."""
+        if not name:
+            return self
+        pool = self.pools[name]
+        own = {key: getattr(pool, key) for key in ("zero_stage", "micro_batch", "micro_tokens")}
+        trainer = {key: value for key, value in own.items() if value is not None} | {"sleep": False}
+        workers = {"train_workers": pool.workers, "gpus_per_train_worker": pool.gpus_per_worker, "pools": {}}
+        return self.model_copy(update=workers | {"trainer": self.trainer.model_copy(update=trainer)})
 
     @property
     def shares_gpus(self) -> bool:
@@ -496,6 +536,27 @@ class RuntimeConfig(Config):
                 "shares a GPU with a train worker has memory to give back (vLLM cannot sleep on CPU); set it to false, or "
                 "gpus_per_engine and gpus_per_train_worker to fractions of one GPU"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_pools(self) -> Self:
+        held = [role for pool in self.pools.values() for role in pool.roles]
+        for name, pool in self.pools.items():
+            twice = next((role for role in pool.roles if held.count(role) > 1), None)
+            if twice:
+                raise ValueError(f"pools.{name}.roles = {twice!r}: another pool has it, too; leave it in one of them")
+            if (pool.gpus_per_worker > 0) != (self.gpus_per_train_worker > 0):
+                raise ValueError(
+                    f"pools.{name}.gpus_per_worker = {pool.gpus_per_worker:g}: gpus_per_train_worker = "
+                    f"{self.gpus_per_train_worker:g}, and all models are in the same kind of memory; give both GPUs or none"
+                )
+            trainer = self.in_pool(name).trainer
+            if pool.workers % trainer.ranks_per_share != 0:
+                raise ValueError(
+                    f"pools.{name}.workers = {pool.workers}: trainer.sequence_parallel, tensor_parallel = "
+                    f"{trainer.sequence_parallel}, {trainer.tensor_parallel} do not divide it; use a multiple"
+                )
+            TrainerConfig.model_validate(trainer.model_dump())  # a ZeRO stage that the pool's parallelism refuses
         return self
 
     @model_validator(mode="after")

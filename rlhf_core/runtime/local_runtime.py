@@ -1,12 +1,12 @@
 """Open the `Runtime` of a configuration; run engines in this process, for tests and machines too small for Ray."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import SamplingError
-from rlhf_core.interfaces import EngineSampler, ModelSpec, Role, Runtime, Sampler, Trainer
+from rlhf_core.interfaces import EngineSampler, ModelSpec, Role, Runtime, Sampler, T, Trainer
 from rlhf_core.runtime.cluster import threads_per_worker, trainer_versions
 from rlhf_core.runtime.samplers import reopen_sampler
 
@@ -37,8 +37,9 @@ class LocalRuntime:
         """Load `model`, with an optimizer if it is to be trained; it is freed at the end of the `with` block."""
         from rlhf_core.training.trainer import LocalTrainer  # torch and transformers, which sampling may not need
 
-        self._served.update(trainer_versions(self._config.trainer))
-        with contextlib.closing(LocalTrainer(model, optimizer, self._config.trainer)) as trainer:
+        config = self._config.of(role).trainer
+        self._served.update(trainer_versions(config))
+        with contextlib.closing(LocalTrainer(model, optimizer, config)) as trainer:
             yield trainer
 
     @contextlib.contextmanager
@@ -58,6 +59,10 @@ class LocalRuntime:
             yield opened
         finally:
             self._sampler_leased = False
+
+    def together(self, *work: Callable[[], T]) -> list[T]:
+        """Return the results of calls, made one after the other."""
+        return [one() for one in work]
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
         """Do nothing: importing here would block the caller."""

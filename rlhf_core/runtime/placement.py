@@ -5,12 +5,13 @@ therefore taken from bundles of a whole GPU, which hold at most one train worker
 """
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_core.config.engines import RuntimeConfig
@@ -34,6 +35,11 @@ class Placement:
     train: tuple[dict[str, Any], ...]
     sample: tuple[dict[str, Any], ...]
     group: Any
+    pools: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
+
+    def of(self, pool: str) -> tuple[dict[str, Any], ...]:
+        """Return the options of the train workers of a pool, "" for those of the roles that no pool has."""
+        return self.pools[pool] if pool else self.train
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Layout:
     bundles: tuple[Bundle, ...]
     train: tuple[int, ...]
     sample: tuple[int, ...]
+    pools: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def layout(config: RuntimeConfig) -> Layout:
@@ -58,10 +65,16 @@ def layout(config: RuntimeConfig) -> Layout:
         number = max(trainers, engines)
         # A single pair reserves only its fractions, which are always of one GPU, and leaves the rest to other runs.
         gpus = _plain(1 if number > 1 else round(train_gpus + engine_gpus, 4))
-        pairs = tuple({"CPU": (each < trainers) + (each < engines), "GPU": gpus} for each in range(number))
-        return Layout(pairs, tuple(range(trainers)), tuple(range(engines)))
-    bundles = (*_own(train_gpus, trainers), *_own(engine_gpus, engines))
-    return Layout(bundles, tuple(range(trainers)), tuple(range(trainers, trainers + engines)))
+        bundles: list[Bundle] = [{"CPU": (each < trainers) + (each < engines), "GPU": gpus} for each in range(number)]
+        train, sample = tuple(range(trainers)), tuple(range(engines))
+    else:
+        bundles = [*_own(train_gpus, trainers), *_own(engine_gpus, engines)]
+        train, sample = tuple(range(trainers)), tuple(range(trainers, trainers + engines))
+    pools = {}
+    for name, pool in config.pools.items():
+        pools[name] = tuple(range(len(bundles), len(bundles) + pool.workers))
+        bundles += _own(pool.gpus_per_worker, pool.workers)
+    return Layout(tuple(bundles), train, sample, pools)
 
 
 def _own(gpus: float, workers: int) -> list[Bundle]:
@@ -84,15 +97,18 @@ def by_node(made: Layout, nodes: Mapping[int, str]) -> Layout:
     >>> by_node(halves, {0: "a", 1: "b", 2: "b", 3: "a"})
     Layout(bundles=({'GPU': 1}, {'GPU': 1}, {'GPU': 1}, {'GPU': 1}), train=(0, 3), sample=(1, 2))
     """
+    kinds = {"train": made.train, "sample": made.sample, **made.pools}
     apart = not set(made.train) & set(made.sample)
     alike = apart and len({tuple(sorted(bundle.items())) for bundle in made.bundles}) == 1
     if alike:
-        order = _node_order(range(len(made.bundles)), nodes)
-        return Layout(made.bundles, order[: len(made.train)], order[len(made.train) :])
-    pairs = _node_order(set(made.train) & set(made.sample), nodes)
-    rest = (_node_order(set(kind) - set(pairs), nodes) for kind in (made.train, made.sample))
-    train, sample = ((*pairs, *alone) for alone in rest)
-    return Layout(made.bundles, train, sample)
+        order = iter(_node_order(range(len(made.bundles)), nodes))
+        placed = {name: tuple(itertools.islice(order, len(kind))) for name, kind in kinds.items()}
+    else:
+        pairs = _node_order(set(made.train) & set(made.sample), nodes)
+        placed = {name: _node_order(set(kind) - set(pairs), nodes) for name, kind in kinds.items()}
+        placed |= {name: (*pairs, *placed[name]) for name in ("train", "sample")}
+    train, sample = placed.pop("train"), placed.pop("sample")
+    return Layout(made.bundles, train, sample, placed)
 
 
 def _node_order(bundles: Sequence[int] | set[int] | range, nodes: Mapping[int, str]) -> tuple[int, ...]:
@@ -122,7 +138,8 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
     engines = config.sampler.needs().engines
     if config.gpus_per_train_worker == 0 and config.gpus_per_engine == 0:
         idle: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
-        return Placement(train=(idle,) * config.train_workers, sample=(idle,) * engines, group=None)
+        pools = {name: (idle,) * pool.workers for name, pool in config.pools.items()}
+        return Placement((idle,) * config.train_workers, (idle,) * engines, group=None, pools=pools)
     made = layout(config)
     there = ray.cluster_resources() if fixed else {}
     if fixed and any(_total(made.bundles, kind) > there.get(kind, 0) for kind in ("GPU", "CPU")):
@@ -146,6 +163,10 @@ def reserve(config: RuntimeConfig, *, fixed: bool = False, over: Callable[[], st
         train=tuple(options(config.gpus_per_train_worker, bundle) for bundle in placed.train),
         sample=tuple(options(config.gpus_per_engine, bundle) for bundle in placed.sample),
         group=group,
+        pools={
+            name: tuple(options(config.pools[name].gpus_per_worker, bundle) for bundle in bundles)
+            for name, bundles in placed.pools.items()
+        },
     )
 
 

@@ -5,13 +5,14 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import SamplingError, TrainingError, WorkerLostError
-from rlhf_core.interfaces import ModelSpec, Role, Sampler, Trainer, Transfer
+from rlhf_core.interfaces import ModelSpec, Role, Sampler, T, Trainer, Transfer
 from rlhf_core.runtime.cluster import available_cores, threads_per_worker, worker_environment
 from rlhf_core.runtime.connection import RECONNECT_TIMEOUT_S, connect, connect_again, servers, until_possible
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
@@ -24,6 +25,7 @@ from rlhf_core.runtime.weight_sync import choose_transfer
 from rlhf_core.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
+
 
 STOP_TIMEOUT_S = 10.0  # for engines to free their GPUs by themselves
 SHUTDOWN_TIMEOUT_S = 30.0  # after it the processes of Ray are killed
@@ -46,7 +48,8 @@ class RayRuntime:
         self._owns_ray = False
         self._watch: RayWatch | None = None
         self._connected_before = False
-        self._train: WorkerGroup | None = None
+        self._train: dict[str, WorkerGroup] = {}
+        """Pool -> its train workers; "" has those of the roles that no pool has."""
         self._sample: WorkerGroup | None = None
         self._sampler_leased = False
         self._leases = itertools.count(1)
@@ -56,7 +59,7 @@ class RayRuntime:
         share_gpu = engines_sleep or config.trainer.sleep
         self._sharing = GpuSharing(
             (lambda: self._sample) if engines_sleep else None,
-            (lambda: self._train) if share_gpu else None,
+            (lambda: self._train.get("")) if share_gpu else None,
             offload=config.trainer.sleep,
         )
         self._starting = threading.RLock()
@@ -66,16 +69,17 @@ class RayRuntime:
 
     @contextlib.contextmanager
     def trainer(self, role: Role, model: ModelSpec, optimizer: OptimizerConfig | None) -> Iterator[Trainer]:
-        """Lease `model` on the train workers, with an optimizer if it is to be trained."""
-        workers = self._train_workers()
+        """Lease `model` on the train workers of its role, with an optimizer if it is to be trained."""
+        pool = self._config.pool_of(role)
+        workers = self._train_workers(pool)
+        sharing = GpuSharing() if pool else self._sharing
         lease = f"{role}-{next(self._leases)}"
-        with self._sharing.training():
+        with sharing.training():
             self._note_served(workers.call(role, "open", lease, model, optimizer))
         try:
             shared = self._config.trainer.ranks_per_share
-            yield RayTrainer(
-                workers, role, lease, transfer=self._transfer(), ranks_per_share=shared, sharing=self._sharing
-            )
+            transfer = "" if pool else self._transfer()
+            yield RayTrainer(workers, role, lease, transfer=transfer, ranks_per_share=shared, sharing=sharing)
         except (KeyboardInterrupt, SystemExit):
             workers.kill()  # or the release would wait for the interrupted call
             raise
@@ -105,9 +109,17 @@ class RayRuntime:
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
         """Start the worker processes; they import their engines while the caller goes on."""
         if trainer:
-            self._train_workers()
+            for pool in ("", *self._config.pools):
+                self._train_workers(pool)
         if sampler:
             self._sample_workers()
+
+    def together(self, *work: Callable[[], T]) -> list[T]:
+        """Return the results of calls of trainers: at the same time if some of them have workers of their own."""
+        if not self._config.pools:
+            return [one() for one in work]
+        with ThreadPoolExecutor(len(work)) as threads:
+            return [one.result() for one in [threads.submit(one) for one in work]]
 
     def engines(self) -> dict[str, str]:
         """Return name -> version of the engines that served a lease, as the workers reported them."""
@@ -131,7 +143,7 @@ class RayRuntime:
         watch.stop()
         if watch.lost or not _ended(2 * STOP_TIMEOUT_S, self._end_workers):
             watch.kill_family()  # before the shutdown, which would wait forever for a server that hangs
-        self._train = self._sample = self._placement = None
+        self._train, self._sample, self._placement = {}, None, None
         if (self._owns_ray or watch.lost) and not _ended(SHUTDOWN_TIMEOUT_S, ray.shutdown):
             logger.warning("Ray did not shut down within %g s", SHUTDOWN_TIMEOUT_S)
             atexit.unregister(ray.shutdown)  # or the interpreter would call it, and wait for it, at exit
@@ -141,19 +153,23 @@ class RayRuntime:
         if self._sample is not None and not self._sample.broken:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get([actor.stop.remote() for actor in self._sample.actors], timeout=STOP_TIMEOUT_S)
-        for group in (self._train, self._sample):
-            if group is not None and not group.broken:
+        for group in self._groups():
+            if not group.broken:
                 group.kill()
         if self._placement is not None and self._placement.group is not None:
             ray.util.remove_placement_group(self._placement.group)
 
     # ------------------------------------------------------------ workers
 
-    def _train_workers(self) -> WorkerGroup:
+    def _groups(self) -> list[WorkerGroup]:
+        return [*self._train.values(), *([self._sample] if self._sample else [])]
+
+    def _train_workers(self, pool: str = "") -> WorkerGroup:
         with self._starting:
-            if self._train is None or self._train.broken:
-                self._train = self._start_train_workers(self._place())
-            return self._train
+            if pool not in self._train or self._train[pool].broken:
+                placement = self._place()
+                self._train[pool] = self._start_train_workers(placement.of(pool), self._config.in_pool(pool))
+            return self._train[pool]
 
     def _sample_workers(self) -> WorkerGroup:
         with self._starting:
@@ -161,15 +177,13 @@ class RayRuntime:
                 self._sample = self._start_sample_workers(self._place())
             return self._sample
 
-    def _start_train_workers(self, placement: Placement) -> WorkerGroup:
-        world = self._config.train_workers
-        threads = threads_per_worker(self._config, workers=world)
-        gpus = self._config.gpus_per_train_worker
+    def _start_train_workers(self, places: Sequence[dict[str, Any]], config: RuntimeConfig) -> WorkerGroup:
+        world, gpus = len(places), config.gpus_per_train_worker
+        at_once = self._config.train_workers + sum(pool.workers for pool in self._config.pools.values())
+        threads = threads_per_worker(self._config, workers=at_once)
         actors = [
-            self._actor(TrainWorker, options, threads).remote(
-                world, threads, self._config.trainer, gpus_per_worker=gpus
-            )
-            for options in placement.train
+            self._actor(TrainWorker, options, threads).remote(world, threads, config.trainer, gpus_per_worker=gpus)
+            for options in places
         ]
         group = self._group("trainer", actors, TrainingError)
         _order_by_gpu(group, gpus)
@@ -224,7 +238,7 @@ class RayRuntime:
             self._stop()
         elif self._placement is not None and self._placement.group is not None and self._any_broken():
             self._end_workers()  # a lost node takes workers of both kinds with it, and its reservation is void
-            self._train = self._sample = self._placement = None
+            self._train, self._sample, self._placement = {}, None, None
         patience_s = RECONNECT_TIMEOUT_S if self._connected_before else 0.0
         if self._watch is None:
             self._owns_ray = (connect_again if self._connected_before else connect)(available_cores())
@@ -235,7 +249,7 @@ class RayRuntime:
         return self._placement
 
     def _any_broken(self) -> bool:
-        return any(group is not None and group.broken for group in (self._train, self._sample))
+        return any(group.broken for group in self._groups())
 
     def _reserve(self, patience_s: float) -> Placement:
         """Reserve the workers' places; nodes that were there before have `patience_s` to come back."""

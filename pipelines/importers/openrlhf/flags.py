@@ -264,6 +264,12 @@ DEFAULTS: dict[str, dict[str, str]] = {
         "vllm_gpu_memory_utilization": "0.95",
         "actor_num_nodes": "1",
         "actor_num_gpus_per_node": "8",
+        "ref_num_nodes": "1",
+        "ref_num_gpus_per_node": "8",
+        "critic_num_nodes": "1",
+        "critic_num_gpus_per_node": "8",
+        "reward_num_nodes": "1",
+        "reward_num_gpus_per_node": "8",
         "eval_temperature": "0.6",
         "eval_n_samples_per_prompt": "4",
         "ptx_coef": "0.05",
@@ -433,10 +439,6 @@ _WITHOUT_EFFECT = {
     "forward passes take the trainer's micro_batch too": "micro_rollout_batch_size",
     "scores are computed in batches of the trainer's micro_batch": "micro_batch_size",
     "a step samples all its prompts at once": "vllm_generate_batch_size",
-    "all models of a stage share the training workers": """
-        colocate_actor_ref colocate_critic_reward critic_num_nodes critic_num_gpus_per_node ref_num_nodes
-        ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node
-    """,
     "weights go to the sampler as the runtime does it": "vllm_sync_backend vllm_sync_with_ray",
     "losses are computed in float32": "compute_fp32_loss",
     "every assistant turn of a conversation is trained": "multiturn",

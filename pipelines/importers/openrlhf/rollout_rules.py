@@ -332,11 +332,45 @@ def steps(one: Sheet) -> None:
     one.draft.note(f"set ppo.steps to {one.text('num_episodes')} * the number of prompts / {prompts}")
 
 
+def pools(one: Sheet) -> None:
+    """Write the models that have GPUs of their own beside those of the policy, as Ray places them there."""
+    scored = bool(one.text("reward_pretrain")) and not (one.text("remote_rm_url") or one.text("agent_func_path"))
+    used = {
+        "ref": one.number("init_kl_coef") > 0,
+        "critic": one.text("advantage_estimator") == "gae",
+        "reward": scored,
+    }
+    role = {"ref": "reference", "critic": "value_model", "reward": "reward_model"}
+    beside = {"ref": ("colocate_actor_ref", "the policy"), "reward": ("colocate_critic_reward", "the value model")}
+    for head, is_used in used.items():
+        flags = (f"{head}_num_nodes", f"{head}_num_gpus_per_node")
+        name, of_whom = beside.get(head, ("", ""))
+        together = "colocate_all_models" if one.has("colocate_all_models") else name if one.has(name) else ""
+        reason = (
+            f"{one.flag(together)} puts it beside {of_whom or 'the others'}"
+            if together
+            else "the run has no such model"
+        )
+        if together or not is_used:
+            for flag in flags:
+                one.ignore(flag, reason)
+            continue
+        roles = [role[head]]
+        if head == "critic" and one.has("colocate_critic_reward") and scored:
+            roles.append(role["reward"])
+        one.put(f"runtime.pools.{head}.workers", one.integer(flags[0]) * one.integer(flags[1]), *flags)
+        one.put(f"runtime.pools.{head}.gpus_per_worker", 1.0)
+        one.put(f"runtime.pools.{head}.roles", roles)
+    for flag in ("colocate_actor_ref", "colocate_critic_reward"):
+        one.elsewhere(flag, "runtime.pools: models that share GPUs are in one pool")
+
+
 def placement(one: Sheet) -> None:
     """Write workers and engines. A shared GPU is split in halves between one train worker and one single-GPU engine."""
     if one.arguments.module == "train_ppo_ray":
         number = one.integer("actor_num_nodes") * one.integer("actor_num_gpus_per_node")
         one.put("runtime.train_workers", number, "actor_num_nodes", "actor_num_gpus_per_node")
+        pools(one)
     tensor_parallel = one.integer("vllm_tensor_parallel_size")
     share = one.has("colocate_all_models") and tensor_parallel == 1
     halves = ["colocate_all_models"] if share else []

@@ -93,11 +93,38 @@ def test_only_a_train_worker_that_shares_a_gpu_may_sleep():
         ({"gpus_per_engine": 1.5}, "above 1 it must be a whole number"),
         ({"gpus_per_engine": 1, "sampler": TWO}, r"tensor_parallel = 2: runtime\.gpus_per_engine = 1 is smaller"),
         ({"gpus_per_train_worker": 0.5, "gpus_per_engine": 0.5, "sampler": TWO}, "which it then does not share"),
+        ({"pools": {"a": {"roles": ["reference"]}, "b": {"roles": ["reference"]}}}, "pools.a.roles = 'reference'"),
+        ({"pools": {"a": {"roles": ["policy"]}}}, "Input should be 'reference'"),
+        ({"pools": {"a": {"roles": []}}}, "at least 1 item"),
+        ({"pools": {"a": {"roles": ["teacher"], "gpus_per_worker": 1}}}, "give both GPUs or none"),
+        ({"pools": {"a": {"roles": ["teacher"]}}, "gpus_per_train_worker": 1}, "give both GPUs or none"),
+        (
+            {"pools": {"a": {"roles": ["teacher"]}}, "trainer": {"sequence_parallel": 2}, "train_workers": 2},
+            r"pools\.a\.workers = 1: trainer\.sequence_parallel, tensor_parallel = 2, 1 do not divide it",
+        ),
+        (
+            {
+                "pools": {"a": {"roles": ["teacher"], "workers": 2, "zero_stage": 3}},
+                "trainer": {"tensor_parallel": 2, "zero_stage": 1},
+                "train_workers": 2,
+            },
+            "tensor_parallel = 2: zero_stage = 3 cannot be combined with it",
+        ),
     ],
 )
 def test_gpus_that_cannot_be_dealt_out_are_refused(fields, rule):
     with pytest.raises(ValidationError, match=rule):
         RuntimeConfig.model_validate(fields)
+
+
+def test_a_role_is_in_its_pool_or_with_all_others_and_pools_are_in_no_key():
+    pool = {"roles": ["value_model"], "workers": 4, "zero_stage": 3}
+    config = RuntimeConfig.model_validate({"pools": {"critic": pool}, "trainer": {"zero_stage": 1, "micro_batch": 2}})
+    assert [config.pool_of(role) for role in ("policy", "reference", "value_model")] == ["", "", "critic"]
+    own = config.of("value_model")
+    assert (own.train_workers, own.trainer.zero_stage, own.trainer.micro_batch) == (4, 3, 2)
+    assert (config.of("policy"), own.pools) == (config, {})
+    assert keyed(config) == keyed(RuntimeConfig())
 
 
 def test_where_servers_are_is_not_in_the_key_but_their_precision_is():

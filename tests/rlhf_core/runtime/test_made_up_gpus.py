@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.config.engines import HFSamplerConfig, RuntimeConfig, TrainerConfig, VllmSamplerConfig
+from rlhf_core.config.engines import HFSamplerConfig, PoolConfig, RuntimeConfig, TrainerConfig, VllmSamplerConfig
 from rlhf_core.errors import ConfigError, WorkerLostError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.runtime import placement
@@ -54,14 +54,17 @@ class Places:
                 context = ray.get_runtime_context()
                 return [f"{context.get_node_id()}:{gpu}" for gpu in context.get_accelerator_ids()["GPU"]]
 
-        actors = [ray.remote(Actor).options(**options).remote() for options in (*reserved.train, *reserved.sample)]
+        pooled = [options for pool in reserved.pools.values() for options in pool]
+        places = (*reserved.train, *reserved.sample, *pooled)
+        actors = [ray.remote(Actor).options(**options).remote() for options in places]
         try:
             gpus = ray.get([actor.gpus.remote() for actor in actors], timeout=400)
         finally:
             for actor in actors:
                 ray.kill(actor)
             ray.util.remove_placement_group(reserved.group)
-        self.train, self.sample = gpus[: len(reserved.train)], gpus[len(reserved.train) :]
+        first, last = len(reserved.train), len(reserved.train) + len(reserved.sample)
+        self.train, self.sample, self.pooled = gpus[:first], gpus[first:last], gpus[last:]
 
     @property
     def nodes(self) -> list[str]:
@@ -105,6 +108,15 @@ def test_whole_gpus_are_dealt_out_node_by_node(cluster):
     places = Places(reserve(config_of(2, 1, 2, 1)))
     assert len({gpus[0] for gpus in places.train + places.sample}) == 4
     assert len(set(places.nodes)) == 1  # all ranks on one node, all engines on the other
+
+
+@pytest.mark.parametrize("base", [(1, 1, 1, 1), (2, 0.5, 2, 0.5)], ids=["apart", "colocated"])
+def test_a_pool_shares_its_gpus_with_nobody(cluster, base):
+    judges = PoolConfig(workers=2, gpus_per_worker=1, roles=("reference",))
+    places = Places(reserve(config_of(*base, pools={"judges": judges})))
+    assert len({gpus[0] for gpus in places.train + places.sample}) == 2
+    assert len({gpus[0] for gpus in places.train + places.sample + places.pooled}) == 4
+    assert len({gpus[0].partition(":")[0] for gpus in places.pooled}) == 1
 
 
 def test_a_worker_that_computes_on_the_cpu_in_place_of_its_gpu_is_refused(cluster, policies):

@@ -1,13 +1,15 @@
 import pytest
 
-from rlhf_core.config.engines import RuntimeConfig, VllmSamplerConfig
+from rlhf_core.config.engines import PoolConfig, RuntimeConfig, VllmSamplerConfig
 from rlhf_core.runtime.placement import by_node, gpu_order, layout, reserve
 
 THREE = VllmSamplerConfig(engines=3)
 
 
 def test_on_cpus_nothing_is_reserved_so_that_all_workers_fit_one_machine():
-    placement = reserve(RuntimeConfig(train_workers=2, sampler=VllmSamplerConfig(engines=3)))
+    pools = {"judges": PoolConfig(roles=("reference",))}
+    placement = reserve(RuntimeConfig(train_workers=2, sampler=VllmSamplerConfig(engines=3), pools=pools))
+    assert (placement.of(""), placement.of("judges")) == (placement.train, ({"num_cpus": 0, "num_gpus": 0},))
     assert placement.train == ({"num_cpus": 0, "num_gpus": 0},) * 2
     assert placement.sample == ({"num_cpus": 0, "num_gpus": 0},) * 3
     assert placement.group is None
@@ -37,6 +39,38 @@ def test_no_two_workers_of_a_kind_are_in_one_bundle_or_on_one_gpu(
     config = RuntimeConfig(train_workers=workers, gpus_per_train_worker=train, gpus_per_engine=sample, sampler=sampler)
     made = layout(config)
     assert (list(made.bundles), list(made.train), list(made.sample)) == (bundles, of_train, of_sample)
+
+
+POOLS = {
+    "judges": PoolConfig(workers=2, gpus_per_worker=1, roles=("reference", "reward_model")),
+    "critic": PoolConfig(workers=1, gpus_per_worker=0.5, roles=("value_model",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("share", "bundles", "pools", "placed"),
+    [
+        (0.5, [PAIR] * 3 + [WHOLE] * 2 + [{"CPU": 1, "GPU": 0.5}], {"judges": (3, 4), "critic": (5,)}, (0, 2, 1)),
+        (1, [WHOLE] * 8 + [{"CPU": 1, "GPU": 0.5}], {"judges": (6, 7), "critic": (8,)}, (0, 2, 1)),
+    ],
+)
+def test_a_pool_has_gpus_of_its_own(share, bundles, pools, placed):
+    config = RuntimeConfig(
+        train_workers=3, gpus_per_train_worker=share, gpus_per_engine=share, sampler=THREE, pools=POOLS
+    )
+    made = layout(config)
+    assert (list(made.bundles), made.pools) == (bundles, pools)
+    by = by_node(made, {at: "ab"[at % 2] for at in range(len(bundles))})
+    assert (by.train, {name: tuple(sorted(each)) for name, each in by.pools.items()}) == (placed, pools)
+
+
+def test_workers_of_pools_are_interchangeable_with_all_others_of_their_size():
+    pools = {"judges": POOLS["judges"]}
+    made = layout(
+        RuntimeConfig(train_workers=2, gpus_per_train_worker=1, gpus_per_engine=1, sampler=THREE, pools=pools)
+    )
+    placed = by_node(made, {at: "abcab"[at % 5] for at in range(7)})
+    assert (placed.train, placed.sample, placed.pools) == ((0, 3), (5, 1, 4), {"judges": (6, 2)})
 
 
 def test_ranks_are_neighbours_where_their_bundles_are():

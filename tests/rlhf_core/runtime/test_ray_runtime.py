@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlhf_core.config.engines import (
     HFSamplerConfig,
     InitModel,
     OptimizerConfig,
+    PoolConfig,
     RuntimeConfig,
     SamplingConfig,
     TrainerConfig,
@@ -84,6 +86,27 @@ def test_a_ray_of_our_own_and_its_workers_serve_this_machine_alone(runtime, poli
     assert {"raylet", "gcs_server", "ray::TrainWorker", "ray::SampleWorker"} <= {name for name, _ in listening}
     assert {ip for _, ip in listening} == {"127.0.0.1"}
     assert not (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o077
+
+
+def test_models_in_a_pool_have_workers_of_their_own_which_compute_at_the_same_time(policies):
+    pools = {"judges": PoolConfig(workers=2, roles=("reference", "value_model"), micro_batch=1)}
+    pooled = RayRuntime(CONFIG.model_copy(update={"pools": pools, "cpu_threads": 1}))
+    meet = threading.Barrier(2, timeout=60)
+    try:
+        with (
+            pooled.trainer("policy", spec(policies[0]), None) as policy,
+            pooled.trainer("reference", spec(policies[0]), None) as reference,
+        ):
+            found = pooled.together(
+                lambda: (meet.wait(), policy.logprobs(SAMPLES * 3, temperature=1.0))[1],
+                lambda: (meet.wait(), reference.logprobs(SAMPLES * 3, temperature=1.0))[1],
+            )
+            used = {name: set(group.call("test", "pid")) for name, group in pooled._train.items()}
+        assert found[0] == [pytest.approx(row, abs=1e-5) for row in found[1]]
+        assert {name: len(each) for name, each in used.items()} == {"": 1, "judges": 2}
+        assert not used[""] & used["judges"]
+    finally:
+        pooled.close()
 
 
 def test_a_trained_policy_reaches_the_engine_which_then_agrees_with_the_trainer(runtime, policies, tmp_path):

@@ -1,6 +1,7 @@
 """Worker groups over small actors of a real Ray: what a caller sees when a worker fails, hangs or dies."""
 
 import os
+import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ class Worker:
         time.sleep(seconds)
 
     def wait_for(self, path: str) -> str:
-        while not os.path.exists(path):
+        while not pathlib.Path(path).exists():
             time.sleep(0.01)
         return path
 
@@ -97,7 +98,7 @@ def test_calls_that_were_begun_are_collected_as_they_end(new_group, tmp_path):
     assert group.first("policy", "mixed", {0: running[0]}) == {0: str(file)}
     late = group.begin("policy", "sleep", 0, 60.0)
     group._timeout_s = 0.0  # since its beginning
-    with pytest.raises(TrainerLostError, match="mixed on worker 0'.*no answer within"):
+    with pytest.raises(TrainerLostError, match=r"mixed on worker 0'.*no answer within"):
         group.first("policy", "mixed", {0: late})
 
 
