@@ -97,7 +97,9 @@ class Trainer(Protocol):
     def optim_step(self, *, learning_rate: float) -> Metrics:
         """Clip the gradient, update the weights and clear the gradient; return `grad_norm` and `learning_rate`."""
 
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[Column[float]]:
+    def logprobs(
+        self, samples: Sequence[TokenSample], *, temperature: float, adapters: bool = True
+    ) -> list[Column[float]]:
         """Return log p(token t | tokens < t) for every token of each sample, 0.0 where the mask is 0."""
 
     def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:

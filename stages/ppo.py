@@ -71,7 +71,7 @@ from rlhf_core.training.experience import (
     with_lessons,
 )
 from rlhf_core.training.exports import Exports
-from rlhf_core.training.moving_reference import MovingReference
+from rlhf_core.training.moving_reference import AdaptersOff, MovingReference
 from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
 from rlhf_core.training.trainer import check_updated
 from rlhf_core.types import (
@@ -104,7 +104,7 @@ class Models:
 
     sampler: Sampler
     policy: Trainer
-    reference: Trainer | MovingReference | None
+    reference: Trainer | MovingReference | AdaptersOff | None
     value_model: Trainer | None
     scorer: Scorer
     teachers: Mapping[str, Trainer]
@@ -265,7 +265,7 @@ def lease_models(
     folder = str(context.path(policy))
     actor = ModelSpec(path=folder, head="lm", lora=config.lora, seed=context.seed)
     value_model: Trainer | None = None
-    frozen: Trainer | MovingReference | None = None
+    frozen: Trainer | MovingReference | AdaptersOff | None = None
     if config.uses_values:
         # By name, and not by the order of a mapping, which does not survive a file.
         scoring = {name: ref for name, ref in reward_models.items() if not isinstance(ref, PolicyRef)}
@@ -280,6 +280,8 @@ def lease_models(
     if config.kl.reference_sync:
         start_path, sync = context.path(reference), config.kl.reference_sync
         frozen = MovingReference(context.runtime, start_path, context.work, sync, seed=context.seed, leases=leases)
+    elif config.uses_reference and config.lends_reference(reference.digest, policy.digest):
+        frozen = AdaptersOff(trained)
     elif config.uses_reference:
         spec = ModelSpec(path=str(context.path(reference)), head="lm", lora=None, seed=context.seed)
         frozen = leases.enter_context(context.runtime.trainer("reference", spec, None))

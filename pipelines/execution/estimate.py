@@ -253,7 +253,7 @@ def step_seconds(
         flops = on.flops * (MFU * own.train_workers if on.name != CPU else 0.5)
         gathers = _gather_seconds(role, once or step.trained, own, on)
         if once:
-            measured[pool] += max(2.0 * role.shape.active * once / flops, gathers)
+            measured[pool] += role.measures * max(2.0 * role.shape.active * once / flops, gathers)
         if role.trained:
             work = (4 if role.lora else 6) + 2 * trainer.gradient_checkpointing
             trained[pool] += step.epochs * max(work * role.shape.active * step.trained / flops, 3 * gathers)

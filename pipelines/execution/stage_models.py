@@ -165,8 +165,10 @@ def _policy_optimization(
         shape = shapes.of(start) if isinstance(start, ArtifactRef) else policy
         scalar = Role("value_model", shape.without_head(), True, tokens, lora=config.value.lora, logits=False)
         roles.append(scalar)
-    roles.append(Role("policy", policy, True, tokens, lora=config.lora, vocabulary_tokens=answered))
-    if config.uses_reference:
+    lends = config.uses_reference and config.lends_reference(spec.inputs["reference"], spec.inputs["policy"])
+    actor = Role("policy", policy, True, tokens, config.lora, vocabulary_tokens=answered, measures=1 + lends)
+    roles.append(actor)
+    if config.uses_reference and not lends:
         roles.append(Role("reference", _input(spec, "reference", shapes), False, tokens, vocabulary_tokens=answered))
     roles += _scorers(spec, shapes, tokens)
     roles += _teachers(spec, shapes, tokens)

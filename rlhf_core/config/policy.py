@@ -274,6 +274,11 @@ class PPOConfig(AgentsBySource, RenamedConfig):
         """Return whether anything depends on the reference: a coefficient of 0 stays 0, as it is adapted by factors."""
         return self.kl.coef > 0
 
+    def lends_reference(self, reference: object, policy: object) -> bool:
+        """Return whether the reference is the policy without its adapters: both start from the same weights, unrounded."""
+        follows = self.kl.reference_sync is not None
+        return self.lora is not None and not self.lora.quantize and not follows and reference == policy
+
     @property
     def exported_steps(self) -> tuple[int, ...]:
         """Return the steps after which the policy is exported, without the last one."""

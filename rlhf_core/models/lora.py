@@ -15,7 +15,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -111,6 +113,19 @@ _LAYER = ".base_layer."
 _BLOCK_STATE = ".base_layer.weight."
 """Part of the names of the tensors that restore a 4-bit weight."""
 _ADAPTER = "default"
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let a model compute without its adapters inside this context: as it did before they were trained, bit for bit."""
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True  # peft's own switch turns gradients off, too
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> nn.Module:

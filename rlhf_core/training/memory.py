@@ -41,6 +41,8 @@ class Role:
     """Whether an LM head computes logits; a reward or value model has none."""
     vocabulary_tokens: int = 0
     """Tokens of a forward pass whose logits are computed; 0: all."""
+    measures: int = 1
+    """Forward passes over the answers of a step, outside of training."""
 
     @property
     def trained_parameters(self) -> int:

@@ -1,4 +1,6 @@
-"""A reference that follows the policy: every n steps it takes over the policy's weights, or a part of them.
+"""References that are made of the policy: without its adapters, or following it.
+
+A moving one takes over the policy's weights, or a part of them, every n steps.
 
 TR-DPO (arXiv 2404.09656): with `mix` = 1 the reference is the policy of that step (hard update), below 1 the weighted mean
 of the two (soft update, eq. 4). The weights lie in a folder of the stage, those of a mean in float32 whatever the type of
@@ -23,6 +25,17 @@ from rlhf_core.types import Column, TokenSample
 
 IN_CHECKPOINT = "reference"
 """Folder of a checkpoint; missing until the reference has moved."""
+
+
+class AdaptersOff:
+    """The reference of a policy that trains adapters: the policy without them, which needs no model of its own."""
+
+    def __init__(self, policy: Trainer) -> None:
+        self._policy = policy
+
+    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[Column[float]]:
+        """Return the log-probs of the policy as it was before training."""
+        return self._policy.logprobs(samples, temperature=temperature, adapters=False)
 
 
 class MovingReference:

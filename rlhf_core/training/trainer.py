@@ -24,7 +24,7 @@ from rlhf_core.models.architecture import padding_id
 from rlhf_core.models.batches import TokenBatch, unpack
 from rlhf_core.models.forward import model_rules, sequence_scores, step_scores, token_logprobs, token_values, watching
 from rlhf_core.models.loading import export_model
-from rlhf_core.models.lora import merged_state_dict, weights_digest
+from rlhf_core.models.lora import merged_state_dict, weights_digest, without_adapters
 from rlhf_core.models.micro_batches import Row, micro_batches
 from rlhf_core.store.checkpoints import wait_for_parts, write_part
 from rlhf_core.training.batching import is_maximum
@@ -175,13 +175,19 @@ class LocalTrainer:
 
     # ------------------------------------------------------------ measuring
 
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[Column[float]]:
-        """Return log p(token t | tokens < t) per token of each sample, and 0.0 where the mask is 0."""
+    def logprobs(
+        self, samples: Sequence[TokenSample], *, temperature: float, adapters: bool = True
+    ) -> list[Column[float]]:
+        """Return log p(token t | tokens < t) per token of each sample, and 0.0 where the mask is 0.
+
+        Without its `adapters` a model with LoRA is the one that it was before training.
+        """
 
         def compute(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
             return unpack(token_logprobs(module, batch, temperature=temperature, with_entropy=False)[0].cpu(), batch)
 
-        return [floats(row.numpy()) for row in self._measure(samples, compute)]
+        with nullcontext() if adapters else without_adapters(self._engine.module):
+            return [floats(row.numpy()) for row in self._measure(samples, compute)]
 
     def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
         """Return the `k` most likely tokens at each masked position of each sample, or all in order for k = 0."""

@@ -142,6 +142,25 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, policy, changes):
     assert ref.digest == expected.digest
 
 
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_a_policy_with_adapters_is_its_own_reference_to_the_bit(tmp_path, policy, variant, monkeypatch):
+    settings = config(kl={"in": "loss", "coef": 0.05}, lora={"rank": 4, "variant": variant}, advantage={"type": "rloo"})
+    made, distances, leased = [], [], []
+    lease = LocalRuntime.trainer
+    monkeypatch.setattr(
+        LocalRuntime, "trainer", lambda own, role, *rest: leased.append(role) or lease(own, role, *rest)
+    )
+    for name in ("own", "apart"):
+        if name == "apart":
+            monkeypatch.setattr(PPOConfig, "lends_reference", lambda *_: False)
+        shop, inputs = shop_and_inputs(tmp_path / name, policy)
+        made.append(shop.run("ppo", settings, inputs)[0])
+        distances.append(series(shop, "kl/per_sequence"))
+    assert made[0].digest == made[1].digest
+    assert distances[0] == distances[1] and distances[0][0] == 0.0 < abs(distances[0][-1])
+    assert [leased.count(role) for role in ("policy", "reference")] == [2, 1]
+
+
 def band_of(**settings: Any) -> dict[str, Any]:
     return {"advantage": {"type": "rloo"}, "order": "band", "prompts_per_step": 2, "steps": 5, "band": settings}
 

@@ -325,6 +325,9 @@ def test_lora_saves_the_adapters_alone_resumes_bitwise_and_exports_merged(
     assert all(".lora_" in name for name in saved["parameters"])
 
     steps(trainer, token_samples, SFT, 0, 2)
+    start = LocalTrainer(policy_spec, None, TORCH).logprobs(token_samples, temperature=1.0)
+    assert trainer.logprobs(token_samples, temperature=1.0, adapters=False) == start
+    assert trainer.logprobs(token_samples, temperature=1.0) != start
     trainer.export(tmp_path / "exported")
     exported = LocalTrainer(replace(policy_spec, path=str(tmp_path / "exported")), None, TORCH)
     own = trainer.logprobs(token_samples, temperature=1.0)
