@@ -102,7 +102,7 @@ def write_contract(
         "template": chat.digest,
         "probe": [sample.token_ids.tolist() for sample in probe],
         "probe_step_ends": [[place for place, one in enumerate(sample.loss_mask) if one] for sample in probe],
-        "probe_step_scores": scores,
+        "probe_step_scores": [row.tolist() for row in scores],
         "mean": fmean(every),
         "std": pstdev(every),
     }
@@ -122,7 +122,9 @@ def write_report(
     (context.out / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
     context.figures(figures)
     shown = zip(samples[:TABLE_ROWS], labels, logits, strict=False)
-    table = [[chat.decode(sample.token_ids), json.dumps(said), json.dumps(scores)] for sample, said, scores in shown]
+    table = [
+        [chat.decode(sample.token_ids), json.dumps(said), json.dumps(scores.tolist())] for sample, said, scores in shown
+    ]
     context.tracker.table("samples/steps", ["answer", "labels", "scores"], table)
     rates = ("accuracy", "first_error_accuracy")
     headline = (*rates, *(f"{name}_{end}" for name in rates for end in ("low", "high")), "prompts", "f1", "ece")

@@ -288,7 +288,8 @@ class Scripted:
 
 def parts_of(config: PPOConfig, trainer: Any) -> Any:
     models = Models(sampler=trainer, policy=trainer, reference=trainer, value_model=None, scorer=trainer, teachers={})
-    context, guard = SimpleNamespace(seed=17, label="ppo"), SimpleNamespace(learning_rate_scale=1.0)
+    runtime = SimpleNamespace(together=lambda *work: [one() for one in work])
+    context, guard = SimpleNamespace(seed=17, label="ppo", runtime=runtime), SimpleNamespace(learning_rate_scale=1.0)
     objective = PolicyObjective(ClipLoss(), 6, 1.0, 0.0, 0.0, CorrectionConfig())
     return SimpleNamespace(config=config, context=context, models=models, guard=guard, objective=objective)
 

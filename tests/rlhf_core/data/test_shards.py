@@ -66,7 +66,7 @@ def test_scores_come_back_and_are_none_in_shards_from_before_there_were_any(tmp_
 
 
 def test_an_interrupted_write_leaves_no_shard(tmp_path):
-    unwritable = Generation(PROMPT, ("not a number",), COMPLETION)
+    unwritable = Generation(PROMPT, (1,), replace(COMPLETION, seed="not a number"))
     with pytest.raises(Exception, match="not a number"):
         write_generations(tmp_path, 0, [unwritable])
     assert not shard_path(tmp_path, 0).exists()

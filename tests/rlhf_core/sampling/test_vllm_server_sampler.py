@@ -17,7 +17,7 @@ from rlhf_core.interfaces import Weights
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.sampling import vllm_server_sampler
 from rlhf_core.sampling.vllm_server_sampler import VllmServerSampler
-from rlhf_core.types import Completion, SamplingRequest
+from rlhf_core.types import Completion, SamplingRequest, floats
 from tests.rlhf_core.sampling.vllm_wire import Answer, Wire, completion, served
 
 REQUESTS = [SamplingRequest((10, 11, 12 + index), seed=100 + index) for index in range(12)]
@@ -76,7 +76,7 @@ def expected(wire: Wire, request: SamplingRequest) -> tuple[tuple[int, ...], tup
     params = {"seed": request.seed, "max_tokens": SAMPLING.max_tokens}
     answer = completion({"token_ids": list(request.prompt_ids), "sampling_params": params}, wire.digest, wire.label)
     content = json.loads(json.dumps(answer))["choices"][0]["logprobs"]["content"]
-    return tuple(one["token_id"] for one in content), tuple(one["logprob"] for one in content)
+    return tuple(one["token_id"] for one in content), floats([one["logprob"] for one in content])
 
 
 def said(completion: Completion) -> tuple[tuple[int, ...], tuple[float, ...]]:
