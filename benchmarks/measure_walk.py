@@ -24,6 +24,9 @@ STEPS, TRACED = 3, 2
 Call: TypeAlias = tuple[str, str]
 """File and qualified name of a function."""
 NO_FUNCTIONS = ("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
+FOLLOWED = ("__call__", "__enter__", "__exit__")
+"""Special methods that a reader looks up. Others are operators and the making of values, `a + b`, `len(a)`, `A(b)`: neither
+they nor what they call is followed."""
 
 
 class CallTrace:
@@ -77,14 +80,16 @@ class CallTrace:
     def _observe(self, frame: FrameType, event: str, _: Any) -> None:
         if not self._recording or event != "call" or frame.f_code.co_name in NO_FUNCTIONS:
             return
+        if _is_operator(frame) or (frame.f_back is not None and _is_operator(frame.f_back)):
+            return
         path = frame.f_code.co_filename
-        name = self._names.get(path)
-        if name is None:
+        place = self._names.get(path)
+        if place is None:
             file = Path(path)
             ours = file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] in PACKAGES
-            name = self._names[path] = str(file.relative_to(ROOT)) if ours else ""
-        if name:
-            call = (name, frame.f_code.co_qualname)
+            place = self._names[path] = str(file.relative_to(ROOT)) if ours else ""
+        if place:
+            call = (place, frame.f_code.co_qualname)
             self.calls.append(call)
             if call not in self.callers:
                 self.callers[call] = self._caller(frame)
@@ -101,6 +106,10 @@ class CallTrace:
                 return call
             below = below.f_back
         return None
+
+
+def _is_operator(frame: FrameType) -> bool:
+    return frame.f_code.co_name.startswith("__") and frame.f_code.co_name not in FOLLOWED
 
 
 def trace_step() -> CallTrace:

@@ -15,7 +15,6 @@ from typing import Any
 
 from rlhf_core.algorithms.preference.answers import BCOLoss, KTOLoss
 from rlhf_core.algorithms.preference.base import AnswerMethod
-from rlhf_core.config.policy import uses_reference
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.tables import Feedback, Preference, read_feedback, read_preferences
 from rlhf_core.errors import DataError
@@ -157,7 +156,7 @@ def pair_samples(
     config: DPOConfig, split: str, pairs: Sequence[TokenPair], reference: PolicyRef, context: StageContext
 ) -> list[PreferenceSample]:
     """Return the pairs with the reference's summed log-probs; losses without a reference get zeros."""
-    if not uses_reference(config.loss):
+    if not config.loss.uses_reference:
         return [PreferenceSample(chosen, rejected, 0.0, 0.0) for chosen, rejected in pairs]
     flat = [answer for pair in pairs for answer in pair]
     others = [answer for chosen, rejected in pairs for answer in (rejected, chosen)]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, get_args, get_type_hints
 
-from rlhf_core.config.policy import PPOConfig, uses_reference
+from rlhf_core.config.policy import PPOConfig
 from rlhf_core.schema.base import Config
 from rlhf_core.stage.key import CodePolicy, StageInput, StageSpec
 from rlhf_core.types import (
@@ -530,7 +530,7 @@ def dpo(
     config: DPOConfig,
     *,
     policy: Annotated[PolicyRef, From("sft")],
-    reference: Annotated[PolicyRef, From("sft", when=lambda config: uses_reference(config.loss), instead="policy")],
+    reference: Annotated[PolicyRef, From("sft", when=lambda config: config.loss.uses_reference, instead="policy")],
     preferences: Annotated[PreferencesRef, From("prepare_data.preferences")],
 ) -> PolicyRef:
     """Direct preference optimization of `policy` on `preferences`."""

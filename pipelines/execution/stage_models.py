@@ -7,7 +7,7 @@ from typing import Any
 
 from pipelines.execution.plan import HELD, PENDING, PlannedStage
 from rlhf_core.config.engines import InitModel, PretrainedModel, RuntimeConfig
-from rlhf_core.config.policy import PPOConfig, uses_reference
+from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.packages import local_folder
 from rlhf_core.models.sizes import ModelShape, shape_of, shape_of_init
@@ -125,7 +125,7 @@ def phases(spec: StageSpec, shapes: Shapes, runtime: RuntimeConfig, prompt_token
         tokens = _tokens(runtime, config.max_length)
         policy = Role("policy", _input(spec, "policy", shapes), True, 2 * tokens, lora=config.lora)
         reference = Role("reference", _input(spec, "reference", shapes), False, tokens)
-        return [*([Phase((reference,))] if uses_reference(config.loss) else []), Phase((policy,))]
+        return [*([Phase((reference,))] if config.loss.uses_reference else []), Phase((policy,))]
     if isinstance(config, RewardModelConfig | ProcessRewardModelConfig):
         sides = 2 if isinstance(config, RewardModelConfig) else 1
         shape = _input(spec, "policy", shapes).without_head()

@@ -602,11 +602,6 @@ else:
     PreferenceLoss = one_of(preference.METHODS)
 
 
-def uses_reference(loss: PreferenceLoss) -> bool:
-    """Return whether the loss needs a reference policy."""
-    return loss.uses_reference
-
-
 # ---------------------------------------------------------------- loop
 
 

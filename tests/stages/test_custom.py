@@ -14,7 +14,7 @@ from rlhf_core.algorithms.advantage.group import CustomAdvantage
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.policy.weighted import CustomPolicyLoss
 from rlhf_core.algorithms.preference.dpo import CustomPreferenceLoss, DPOLoss
-from rlhf_core.config.policy import PPOConfig, uses_reference
+from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import CustomFunction
 from rlhf_core.store.artifacts import ArtifactStore
@@ -151,8 +151,8 @@ def test_dpo_with_the_users_function_makes_the_weights_of_dpo_and_an_edit_anothe
 
 
 def test_without_a_reference_none_is_asked():
-    assert uses_reference(CustomPreferenceLoss(function="a.py:loss"))
-    assert not uses_reference(CustomPreferenceLoss(function="a.py:loss", reference=False))
+    assert CustomPreferenceLoss(function="a.py:loss").uses_reference
+    assert not CustomPreferenceLoss(function="a.py:loss", reference=False).uses_reference
 
 
 def test_ppo_with_the_users_loss_and_estimator_learns_as_with_the_built_in_ones(tmp_path, policy, file):
