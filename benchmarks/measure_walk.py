@@ -92,7 +92,8 @@ class CallTrace:
             call = (place, frame.f_code.co_qualname)
             self.calls.append(call)
             if call not in self.callers:
-                self.callers[call] = self._caller(frame)
+                definer = (place, call[1].partition(".<locals>.")[0])  # of a function that is handed to another one
+                self.callers[call] = definer if definer in self.callers else self._caller(frame)
                 # The compiler puts the docstring of a function first among its constants.
                 doc = frame.f_code.co_consts[0] if "<lambda>" not in call[1] and frame.f_code.co_consts else None
                 self.docs[call] = doc.strip().splitlines()[0] if isinstance(doc, str) else ""
