@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_core.config.engines import HFSamplerConfig, SamplingConfig
+from rlhf_core.sampling.hf_sampler import HFSampler, processed_logprobs
+from tests.rlhf_core.sampling.vllm_program import REQUESTS, RESHAPED
+
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -95,6 +99,27 @@ def test_top_k_renormalises_over_the_tokens_that_are_left(seen, policies):
             assert token in top_L5.indices[row]
             expected = logprobs_LV[row, token] - top_L5.values[row].logsumexp(-1)
             assert logprob == pytest.approx(expected.item(), abs=2e-3)
+
+
+@pytest.mark.parametrize("name", [name for name, options in RESHAPED.items() if not options["temperature"]])
+def test_penalties_and_stops_give_what_they_give_with_transformers(name, seen, policies):
+    made = HFSampler(policies[0], HFSamplerConfig()).generate(REQUESTS, SamplingConfig(max_tokens=24, **RESHAPED[name]))
+    assert [_content(one)[0] for one in seen["reshaped"][name]] != [_content(one)[0] for one in seen["greedy"]]
+    for ours, theirs in zip(made, seen["reshaped"][name], strict=True):
+        assert (list(ours.token_ids), ours.text, ours.finish_reason) == (
+            theirs["token_ids"],
+            theirs["text"],
+            theirs["finish_reason"],
+        )
+        assert theirs["logprobs"] == pytest.approx(ours.logprobs, abs=2e-3)
+
+
+def test_min_p_leaves_the_tokens_that_it_leaves_with_transformers(seen, policies):
+    options = SamplingConfig(**RESHAPED["min_p"])
+    for prompt, completion in zip(PROMPTS, seen["reshaped"]["min_p"], strict=True):
+        logprobs_LV = processed_logprobs(_logprobs(policies[0], prompt, completion["token_ids"]), options)
+        rows = torch.arange(len(completion["token_ids"]))
+        assert completion["logprobs"] == pytest.approx(logprobs_LV[rows, completion["token_ids"]].tolist(), abs=2e-3)
 
 
 def test_weights_from_memory_sample_exactly_like_their_policy(seen):

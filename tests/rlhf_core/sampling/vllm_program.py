@@ -21,6 +21,15 @@ from tests.support.hostname import listening, reachable_address, rename
 
 REQUESTS = [SamplingRequest(tuple(range(10, 13 + index % 7)), seed=100 + index) for index in range(24)]
 SAMPLING = SamplingConfig(max_tokens=24)
+RESHAPED: dict[str, dict[str, Any]] = {
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.5},
+    "presence": {"temperature": 0.0, "presence_penalty": 0.5},
+    "frequency": {"temperature": 0.0, "frequency_penalty": 0.3},
+    "all penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "stop": {"temperature": 0.0, "stop": ("a", "e", "t")},
+    "min_p": {"temperature": 0.7, "min_p": 0.9},
+}
+"""Settings of which each changes what is sampled."""
 CONFIG = VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25)
 
 
@@ -37,6 +46,10 @@ def main(policy: Path, other: Path | None, result: Path) -> None:
         seen["after_advancing"] = plain(sampler.generate(REQUESTS, SAMPLING))
         seen["filtered"] = plain(sampler.generate(REQUESTS, SamplingConfig(max_tokens=24, temperature=0.7, top_k=5)))
         seen["greedy"] = plain(sampler.generate(REQUESTS, SamplingConfig(max_tokens=24, temperature=0)))
+        seen["reshaped"] = {
+            name: plain(sampler.generate(REQUESTS, SamplingConfig(max_tokens=24, **options)))
+            for name, options in RESHAPED.items()
+        }
         crowd = [SamplingRequest(tuple(range(10, 90)), seed=index) for index in range(120)]  # 9600 tokens at once
         seen["crowd"] = len(sampler.generate(crowd, SamplingConfig(max_tokens=2)))
         seen["errors"] = [refusal(lambda: sampler.generate([REQUESTS[0]], SamplingConfig(max_tokens=94)))]
