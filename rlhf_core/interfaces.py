@@ -1,6 +1,6 @@
 """Define the interfaces through which a stage uses engines; training, sampling, runtime and tracking implement them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,15 @@ class Weights:
 
     payload: object
     digest: str
+
+
+class WeightsInParts(Protocol):
+    """Name -> tensor of all weights, one at a time (`rlhf_core.models.lora.WeightStream`, declared without torch)."""
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]: ...
+
+    def digest(self) -> str:
+        """Return the digest of all of them, as that of `Weights`."""
 
 
 class Objective(Protocol):
@@ -148,6 +157,9 @@ class RankTrainer(Trainer, Protocol):
         self, samples: Sequence[Any], objective: Objective, denominators: Mapping[str, float] | None = None
     ) -> Metrics:
         """Return this rank's share of the metrics of `objective`, without gradients."""
+
+    def stream(self) -> WeightsInParts:
+        """Return the full, merged weights, to be iterated by every rank."""
 
     def rest(self) -> int:
         """Move all state kept between steps to host memory; return the number of bytes freed on the device."""

@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -182,16 +181,6 @@ class ValueModel(nn.Module):
         """Recompute the backbone's activations in the backward pass."""
         backbone: Any = self.backbone
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
-
-    def save(self, folder: Path) -> None:
-        """Write the backbone in Hugging Face layout and the head beside it."""
-        backbone: Any = self.backbone
-        backbone.save_pretrained(folder)
-        self.save_head(folder)
-
-    def save_head(self, folder: Path) -> None:
-        """Write the head, which has a file of its own."""
-        save_file({"weight": self.value_head.weight.detach().cpu().contiguous()}, folder / VALUE_HEAD_FILE)
 
 
 def initial_head(hidden_size: int, *, seed: int) -> Tensor:

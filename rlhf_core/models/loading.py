@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -40,14 +41,24 @@ from rlhf_core.models.forward import (
     initial_head,
     read_head,
 )
-from rlhf_core.models.lora import apply_lora, check_adapters, check_quantizer, has_lora, merged_state_dict, save_adapter
-from rlhf_core.models.packages import local_folder, scalar_head
+from rlhf_core.models.lora import (
+    VALUE_HEAD,
+    WeightStream,
+    apply_lora,
+    check_adapters,
+    check_quantizer,
+    has_lora,
+    save_adapter,
+)
+from rlhf_core.models.packages import VALUE_HEAD_FILE, local_folder, scalar_head
 
 logger = logging.getLogger(__name__)
 
 PAD_CANDIDATES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
 """Tokens to use as padding if a model has no padding token, in order of preference."""
 SHARD_SIZE = "5GB"
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -369,23 +380,25 @@ def _ensure_padding(config: PretrainedModel, model: Any, tokenizer: Any) -> None
 # ---------------------------------------------------------------- export
 
 
-def export_model(model: nn.Module, folder: Path, *, tokenizer_from: Path) -> None:
+def export_model(
+    model: nn.Module, folder: Path, *, tokenizer_from: Path, stream: WeightStream | None = None, write: bool = True
+) -> None:
     """Write `model` in Hugging Face layout (safetensors, LoRA merged) with the tokenizer of `tokenizer_from`.
 
-    Those of a causal LM are also written separately to `adapter/`. The same weights give the same bytes.
+    The adapters of a causal LM are also written separately to `adapter/`. The same weights give the same bytes. Host memory
+    holds one file at a time. Where ranks have parts of the weights, every rank must call it with its `stream`, and one
+    of them with `write`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, ValueModel):
-        if has_lora(model):
-            _save(model.backbone, folder)
-            model.save_head(folder)
-        else:
-            model.save(folder)
-    else:
-        _save(model, folder)
+    stream = WeightStream(model) if stream is None else stream
+    if write:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_settings(model.backbone if isinstance(model, ValueModel) else model, folder)
+    _write_weights(stream, folder, write=write)
     if has_lora(model) and not hasattr(model, "score"):
-        save_adapter(model, folder / "adapter")
-    if tokenizer_from.resolve() != folder.resolve():
+        with stream.whole([parameter for parameter in model.parameters() if parameter.requires_grad]):
+            if write:
+                save_adapter(model, folder / "adapter")
+    if write and tokenizer_from.resolve() != folder.resolve():
         _copy_tokenizer(tokenizer_from, folder)
 
 
@@ -398,19 +411,37 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _save(model: nn.Module, folder: Path) -> None:
-    any_model: Any = model
-    any_model.config.architectures = [type(model).__name__]
-    any_model.config.dtype = str(any_model.dtype).removeprefix("torch.")
-    any_model.config.save_pretrained(folder)
-    if any_model.can_generate():
-        any_model.generation_config.save_pretrained(folder)
-    # The experts of one fused parameter share its storage, of which huggingface_hub would write a part only.
-    state = {
-        name: tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-        for name, tensor in merged_state_dict(model).items()
-    }
-    save_torch_state_dict(state, folder, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
+def _write_settings(model: Any, folder: Path) -> None:
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _write_weights(stream: WeightStream, folder: Path, *, write: bool) -> None:
+    """Write a file of at most `SHARD_SIZE` when its weights have come, and an index if there are several."""
+    head, metadata = {VALUE_HEAD}, {"format": "pt"}
+    weights = {name: weight for name, weight in stream.metadata.items() if name not in head}
+    split = split_torch_state_dict_into_shards(weights, max_shard_size=SHARD_SIZE)
+    if write:
+        for old in [file for file in folder.iterdir() if WEIGHT_FILES.fullmatch(file.name)]:
+            old.unlink()
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, weight in stream:
+        if not write:
+            continue
+        if name in head:
+            save_file({"weight": weight.cpu()}, folder / VALUE_HEAD_FILE)
+            continue
+        file = split.tensor_to_filename[name]
+        parts.setdefault(file, {})[name] = weight.to("cpu", copy=True)
+        del weight  # not kept while the next one is gathered
+        if len(parts[file]) == len(split.filename_to_tensors[file]):
+            save_file(parts.pop(file), folder / file, metadata=metadata)
+    if write and split.is_sharded:
+        index = {"metadata": split.metadata | metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 # ---------------------------------------------------------------- kernels

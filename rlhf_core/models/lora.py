@@ -11,12 +11,16 @@ What an adapter learns must reach the merged weights. Modules for which it would
 that share their weight with another module, and those whose weight the model uses without calling them.
 """
 
+from __future__ import annotations
+
 import hashlib
+import itertools
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,11 +33,12 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_core.config.engines import ALL_LINEAR, LoraConfig
 from rlhf_core.errors import ConfigError, TrainingError
+from rlhf_core.models.forward import ValueModel
 
 # ---------------------------------------------------------------- Compute digests of weights
 
@@ -41,11 +46,12 @@ PROBES = 8
 """Number of tensors whose bytes a weights digest reads."""
 
 
-def weights_digest(named_tensors: Mapping[str, Tensor]) -> str:
+def weights_digest(named_tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None) -> str:
     """Return the SHA-256 of every tensor's name, dtype and shape and of the bytes of `PROBES` tensors.
 
     The probes are spread evenly over the sorted names, including the first and the last. They detect a stale layer, a
-    missing tensor or a wrong cast at a cost that does not grow with the model's depth.
+    missing tensor or a wrong cast at a cost that does not grow with the model's depth. With `read`, which returns a tensor
+    by its name, `named_tensors` need no values (meta tensors).
     """
     digest = hashlib.sha256()
     names = sorted(named_tensors)
@@ -55,7 +61,7 @@ def weights_digest(named_tensors: Mapping[str, Tensor]) -> str:
         tensor = named_tensors[name]
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
         if name in probes:
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            flat = (tensor if read is None else read(name)).detach().cpu().contiguous().reshape(-1)
             digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -205,36 +211,11 @@ def has_lora(model: nn.Module) -> bool:
 
 
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights under Hugging Face checkpoint names, with adapters merged and without tied duplicates.
+    """Return all weights of `WeightStream` at once, on the CPU.
 
-    The live model does not change. Tensors are contiguous and on the CPU. Weights without an adapter may share memory
-    with a model on the CPU, so use or copy them before the next optimizer step. The merge is V = W + scaling * B A in
-    fp32, with every row of V scaled to its learned norm for DoRA, and rounded once to the dtype of W. A 4-bit W is
-    dequantized first.
+    Those without an adapter may share memory with a model on the CPU, so use or copy them before the next optimizer step.
     """
-    # Each by the name of the weight that its adapter changes.
-    layers = {f"{name}{_LAYER}weight": module for name, module in model.named_modules() if _is_adapted(module)}
-    state: dict[str, Tensor] = {}
-    merged: set[str] = set()
-    for name, tensor in model.state_dict().items():
-        owner, is_adapter, _ = name.partition(".lora_")
-        if (is_adapter and f"{owner}{_LAYER}weight" in layers) or _BLOCK_STATE in name:
-            continue
-        if name in layers:
-            tensor = _merged(tensor, layers[name])
-            merged.add(name)
-        state[name.replace(_LAYER, ".")] = tensor.detach().cpu().contiguous()
-    tied = _tied(model)
-    lost = sorted({*(layers.keys() - merged), *(name for names in tied for name in names if name in layers)})
-    if lost:
-        raise _lost(lost)
-    for names in tied:
-        for name in names[1:]:
-            state.pop(name, None)
-    named = _checkpoint_names(model, state)
-    if layers and sum(map(Tensor.numel, named.values())) != sum(map(Tensor.numel, state.values())):
-        raise _lost(sorted(named.keys() ^ state.keys()))
-    return named
+    return {name: tensor.cpu() for name, tensor in WeightStream(model)}
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
@@ -361,9 +342,153 @@ def _tied(model: nn.Module) -> list[list[str]]:
     return [same for same in names.values() if len(same) > 1]
 
 
-def _checkpoint_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Undo the changes that transformers makes to names and tensors on load (fused experts, for example), as
-    `save_pretrained` does."""
-    if not isinstance(model, PreTrainedModel):
-        return state
-    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, state).items()}
+# ---------------------------------------------------------------- Yield the weights of a model for others
+
+VALUE_HEAD = "value_head.weight"
+"""Name of the head of a `ValueModel`, whose other weights have those of its backbone's checkpoint."""
+Whole = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
+"""Makes weights whole, of which a rank may hold a part, until the end of a context."""
+
+
+class WeightStream:
+    """The weights of a model under the names of its checkpoint, with adapters merged and without tied duplicates.
+
+    Iterating makes one weight whole at a time (a layer, where transformers changes names or tensors on load, as it does
+    with fused experts), and yields it contiguous, on the model's device. It may share memory with the model: use or copy
+    it before the next optimizer step. If `whole` is a collective call, all ranks must iterate, and read the same names.
+
+    The merge is V = W + scaling * B A in fp32, with every row of V scaled to its learned norm for DoRA, and rounded once to
+    the dtype of W. A 4-bit W is dequantized first. The live model does not change.
+
+    >>> [(name, tuple(weight.shape)) for name, weight in WeightStream(nn.Linear(3, 2))]
+    [('weight', (2, 3)), ('bias', (2,))]
+    """
+
+    def __init__(self, model: nn.Module, *, whole: Whole = lambda _: nullcontext()) -> None:
+        self.whole = whole
+        self._root = model.backbone if isinstance(model, ValueModel) else model
+        self._sources = _sources(self._root)
+        self._groups = _groups(self._root, self._sources)
+        if isinstance(model, ValueModel):
+            self._sources[VALUE_HEAD] = head = _Source(model.value_head.weight)
+            self._groups.append(_Group((VALUE_HEAD,), {VALUE_HEAD: head.meta()}, converted=False))
+
+    @property
+    def metadata(self) -> dict[str, Tensor]:
+        """Return name -> meta tensor of the dtype and shape of each weight, in the order of iteration."""
+        return {name: weight for group in self._groups for name, weight in group.weights.items()}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for group in self._groups:
+            yield from self._of(group)
+
+    def read(self, name: str) -> Tensor:
+        """Return the weight `name`."""
+        [group] = [group for group in self._groups if name in group.weights]
+        return dict(self._of(group))[name]
+
+    def digest(self) -> str:
+        """Return the `weights_digest` of all weights."""
+        return weights_digest(self.metadata, self.read)
+
+    def measure(self) -> None:
+        """Correct the shapes of `metadata` where the parameters do not have those of the whole: iterates once."""
+        for index, group in enumerate(self._groups):
+            self._groups[index] = replace(group, weights=_described(dict(self._of(group))))
+
+    def _of(self, group: _Group) -> Iterator[tuple[str, Tensor]]:
+        # A function of its own, so that nothing here keeps a weight in memory while the next one is made whole.
+        sources = {name: self._sources[name] for name in group.sources}
+        with self.whole([tensor for source in sources.values() for tensor in source.tensors()]):
+            state = {name: source.value() for name, source in sources.items()}
+            del sources
+            if group.converted:
+                state = _reverted(self._root, state)
+            for name in list(state):
+                yield name, state.pop(name).contiguous()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Weights that are made whole together."""
+
+    sources: tuple[str, ...]
+    """Their names in the model."""
+    weights: Mapping[str, Tensor]
+    """Name in the checkpoint -> meta tensor."""
+    converted: bool
+    """Whether these names or tensors differ."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A weight of the model, and the layer whose adapter changes it, if there is one."""
+
+    weight: Tensor
+    layer: Any = None
+
+    def tensors(self) -> list[Tensor]:
+        return [self.weight] if self.layer is None else list(self.layer.parameters())
+
+    def value(self) -> Tensor:
+        return self.weight.detach() if self.layer is None else _merged(self.weight.detach(), self.layer)
+
+    def meta(self) -> Tensor:
+        if self.layer is not None and type(self.layer.get_base_layer()).__name__ == "Linear4bit":
+            return self.value().to("meta")
+        whole: Any = self.weight
+        shape = (
+            whole.ds_shape if hasattr(whole, "ds_shape") else whole.shape
+        )  # of ZeRO 3, whose `shape` is that of a part
+        return torch.empty(shape, dtype=whole.dtype, device="meta")
+
+
+def _sources(model: nn.Module) -> dict[str, _Source]:
+    # Layers by the name of the weight that their adapter changes.
+    layers = {f"{name}{_LAYER}weight": module for name, module in model.named_modules() if _is_adapted(module)}
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        owner, is_adapter, _ = name.partition(".lora_")
+        if not (is_adapter and f"{owner}{_LAYER}weight" in layers) and _BLOCK_STATE not in name:
+            found[name] = _Source(tensor, layers.get(name))
+    tied = _tied(model)
+    if lost := sorted({*(layers.keys() - found.keys()), *(name for names in tied for name in names if name in layers)}):
+        raise _lost(lost)
+    left_out = {name for names in tied for name in names[1:]}
+    return {name.replace(_LAYER, "."): source for name, source in found.items() if name not in left_out}
+
+
+def _groups(model: nn.Module, sources: Mapping[str, _Source]) -> list[_Group]:
+    metas = {name: source.meta() for name, source in sources.items()}
+    named = _reverted(model, metas)
+    if any(source.layer for source in sources.values()) and _elements(named) != _elements(metas):
+        raise _lost(sorted(named.keys() ^ metas.keys()))
+    if named.keys() == metas.keys() and all(named[name] is one for name, one in metas.items()):
+        return [_Group((name,), {name: one}, converted=False) for name, one in named.items()]
+    groups = []
+    for _, names in itertools.groupby(sorted(metas, key=dot_natural_key), _layer):
+        of_layer = {name: metas[name] for name in names}
+        groups.append(_Group(tuple(of_layer), _described(_reverted(model, of_layer)), converted=True))
+    if [name for group in groups for name in group.weights] != list(named):
+        logger.warning("%s: its checkpoint joins weights of several layers, so all are gathered", type(model).__name__)
+        return [_Group(tuple(metas), _described(named), converted=True)]
+    return groups
+
+
+def _described(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return meta tensors of the same dtypes and shapes, none of which is a part of another."""
+    return {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in weights.items()}
+
+
+def _layer(name: str) -> str:
+    """Return the first part of a weight's name, to the number of its layer; all of it if it is in none."""
+    return re.sub(r"(?<=\.)(\d+)\..*", r"\1", name, count=1)
+
+
+def _elements(tensors: Mapping[str, Tensor]) -> int:
+    return sum(map(Tensor.numel, tensors.values()))
+
+
+def _reverted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undo the changes that transformers makes to names and tensors on load, as `save_pretrained` does."""
+    return dict(revert_weight_conversion(model, state)) if isinstance(model, PreTrainedModel) else state

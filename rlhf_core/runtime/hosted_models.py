@@ -1,15 +1,15 @@
 """The models that a train worker hosts, one per lease. Imports torch and transformers, which the driver does not need."""
 
 import gc
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections import deque
+from collections.abc import Iterator
 
 import torch
 import transformers
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError
-from rlhf_core.interfaces import ModelSpec, RankTrainer, Weights
+from rlhf_core.interfaces import ModelSpec, RankTrainer
 from rlhf_core.runtime.weights import PackedTensor, buckets, pack
 from rlhf_core.training.engines.offload import release_cached
 from rlhf_core.training.trainer import LocalTrainer
@@ -52,7 +52,10 @@ class HostedModels:
         for trainer in self._trainers.values():
             trainer.wake()
 
-    def packed(self, weights: Weights) -> Iterator[list[PackedTensor]]:
-        """Yield the weights of a trainer of this process, packed for the object store."""
-        tensors = cast(Mapping[str, Any], weights.payload)
-        return (pack(bucket) for bucket in buckets(tensors))
+    def packed(self, lease: str, *, keep: bool) -> Iterator[list[PackedTensor]]:
+        """Yield the weights of `lease`, packed for the object store; without `keep`, nothing: others gather them."""
+        stream = self.trainer(lease).stream()
+        if not keep:
+            deque(stream, maxlen=0)
+            return iter(())
+        return map(pack, buckets(stream))  # not a generator expression: its variable would keep a bucket too long

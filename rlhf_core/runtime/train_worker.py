@@ -171,12 +171,10 @@ class TrainWorker:
     # ------------------------------------------------------------ weights
 
     def weights(self, lease: str) -> Weights | None:
-        """Gather the full weights on all ranks; rank 0 puts them into the object store and returns where they are."""
-        weights = self._trainer(lease).weights()
-        if self._rank != 0:
-            return None
-        refs = tuple(ray.put(bucket) for bucket in self._models.packed(weights))
-        return Weights(payload=StoredWeights(refs), digest=weights.digest)
+        """Gather one weight after another on all ranks; rank 0 puts full buckets into the object store, whose places it returns."""
+        refs = tuple(map(ray.put, self._models.packed(lease, keep=self._rank == 0)))
+        digest = self._trainer(lease).stream().digest()
+        return Weights(payload=StoredWeights(refs), digest=digest) if self._rank == 0 else None
 
     def stage_weights(self, lease: str) -> tuple[int, str] | None:
         """Gather the full weights on all ranks; rank 0 keeps them to be sent and returns their ticket and digest."""

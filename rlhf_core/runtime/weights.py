@@ -1,7 +1,7 @@
 """Keep weights in Ray's object store: rank 0 packs them once, in buckets, and every engine reads them uncopied."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,21 +24,24 @@ class PackedTensor:
     data: np.ndarray
 
 
-def buckets(tensors: Mapping[str, Any], *, most_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, Any]]:
-    """Yield name -> tensor in parts of at most `most_bytes`, in order; a larger tensor is a part of its own.
+def buckets(weights: Iterable[tuple[str, Any]], *, most_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, Any]]:
+    """Yield name -> copy of the tensor on the CPU in parts of at most `most_bytes`, in order, each when it is full.
+
+    A larger tensor is a part of its own.
 
     >>> import torch
-    >>> [list(part) for part in buckets({name: torch.zeros(3) for name in "abc"}, most_bytes=24)]
+    >>> [list(part) for part in buckets([(name, torch.zeros(3)) for name in "abc"], most_bytes=24)]
     [['a', 'b'], ['c']]
     """
     part: dict[str, Any] = {}
     held = 0
-    for name, tensor in tensors.items():
+    for name, tensor in weights:
         if part and held + tensor.nbytes > most_bytes:
             yield part
             part, held = {}, 0
-        part[name] = tensor
+        part[name] = tensor.to("cpu", copy=True)
         held += tensor.nbytes
+        del tensor  # not kept while the next one is gathered
     if part:
         yield part
 

@@ -24,7 +24,7 @@ from rlhf_core.models.architecture import padding_id
 from rlhf_core.models.batches import TokenBatch, unpack
 from rlhf_core.models.forward import model_rules, sequence_scores, step_scores, token_logprobs, token_values, watching
 from rlhf_core.models.loading import export_model
-from rlhf_core.models.lora import merged_state_dict, weights_digest, without_adapters
+from rlhf_core.models.lora import WeightStream, weights_digest, without_adapters
 from rlhf_core.models.micro_batches import Row, micro_batches
 from rlhf_core.store.checkpoints import wait_for_parts, write_part
 from rlhf_core.training.batching import is_maximum
@@ -230,12 +230,14 @@ class LocalTrainer:
         Every rank must call it. Rank 0 gets the weights and the others none, so that a node holds them once.
         """
         payload: dict[str, Tensor] = {}
-        with self._engine.gathered():
+        for name, tensor in self._engine.stream():
             if self._engine.rank == 0:
-                payload = merged_state_dict(self._engine.module)
-            if self._engine.device.type == "cpu":
-                payload = {name: tensor.clone() for name, tensor in payload.items()}
+                payload[name] = tensor.to("cpu", copy=True)
         return Weights(payload=payload, digest=weights_digest(payload))
+
+    def stream(self) -> WeightStream:
+        """Return the full weights (LoRA merged) by Hugging Face name, to be iterated by every rank: one at a time."""
+        return self._engine.stream()
 
     def save(self, folder: Path) -> None:
         """Copy weights, optimizer and this rank's random state, and write the copies to `folder` in the background.
@@ -265,9 +267,9 @@ class LocalTrainer:
         With `ema_decay`, the averaged weights are written.
         """
         averaged = self._average.in_place(self._engine.module) if self._average else nullcontext()
-        with self._engine.gathered(), averaged:
-            if self._engine.rank == 0:
-                export_model(self._engine.module, folder, tokenizer_from=Path(self._spec.path))
+        source, engine = Path(self._spec.path), self._engine
+        with averaged:
+            export_model(engine.module, folder, tokenizer_from=source, stream=engine.stream(), write=engine.rank == 0)
 
     # ------------------------------------------------------------ a GPU that is shared
 

@@ -4,7 +4,6 @@ An engine owns one model on this rank and, unless the model is frozen, its optim
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +15,7 @@ from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.forward import check_routers, compute_in_float32
 from rlhf_core.models.loading import check_kernels, load_model, use_liger
+from rlhf_core.models.lora import WeightStream
 from rlhf_core.training.adamw import ClippedAdamW, parameter_groups
 from rlhf_core.training.engines.deepspeed_engine import quiet, set_environment
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
@@ -48,6 +48,7 @@ class TorchEngine:
         self.device = device
         self.rank = rank
         self._compute_dtype = compute_dtype
+        self._stream: WeightStream | None = None
         self._optimizer = None
         if optimizer is not None:
             groups = parameter_groups(module, weight_decay=optimizer.weight_decay)
@@ -72,8 +73,10 @@ class TorchEngine:
     def passes(self, wanted: int) -> int:
         return wanted  # no other rank has to be waited for
 
-    def gathered(self) -> AbstractContextManager[None]:
-        return nullcontext()  # the weights are always whole
+    def stream(self) -> WeightStream:
+        if self._stream is None:
+            self._stream = WeightStream(self.module)
+        return self._stream
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
         return {folder / STATE_FILE: training_state(self.module, self._optimizer)} if self._optimizer else {}
@@ -89,7 +92,7 @@ class TorchEngine:
             yield from optimizer_tensors(self._optimizer)
 
     def close(self) -> None:
-        self._optimizer = None
+        self._optimizer = self._stream = None
         self.module = nn.Module()
 
     def _trained(self) -> ClippedAdamW:
@@ -129,8 +132,11 @@ class Engine(Protocol):
     def passes(self, wanted: int) -> int:
         """Return how many forward passes this rank must make if it has work for `wanted` (collective under ZeRO)."""
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """Gather the whole weights in `module` on every rank inside this context, for reading only."""
+    def stream(self) -> WeightStream:
+        """Return the whole, merged weights under their names in a checkpoint; every rank must iterate it.
+
+        Above what is resident, a rank holds the weight that is yielded, or its layer where transformers changes names.
+        """
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
         """Return the values that this rank must write for a checkpoint in `folder`, by file, as independent copies.

@@ -21,7 +21,7 @@ import socket
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -45,6 +45,7 @@ from torch.utils.cpp_extension import get_default_build_root
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.lora import WeightStream
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
@@ -239,6 +240,7 @@ class DeepSpeedEngine:
         self._parallel = config.tensor_parallel
         self._weight = self._world / (config.sequence_parallel * self._parallel)
         self._trained = optimizer is not None
+        self._stream: WeightStream | None = None
         settings = deepspeed_config(optimizer, config, stage=self._stage)
         carrier: Any = _Carrier(module)
         if self._parallel > 1:
@@ -284,13 +286,14 @@ class DeepSpeedEngine:
         """Return the maximum `wanted` of all ranks: ZeRO reduces in every pass (2, 3) or needs every gradient (1)."""
         return wanted if self._world == 1 else largest(wanted)
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        parameters = list(self.module.parameters())
-        whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self._stage == 3)
-        layers = whole_layers(self.module) if self._parallel > 1 else contextlib.nullcontext()
-        with whole, layers, _own_storage(parameters):
-            yield
+    def stream(self) -> WeightStream:
+        if self._stream is None:
+            self._stream = WeightStream(self.module, whole=self._whole)
+            if self._parallel > 1:
+                self._stream.measure()  # an AutoTP layer does not keep the shape of its whole weight
+        if self._stage == 3:
+            self._engine.optimizer.empty_partition_cache()  # passes without gradients may leave weights gathered
+        return self._stream
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
         """Return copies of trained weights and optimizer: rank 0's at stage 0 (ranks are equal), else DeepSpeed's."""
@@ -340,8 +343,15 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         self._engine.destroy()  # the process group stays for the next engine
-        self._engine = None
+        self._engine = self._stream = None
         self.module = nn.Module()
+
+    @contextmanager
+    def _whole(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Make `tensors` whole on every rank inside this context, for reading only."""
+        gathered = deepspeed.zero.GatheredParameters(tensors, modifier_rank=None, enabled=self._stage == 3)
+        with gathered, whole_layers(self.module, tensors) if self._parallel > 1 else contextlib.nullcontext():
+            yield
 
     def _settings(self) -> dict[str, int]:
         settings = {"zero_stage": self._stage, "workers": self._world}
@@ -410,20 +420,6 @@ def _taking(engine: Any, states: dict[Path, Any]) -> Iterator[None]:
         yield
     finally:
         del writer.save
-
-
-@contextmanager
-def _own_storage(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Move parameters out of ZeRO's flat buffers in this context. safetensors refuses to write parts of a buffer."""
-    shared = [p for p in parameters if p.untyped_storage().nbytes() > p.numel() * p.element_size()]
-    views = [parameter.data for parameter in shared]
-    for parameter in shared:
-        parameter.data = parameter.data.clone()
-    try:
-        yield
-    finally:
-        for parameter, view in zip(shared, views, strict=True):
-            parameter.data = view
 
 
 @contextmanager

@@ -7,7 +7,7 @@ of its own heads only. Qwen3 and Gemma 3 have such parameters, the norms of quer
 and their gradients are summed over the group too. A model with any other such parameter is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,13 +114,14 @@ def partition_settings(size: int) -> dict[str, Any]:
 
 
 @contextmanager
-def whole_layers(module: nn.Module) -> Iterator[None]:
-    """Gather the parts of every weight on every rank inside this context."""
+def whole_layers(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Gather on every rank, inside this context, the parts of the layers of `module` that have one of `tensors`."""
     parts = []
+    wanted = {id(tensor) for tensor in tensors}
     layers: list[Any] = list(module.modules())  # those of AutoTP have `gather_params`
     for layer in layers:
-        if hasattr(layer, "gather_params"):
-            own = list(layer.parameters(recurse=False))
+        own = list(layer.parameters(recurse=False))
+        if hasattr(layer, "gather_params") and not wanted.isdisjoint(map(id, own)):
             parts += [(parameter, parameter.data) for parameter in own]
             layer.gather_params(own)
     try:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from torch import nn
 
 from rlhf_core.config.engines import LoraConfig
@@ -13,7 +14,7 @@ from rlhf_core.models import lora as quantised
 from rlhf_core.models.batches import collate
 from rlhf_core.models.forward import sequence_scores, token_values
 from rlhf_core.models.loading import export_model
-from rlhf_core.models.lora import has_lora, merged_state_dict, save_adapter, weights_digest
+from rlhf_core.models.lora import WeightStream, has_lora, merged_state_dict, save_adapter, weights_digest
 from rlhf_core.types import TokenSample
 from tests.rlhf_core.models.conftest import IDS, loaded
 
@@ -55,6 +56,16 @@ def trained(folder: Path, lora: LoraConfig = LORA, *, dtype: str = "float32", he
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
     return model(input_ids=IDS).logits.float()
+
+
+def assert_stream(model: Any) -> None:
+    """Raise AssertionError unless `metadata` and the digest of a stream are those of the weights that it yields."""
+    stream, state = WeightStream(model), merged_state_dict(model)
+    assert list(stream.metadata) == list(state)
+    for name, weight in state.items():
+        assert (stream.metadata[name].dtype, stream.metadata[name].shape) == (weight.dtype, weight.shape), name
+        assert torch.equal(stream.read(name), weight), name
+    assert stream.digest() == weights_digest(state)
 
 
 def test_fresh_adapters_change_nothing_and_alone_are_trainable(tiny_llama):
@@ -187,6 +198,7 @@ def test_all_that_is_adapted_in_a_family_is_in_its_export(family, adapted, froze
     assert "lm_head" not in {name for name, _ in layers}
     still = {name.rsplit(".", 1)[-1] for name, one in layers if not any(p.requires_grad for p in one.parameters())}
     assert still == frozen
+    assert_stream(model)
     before, plain = logits(model), logits(loaded(folder))
     assert (before - plain).abs().max() > 2e-2
     export_model(model, tmp_path / "out", tokenizer_from=folder)
@@ -232,6 +244,24 @@ def test_adapters_that_would_not_be_trained_or_merged_are_refused(family, tied, 
         loaded(folder, head, lora=LoraConfig(rank=2, **lora))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "jamba"])
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+def test_files_written_when_they_are_full_are_those_of_all_weights_at_once(family, size, made, tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhf_core.models.loading.SHARD_SIZE", size)
+    folder = made(family, **FAMILIES.get(family, {}))
+    model = loaded(folder)
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model-00001-of-00999.safetensors").touch()  # of an export in the same place
+    state = {name: weight.clone() for name, weight in merged_state_dict(model).items()}  # experts share a storage
+    save_torch_state_dict(state, tmp_path / "one", max_shard_size=size, metadata={"format": "pt"})
+    export_model(model, tmp_path / "other", tokenizer_from=folder)
+    files = sorted(file.name for file in (tmp_path / "one").iterdir())
+    assert files == sorted(file.name for file in (tmp_path / "other").glob("model*"))
+    assert (len(files) > 3) == (size == "20KB")
+    assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes() for name in files)
+
+
 @pytest.mark.parametrize("head", ["score", "value"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "cohere", "qwen3_moe", "jamba"])
 def test_adapters_below_a_scalar_head_leave_it_whole_and_are_merged_on_export(family, head, made, tmp_path):
@@ -239,6 +269,7 @@ def test_adapters_below_a_scalar_head_leave_it_whole_and_are_merged_on_export(fa
     model = trained(folder, LoraConfig(rank=2, target_modules="all-linear"), head=head)
     whole = [name for name, one in model.named_parameters() if one.requires_grad and ".lora_" not in name]
     assert whole == ["score.weight" if type(model).__name__ != "ValueModel" else "value_head.weight"]
+    assert_stream(model)
     batch = collate([TokenSample((1, 20, 30, 40), (0, 1, 1, 1)), TokenSample((7, 8, 9, 9), (0, 1, 1, 1))], pad_id=0)
     compute = sequence_scores if head == "score" else token_values
     with torch.no_grad():

@@ -129,8 +129,8 @@ def test_packed_weights_leave_the_pickle_stream():
 def test_buckets_keep_every_tensor_in_order_and_stay_below_the_limit_unless_one_tensor_alone_is_above():
     sizes = {"a": 3, "b": 4, "huge": 20, "c": 1, "d": 5, "e": 1}
     tensors = {name: torch.arange(size, dtype=torch.float32) for name, size in sizes.items()}
-    parts = list(buckets(tensors, most_bytes=28))
+    parts = list(buckets(tensors.items(), most_bytes=28))
     assert [list(part) for part in parts] == [["a", "b"], ["huge"], ["c", "d", "e"]]
     received = {name: tensor for part in parts for name, tensor in unpack(pack(part)).items()}
     assert weights_digest(received) == weights_digest(tensors)
-    assert list(buckets({})) == []
+    assert list(buckets([])) == []

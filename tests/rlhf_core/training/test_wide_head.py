@@ -168,3 +168,6 @@ def test_several_ranks_are_one_rank(cases, alone, tmp_path, ranks, names):
     chosen = {name: cases[name] for name in names or cases}
     for name, made in run_ranks(PROGRAM, chosen, tmp_path, ranks=ranks).items():
         assert_one_rank(made, alone[name], name)
+        most, parameters = made[0]["whole"]
+        # a weight, with the two matrices of its adapter
+        assert most <= (3 if name == "adapted_head" else 1) < parameters, name

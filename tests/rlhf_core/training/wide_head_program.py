@@ -56,8 +56,17 @@ def made(case: Case) -> dict[str, Any]:
         top = trainer.top_logprobs(own, k=3, temperature=1.0)
         answers["top"] = [torch.from_numpy(one.logprobs).double().tolist() for one in top]
     weights = {} if case.frozen else trainer.weights().payload
+    if case.config.zero_stage == 3 and world > 1:
+        answers["whole"] = most_whole_weights(trainer)
     trainer.close()
     return {"steps": steps, "weights": weights, "start": start, **answers}
+
+
+def most_whole_weights(trainer: LocalTrainer) -> tuple[int, int]:
+    """Return how many parameters are whole at the same time while the weights are streamed, at most, and of how many."""
+    parameters = list(trainer._engine.module.parameters())
+    counts = [sum(one.numel() > 0 for one in parameters) for _ in trainer.stream()]
+    return max(counts), len(parameters)
 
 
 def partition_everything() -> None:

@@ -22,7 +22,6 @@ import torch
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.interfaces import ModelSpec
-from rlhf_core.models.lora import merged_state_dict, weights_digest
 from rlhf_core.training.engines.base import Engine, open_engine
 from rlhf_core.training.objectives.base import SftObjective, ValueObjective
 from rlhf_core.training.state import rank_and_world, save_engine_settings
@@ -80,8 +79,7 @@ def weights(trainer: LocalTrainer) -> list[float]:
 
 def digest(engine: Engine) -> str:
     """Return the digest of the weights as this rank holds them."""
-    with engine.gathered():
-        return weights_digest(merged_state_dict(engine.module))
+    return engine.stream().digest()
 
 
 def measure(policy: str, config: TrainerConfig, folder: Path) -> dict[str, Any]:

@@ -158,6 +158,7 @@ def test_the_parts_come_back_as_the_tensors_that_they_were():
 
     layer = Part(3, 2, bias=False)
     before = layer.weight.data.data_ptr()
-    with whole_layers(nn.Sequential(layer)):
-        assert layer.weight.shape == (4, 3)
+    other = Part(3, 2, bias=False)
+    with whole_layers(nn.Sequential(layer, other), [layer.weight]):
+        assert (layer.weight.shape, other.weight.shape) == ((4, 3), (2, 3))
     assert (layer.weight.shape, layer.weight.data.data_ptr()) == ((2, 3), before)
