@@ -594,15 +594,10 @@ def _what_compares_groups(rewards: RewardsConfig) -> list[str]:
     return found
 
 
-# ---------------------------------------------------------------- preference
-
 if TYPE_CHECKING:
     PreferenceLoss: TypeAlias = PreferenceMethod
 else:
     PreferenceLoss = one_of(preference.METHODS)
-
-
-# ---------------------------------------------------------------- loop
 
 
 class LoopConfig(Config):
