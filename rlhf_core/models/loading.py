@@ -4,7 +4,9 @@ import json
 import logging
 import re
 import shutil
+from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +17,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -51,6 +53,7 @@ from rlhf_core.models.lora import (
     save_adapter,
 )
 from rlhf_core.models.packages import VALUE_HEAD_FILE, local_folder, scalar_head
+from rlhf_core.models.weight_files import WeightFile
 
 logger = logging.getLogger(__name__)
 
@@ -84,30 +87,46 @@ def load_model(spec: ModelSpec, *, dtype: str, attention: str, gradient_checkpoi
     weights, if its rows would need an attention mask, or if `attention` omits a part of what the architecture computes.
     """
     folder = Path(spec.path)
+    config = checked_config(spec, attention)
+    load = {"lm": _load_lm, "score": _load_score, "value": _load_value}[spec.head]
+    model: Any = load(folder, config, spec.seed, {"dtype": getattr(torch, dtype), "attn_implementation": attention})
+    adapted = model if spec.head == "lm" else backbone_of(model)  # other heads begin at random, and are trained whole
+    if spec.lora is not None:
+        apply_lora(adapted, spec.lora, seed=spec.seed)
+    model = without_dropout(model).to(device)
+    check_computation(model, spec)
+    if spec.lora is not None:
+        check_adapters(adapted, spec.lora)
+    if gradient_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def checked_config(spec: ModelSpec, attention: str) -> Any:
+    """Return the configuration of the model of `spec`, without dropout. Raises ConfigError as `load_model` does."""
+    folder = Path(spec.path)
     check_folder(folder)
     if spec.lora is not None and spec.lora.quantize:
         check_quantizer()
     config = _config_without_dropout(folder)
     _check_type(config, str(folder), lm=spec.head == "lm")
     check_attention(config, attention)
-    load = {"lm": _load_lm, "score": _load_score, "value": _load_value}[spec.head]
-    model: Any = load(folder, config, spec.seed, {"dtype": getattr(torch, dtype), "attn_implementation": attention})
-    adapted = model if spec.head == "lm" else backbone_of(model)  # other heads begin at random, and are trained whole
-    if spec.lora is not None:
-        apply_lora(adapted, spec.lora, seed=spec.seed)
+    return config
+
+
+def without_dropout(model: Any) -> Any:
+    """Return `model` in evaluation mode, and without dropout in any mode."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    model.eval()
-    model = model.to(device)
+    return model.eval()
+
+
+def check_computation(model: nn.Module, spec: ModelSpec) -> None:
+    """Check on a few tokens that `model` computes what `rlhf_core.models.forward` needs. Raises ConfigError if not."""
     check_rows(model)
-    if spec.lora is not None:
-        check_adapters(adapted, spec.lora)
-    if gradient_checkpointing:
-        _checkpoint_activations(model)
     if spec.head == "lm":
         check_head(model)
-    return model
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -205,8 +224,7 @@ def _load_score(folder: Path, config: Any, seed: int, options: dict[str, Any]) -
         return _load_value(folder, config, seed, options)
     head_1H = read_head(folder)
     config.num_labels = 1
-    if padding_id(config) is None:
-        config.get_text_config().pad_token_id = load_tokenizer(folder).pad_token_id
+    set_padding(config, folder)
     model: Any = _from_pretrained(
         AutoModelForSequenceClassification, folder, config, options, allowed_missing=("score.weight",)
     )
@@ -215,6 +233,12 @@ def _load_score(folder: Path, config: Any, seed: int, options: dict[str, Any]) -
     model.score.weight.data.copy_(head_1H)  # that of a ValueModel has another name
     compute_in_float32(model.score)
     return model
+
+
+def set_padding(config: Any, folder: Path) -> None:
+    """Give a configuration without a padding token that of the tokenizer: classifiers of transformers need one."""
+    if padding_id(config) is None:
+        config.get_text_config().pad_token_id = load_tokenizer(folder).pad_token_id
 
 
 def _load_value(folder: Path, config: Any, seed: int, options: dict[str, Any]) -> nn.Module:
@@ -284,7 +308,7 @@ def _note_tying(model: Any) -> None:
     model.config.tie_word_embeddings = text.tie_word_embeddings = False
 
 
-def _checkpoint_activations(model: Any) -> None:
+def checkpoint_activations(model: Any) -> None:
     """Make `model` recompute its activations in the backward pass, and nothing else.
 
     A layer does so only in training mode. All modules in it stay in evaluation mode: in the other, routers add noise.
@@ -386,7 +410,7 @@ def export_model(
     """Write `model` in Hugging Face layout (safetensors, LoRA merged) with the tokenizer of `tokenizer_from`.
 
     The adapters of a causal LM are also written separately to `adapter/`. The same weights give the same bytes. Host memory
-    holds one file at a time. Where ranks have parts of the weights, every rank must call it with its `stream`, and one
+    holds one weight at a time. Where ranks have parts of the weights, every rank must call it with its `stream`, and one
     of them with `write`.
     """
     stream = WeightStream(model) if stream is None else stream
@@ -420,26 +444,28 @@ def _write_settings(model: Any, folder: Path) -> None:
 
 
 def _write_weights(stream: WeightStream, folder: Path, *, write: bool) -> None:
-    """Write a file of at most `SHARD_SIZE` when its weights have come, and an index if there are several."""
-    head, metadata = {VALUE_HEAD}, {"format": "pt"}
-    weights = {name: weight for name, weight in stream.metadata.items() if name not in head}
+    """Write files of at most `SHARD_SIZE`, weight by weight as they come, and an index if there are several."""
+    metadata = {"format": "pt"}
+    weights = stream.metadata
+    weights.pop(VALUE_HEAD, None)
     split = split_torch_state_dict_into_shards(weights, max_shard_size=SHARD_SIZE)
-    if write:
-        for old in [file for file in folder.iterdir() if WEIGHT_FILES.fullmatch(file.name)]:
-            old.unlink()
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name, weight in stream:
-        if not write:
-            continue
-        if name in head:
-            save_file({"weight": weight.cpu()}, folder / VALUE_HEAD_FILE)
-            continue
-        file = split.tensor_to_filename[name]
-        parts.setdefault(file, {})[name] = weight.to("cpu", copy=True)
-        del weight  # not kept while the next one is gathered
-        if len(parts[file]) == len(split.filename_to_tensors[file]):
-            save_file(parts.pop(file), folder / file, metadata=metadata)
-    if write and split.is_sharded:
+    if not write:
+        deque(stream, maxlen=0)
+        return
+    for old in [file for file in folder.iterdir() if WEIGHT_FILES.fullmatch(file.name)]:
+        old.unlink()
+    with ExitStack() as stack:
+        files = {
+            file: stack.enter_context(WeightFile(folder / file, {name: weights[name] for name in names}, metadata))
+            for file, names in split.filename_to_tensors.items()
+        }
+        for name, weight in stream:
+            if name == VALUE_HEAD:
+                save_file({"weight": weight.cpu()}, folder / VALUE_HEAD_FILE)
+            else:
+                files[split.tensor_to_filename[name]].write(name, weight)
+            del weight  # not kept while the next one is gathered
+    if split.is_sharded:
         index = {"metadata": split.metadata | metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
 

@@ -21,10 +21,15 @@ def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str
     """Return the non-empty groups of trained parameters: matrices with decay, vectors (norms, biases) without."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if _dimensions(p) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if _dimensions(p) < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _dimensions(parameter: Any) -> int:
+    """Return the number of dimensions of a parameter, of which ZeRO 3 may have left a flat part."""
+    return len(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
 def adamw(module: nn.Module, config: OptimizerConfig, *, fused: bool) -> torch.optim.AdamW:

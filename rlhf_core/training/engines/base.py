@@ -14,8 +14,9 @@ from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.forward import check_routers, compute_in_float32
-from rlhf_core.models.loading import check_kernels, load_model, use_liger
+from rlhf_core.models.loading import check_computation, check_kernels, checkpoint_activations, load_model, use_liger
 from rlhf_core.models.lora import WeightStream
+from rlhf_core.models.parts import open_parts
 from rlhf_core.training.adamw import ClippedAdamW, parameter_groups
 from rlhf_core.training.engines.deepspeed_engine import quiet, set_environment
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
@@ -179,11 +180,7 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
                 )
                 raise ConfigError(name, "set", rule, "remove one of them")
     if config.engine == "deepspeed" and (optimizer is not None or config.zero_stage == 3):
-        module = _load(spec, config, dtype=config.dtype, trained=optimizer is not None, device=device)
-        set_environment(device)
-        with quiet():  # 8 to 15 s, which only models that DeepSpeed holds are worth
-            from rlhf_core.training.engines.deepspeed_engine import DeepSpeedEngine
-        return DeepSpeedEngine(module, optimizer, config, device=device)
+        return _open_deepspeed(spec, optimizer, config, device)
     if optimizer is not None and world > 1:
         rule = f"trains in one process, but there are {world} train workers"
         raise ConfigError("runtime.trainer.engine", "torch", rule, "use deepspeed, or one worker")
@@ -198,21 +195,49 @@ def open_engine(spec: ModelSpec, optimizer: OptimizerConfig | None, config: Trai
     return TorchEngine(module, optimizer, device=device, rank=rank, compute_dtype=getattr(torch, config.dtype))
 
 
+def _open_deepspeed(
+    spec: ModelSpec, optimizer: OptimizerConfig | None, config: TrainerConfig, device: torch.device
+) -> Engine:
+    trained = optimizer is not None
+    parts = open_parts(spec, dtype=config.dtype, attention=config.attention) if config.zero_stage == 3 else None
+    if parts is None:
+        module = _load(spec, config, dtype=config.dtype, trained=trained, device=device)
+    else:
+        check_kernels(config.attention, liger=config.liger, device=device.type)
+        module = _prepared(parts.module, spec, config, trained=trained)
+    set_environment(device)
+    with quiet():  # 8 to 15 s, which only models that DeepSpeed holds are worth
+        from rlhf_core.training.engines.deepspeed_engine import DeepSpeedEngine
+    engine = DeepSpeedEngine(module, optimizer, config, device=device, places=parts.places if parts else None)
+    if parts is not None:
+        engine.try_out(lambda model: check_computation(model, spec))
+        if config.gradient_checkpointing and trained:
+            checkpoint_activations(module)
+        if config.sequence_parallel > 1:
+            spread(module, config.sequence_parallel)
+    return engine
+
+
 def _load(spec: ModelSpec, config: TrainerConfig, *, dtype: str, trained: bool, device: torch.device) -> nn.Module:
     check_kernels(config.attention, liger=config.liger, device=device.type)
-    module: Any = load_model(
+    module = load_model(
         spec,
         dtype=dtype,
         attention=config.attention,
         gradient_checkpointing=config.gradient_checkpointing and trained,
         device=str(device),
     )
+    module = _prepared(module, spec, config, trained=trained)
+    if config.sequence_parallel > 1:
+        spread(module, config.sequence_parallel)
+    return module
+
+
+def _prepared(module: Any, spec: ModelSpec, config: TrainerConfig, *, trained: bool) -> nn.Module:
     if config.fp32_lm_head and spec.head == "lm":
         compute_in_float32(module.get_output_embeddings())
     if config.liger:
         use_liger(module)
     if trained and config.router_aux_coef > 0:
         check_routers(module)
-    if config.sequence_parallel > 1:
-        spread(module, config.sequence_parallel)
     return module if trained else module.requires_grad_(False)

@@ -21,7 +21,7 @@ import socket
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -46,6 +46,7 @@ from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.lora import WeightStream
+from rlhf_core.models.parts import Place
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
@@ -230,8 +231,15 @@ class DeepSpeedEngine:
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: OptimizerConfig | None, config: TrainerConfig, *, device: torch.device
+        self,
+        module: nn.Module,
+        optimizer: OptimizerConfig | None,
+        config: TrainerConfig,
+        *,
+        device: torch.device,
+        places: Mapping[str, Place] | None = None,
     ) -> None:
+        """With `places`, parameters on the meta device are filled from there, part by part (stage 3)."""
         self.module = module
         self.device = device
         self.rank, self._world = rank_and_world()
@@ -251,6 +259,9 @@ class DeepSpeedEngine:
             if device.type == "cpu":
                 _prepare_collectives(self._world)
             join()
+            if places is not None:
+                partition(module, settings, device=device)
+                fill(module, places, rank=self.rank)
             if self._stage == 3:
                 _gather_heads_as_one(module)
             self._engine: Any = deepspeed.initialize(
@@ -294,6 +305,17 @@ class DeepSpeedEngine:
         if self._stage == 3:
             self._engine.optimizer.empty_partition_cache()  # passes without gradients may leave weights gathered
         return self._stream
+
+    def try_out(self, check: Callable[[nn.Module], None]) -> None:
+        """Run `check(module)` without gradients, whose passes are not those of training, with a model of ZeRO stage 3.
+
+        DeepSpeed would take their order for that of all later passes, and gather and keep weights for it.
+        """
+        with torch.no_grad():
+            self.forward(check)
+        optimizer = self._engine.optimizer
+        (optimizer.parameter_offload if self._trained else optimizer).get_param_coordinator()._invalidate_trace()
+        optimizer.empty_partition_cache()
 
     def snapshot(self, folder: Path) -> dict[Path, Any]:
         """Return copies of trained weights and optimizer: rank 0's at stage 0 (ranks are equal), else DeepSpeed's."""
@@ -363,6 +385,41 @@ class DeepSpeedEngine:
             return adamw(self.module, optimizer, fused=fused)
         groups = parameter_groups(self.module, weight_decay=optimizer.weight_decay)
         return ClippedAdamW(groups, optimizer, fused=fused)
+
+
+def partition(module: nn.Module, settings: dict[str, Any], *, device: torch.device) -> None:
+    """Give each parameter on the meta device memory and divide it among the ranks, one layer at a time; move the buffers."""
+    made: dict[int, nn.Parameter] = {}
+    first: Any = None
+    for layer in module.modules():
+        for name, buffer in list(layer.named_buffers(recurse=False)):
+            setattr(layer, name, buffer.to(device))
+        for name, meta in list(layer.named_parameters(recurse=False)):
+            if not meta.is_meta:
+                continue
+            if id(meta) not in made:
+                empty = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+                made[id(meta)] = nn.Parameter(empty, requires_grad=meta.requires_grad)
+                del empty
+                holder = nn.Module()
+                holder.weight = made[id(meta)]
+                if first is None:
+                    deepspeed.zero.Init(module=holder, config_dict_or_path=settings, dtype=meta.dtype)
+                    first = holder.weight
+                else:
+                    first.convert_to_zero_parameters(param_list=[holder.weight])
+            setattr(layer, name, made[id(meta)])  # tied ones stay so
+
+
+@torch.no_grad()
+def fill(module: nn.Module, places: Mapping[str, Place], *, rank: int) -> None:
+    """Read this rank's part of every parameter of `places`, rounded to the parameter's dtype."""
+    parameters: dict[str, Any] = dict(module.named_parameters())  # ZeRO adds `ds_tensor` and the size of the whole
+    for name, place in places.items():
+        whole, part = parameters[name].ds_numel, parameters[name].ds_tensor
+        begin, end = (min(index * part.ds_numel, whole) for index in (rank, rank + 1))
+        if begin < end:
+            part.data[: end - begin].copy_(place.read(begin, end))
 
 
 class _Carrier(nn.Module):

@@ -6,15 +6,19 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
 from torch import nn
 
 from rlhf_core.config.engines import LoraConfig
 from rlhf_core.errors import ConfigError, TrainingError
+from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models import lora as quantised
 from rlhf_core.models.batches import collate
 from rlhf_core.models.forward import sequence_scores, token_values
 from rlhf_core.models.loading import export_model
 from rlhf_core.models.lora import WeightStream, has_lora, merged_state_dict, save_adapter, weights_digest
+from rlhf_core.models.parts import open_parts
+from rlhf_core.models.weight_files import DTYPES, WeightFile
 from rlhf_core.types import TokenSample
 from tests.rlhf_core.models.conftest import IDS, loaded
 
@@ -244,6 +248,20 @@ def test_adapters_that_would_not_be_trained_or_merged_are_refused(family, tied, 
         loaded(folder, head, lora=LoraConfig(rank=2, **lora))
 
 
+def test_a_file_that_is_written_weight_by_weight_is_the_one_that_is_written_at_once(tmp_path):
+    weights = {f"{index}": torch.arange(6).reshape(2, 3).to(dtype) for index, dtype in enumerate(reversed(DTYPES))}
+    weights |= {
+        'a "name" in UTF-8: \u00e9\u6587': torch.ones(3),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.ones(0, 4),
+    }
+    save_file(weights, tmp_path / "one", metadata={"format": "pt"})
+    with WeightFile(tmp_path / "other", {n: one.to("meta") for n, one in weights.items()}, {"format": "pt"}) as file:
+        for name in sorted(weights, reverse=True):
+            file.write(name, weights[name])
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "jamba"])
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 def test_files_written_when_they_are_full_are_those_of_all_weights_at_once(family, size, made, tmp_path, monkeypatch):
@@ -279,6 +297,51 @@ def test_adapters_below_a_scalar_head_leave_it_whole_and_are_merged_on_export(fa
         found = compute(loaded(tmp_path / "out", head, seed=9), batch)
     torch.testing.assert_close(found, wanted, rtol=0, atol=5e-4)
     assert not (tmp_path / "out/adapter").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head", ["lm", "score", "value"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "cohere", "phi3", "gemma3_text", "qwen2"])
+def test_a_model_in_parts_is_the_one_that_is_loaded_whole(family, head, dtype, made):
+    folder = made(family, **FAMILIES.get(family, {}))
+    whole = loaded(folder, head, dtype=dtype)
+    parts = open_parts(ModelSpec(str(folder), head, None, 5), dtype=dtype, attention="sdpa")
+    assert parts is not None
+    weights, found = dict(whole.named_parameters()), dict(parts.module.named_parameters())
+    assert found.keys() == weights.keys() and parts.places.keys() == {n for n, one in found.items() if one.is_meta}
+    for name, weight in weights.items():
+        assert (found[name].shape, found[name].dtype) == (weight.shape, weight.dtype), name
+        size = weight.numel()
+        read = [found[name].detach().flatten()]
+        if name in parts.places:  # as three ranks do
+            read = [parts.places[name].read(size * rank // 3, size * (rank + 1) // 3) for rank in range(3)]
+        assert torch.equal(torch.cat(read).to(weight.dtype), weight.detach().flatten()), name
+    buffers = dict(parts.module.named_buffers())
+    assert [(n, b.dtype, b.tolist()) for n, b in whole.named_buffers()] == [
+        (n, buffers[n].dtype, buffers[n].tolist()) for n, _ in whole.named_buffers()
+    ]
+    assert parts.module.config.to_dict() == whole.config.to_dict()
+    assert [(type(m), m.training) for m in parts.module.modules()] == [(type(m), m.training) for m in whole.modules()]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "lora", "reason"),
+    [
+        ("qwen3_moe", MOE, None, "changes the names or the weights of a Qwen3MoeForCausalLM on load"),
+        ("jamba", FAMILIES["jamba"], None, "changes the names or the weights of a JambaForCausalLM on load"),
+        ("llama", {}, LORA, "adapters are made from the weights that they adapt"),
+        ("llama", {"tie_word_embeddings": False}, "tied", "do not have the weights of a LlamaForCausalLM one to one"),
+    ],
+)
+def test_the_log_has_the_reason_why_a_model_is_loaded_whole(family, options, lora, reason, made, caplog):
+    folder = made(family, **options)
+    if lora == "tied":  # the configuration alone
+        text = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(text.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+        lora = None
+    with caplog.at_level("INFO"):
+        assert open_parts(ModelSpec(str(folder), "lm", lora, 5), dtype="float32", attention="sdpa") is None
+    assert f"{folder} is loaded whole by every rank" in caplog.text and reason in caplog.text
 
 
 def test_the_end_of_a_full_name_selects_a_module(tiny_llama):

@@ -22,6 +22,7 @@ import torch
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.training.engines import base
 from rlhf_core.training.engines.base import Engine, open_engine
 from rlhf_core.training.objectives.base import SftObjective, ValueObjective
 from rlhf_core.training.state import rank_and_world, save_engine_settings
@@ -136,6 +137,27 @@ def resume_the_others(policy: str, config: TrainerConfig, folder: Path) -> dict[
     return made
 
 
+def opened(policy: str) -> dict[str, list[Any]]:
+    """Return by model what it computes when every rank reads a part of it, and when every rank reads all of it."""
+    own, made = base.open_parts, {}
+    ids_BL = torch.tensor([[10, 20, 30, 40], [50, 60, 70, 80]])
+    for dtype in ("float32", "bfloat16"):
+        for head in ("lm", "score", "value"):
+            ways = []
+            for open_parts in (own, lambda *_, **__: None):
+                base.open_parts = open_parts
+                engine = open_engine(ModelSpec(policy, head, None, 3), None, TrainerConfig(zero_stage=3, dtype=dtype))
+                buffers = {name: (str(one.dtype), one.sum().item()) for name, one in engine.module.named_buffers()}
+                with torch.no_grad():
+                    output = engine.forward(lambda module: module(input_ids=ids_BL))
+                numbers = (output if isinstance(output, torch.Tensor) else output.logits).double().flatten()
+                ways.append([numbers.tolist()[::7], buffers, engine.stream().digest()])
+                engine.close()
+            made[f"{head} {dtype}"] = ways
+    base.open_parts = own
+    return made
+
+
 def refusal(trainer: LocalTrainer, folder: Path, stage: int) -> str:
     """Return what the trainer says of a checkpoint of stage 3, or of 0 if it is at 3 itself."""
     folder.mkdir(exist_ok=True)
@@ -169,6 +191,8 @@ def main() -> None:
     if rank == 0:
         for engine in engines:
             (out / f"{engine}_of_{world}" / "done").touch()
+    if "zero3" in made:
+        made["zero3"]["opened"] = opened(policy)
     for engine in [name for name in engines if name != "torch"]:
         made[engine]["others"] = resume_the_others(policy, config_of(engine), out / f"{engine}_of_{3 - world}")
     (out / f"rank{rank}_of_{world}.json").write_text(json.dumps(made))

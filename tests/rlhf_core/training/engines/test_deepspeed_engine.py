@@ -168,6 +168,16 @@ def test_training_goes_on_with_another_number_of_ranks(stage, alone, two_ranks):
 
 
 @of_a_run
+def test_a_model_of_which_each_rank_reads_a_part_is_the_model_that_each_reads_whole(alone, two_ranks):
+    """To the bit, with RoPE's frequencies in float32; on two ranks as on one."""
+    for made in (alone, *two_ranks):
+        for name, (parts, whole) in made["zero3"]["opened"].items():
+            assert parts == whole, name
+            assert {dtype for dtype, _ in parts[1].values()} == {"torch.float32"}, name
+            assert parts[2] == alone["zero3"]["opened"][name][0][2], name
+
+
+@of_a_run
 def test_every_stage_exports_the_same_files(runs):
     out: Path = runs["out"]
     names = sorted(file.name for file in (out / "torch_of_1" / "exported").iterdir())

@@ -1,0 +1,160 @@
+"""Measure what loading, handing out and exporting a model add to the memory of a rank under ZeRO 3, beside its targets.
+
+    python -m benchmarks.moving_weights --ranks 1 2 4
+
+A random Llama of 168M parameters with an LM head of its own is opened frozen. Peaks are those of anonymous memory
+(`RssAnon`), on the rank that has most: files that are mapped and the object store are shared, and not counted. A load
+counts from the process before, the others from what the model keeps.
+"""
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planner import MIB, TOKENS
+from rlhf_core.runtime.cluster import free_port
+
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 256,
+}
+LARGE, SMALL = {"vocab_size": 32_000, **SHAPE}, {"vocab_size": TOKENS, **SHAPE, "num_hidden_layers": 1}
+EVERY_S = 0.002
+"""Seconds between two looks at the memory."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], metavar="R")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--one-rank", nargs=2, metavar=("FOLDER", "DTYPE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one_rank:
+        return run_rank(Path(options.one_rank[0]), options.one_rank[1])
+    print("| ranks | moment | MiB above | target MiB |\n|--:|---|--:|--:|", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        for name, shape in (("small", SMALL), ("large", LARGE)):
+            make_model(Path(place) / name, shape, options.dtype)
+        for ranks in options.ranks:
+            found = measured(Path(place), options.dtype, ranks)
+            for moment, target in targets(found[0], ranks).items():
+                most = max(rank[moment] for rank in found)
+                print(f"| {ranks} | {moment} | {most:,.0f} | {target:,.0f} |", flush=True)
+    return 0
+
+
+def targets(sizes: Mapping[str, float], ranks: int) -> dict[str, float]:
+    """Return the largest memory that each moment may add, in MiB."""
+    whole, largest, bucket = sizes["whole"], sizes["largest"], sizes["bucket"]
+    return {"load": whole / ranks + largest + 150, "sync": 2 * largest + bucket, "export": whole}
+
+
+def measured(folder: Path, dtype: str, ranks: int) -> list[dict[str, float]]:
+    """Return what each rank saw."""
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.moving_weights", "--one-rank", str(folder), dtype]
+    processes = [
+        subprocess.Popen(
+            command, env=os.environ | settings | group | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"a rank ended with {[process.returncode for process in processes]}")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def make_model(folder: Path, shape: Mapping[str, int], dtype: str) -> None:
+    """Write a random Llama and a tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rlhf_core.models.initialize import train_tokenizer
+
+    folder.mkdir()
+    train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=TOKENS, folder=folder)
+    torch.manual_seed(17)
+    LlamaForCausalLM(LlamaConfig(**shape)).to(getattr(torch, dtype)).save_pretrained(folder)
+
+
+def run_rank(folder: Path, dtype: str) -> int:
+    """Print what one rank adds to its memory in each moment."""
+    import torch
+
+    from rlhf_core.config.engines import TrainerConfig
+    from rlhf_core.interfaces import ModelSpec
+    from rlhf_core.runtime.weights import BUCKET_BYTES, buckets, pack
+    from rlhf_core.training.trainer import LocalTrainer
+
+    torch.set_num_threads(1)
+    config = TrainerConfig(zero_stage=3, dtype=dtype)
+    rank = int(os.environ["RANK"])
+
+    def opened(name: str) -> Any:
+        return LocalTrainer(ModelSpec(str(folder / name), "lm", None, 1), None, config)
+
+    def sync(trainer: Any) -> None:
+        """Fill the buckets of the object store, which copies each into shared memory, on the first rank."""
+        for part in map(pack, buckets(trainer.stream())) if rank == 0 else trainer.stream():
+            del part
+        trainer.stream().digest()
+
+    small = opened("small")  # imports, the group, and what DeepSpeed keeps
+    sync(small)
+    small.close()
+    moments: dict[str, float] = {}
+    moments["load"], trainer = above(lambda: opened("large"))
+    moments["sync"], _ = above(lambda: sync(trainer))
+    moments["export"], _ = above(lambda: trainer.export(folder / f"exported_of_{os.environ['WORLD_SIZE']}"))
+    sizes = [weight.numel() * weight.element_size() / MIB for _, weight in trainer.stream()]
+    print(json.dumps(moments | {"whole": sum(sizes), "largest": max(sizes), "bucket": BUCKET_BYTES / MIB}))
+    trainer.close()
+    return 0
+
+
+def above(do: Callable[[], Any]) -> tuple[float, Any]:
+    """Return by how many MiB `do` raises the anonymous memory of this process at most, and its result."""
+    from rlhf_core.training.engines.offload import release_freed_memory
+
+    gc.collect()
+    release_freed_memory()
+    before = most = anonymous()
+    over = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not over.wait(EVERY_S):
+            most = max(most, anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        made = do()
+    finally:
+        over.set()
+        thread.join()
+    return most - before, made
+
+
+def anonymous() -> float:
+    """Return the anonymous memory of this process, in MiB."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return sum(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

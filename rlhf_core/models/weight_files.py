@@ -1,0 +1,79 @@
+"""Read and write safetensors files in parts: some elements of a weight, one weight after another."""
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of the format, in the order of a file's weights: those of larger elements first, so that each is aligned."""
+ALIGNMENT = 8
+"""Bytes: the header is padded with spaces to a multiple of it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A weight in a safetensors file."""
+
+    file: Path
+    name: str
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """Return the elements from `begin` to `end` of the flattened weight: reads the rows that they are in."""
+        with safe_open(self.file, framework="pt") as tensors:
+            rows = tensors.get_slice(self.name)
+            shape = rows.get_shape()
+            if not shape:
+                return tensors.get_tensor(self.name).reshape(-1)[begin:end]
+            width = max(1, torch.Size(shape[1:]).numel())
+            first, last = begin // width, -(-end // width)
+            part: Tensor = rows[first:last].reshape(-1)
+            return part[begin - first * width : end - first * width]
+
+
+class WeightFile(closing["WeightFile"]):
+    """A safetensors file with the bytes of `safetensors.torch.save_file`, whose weights come one at a time, in any order.
+
+    `weights` have the dtypes and shapes (meta tensors). Leave it (`with`) when all are written.
+    """
+
+    def __init__(self, path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        super().__init__(self)
+        order = list(DTYPES)
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        self._begins: dict[str, int] = {}
+        end = 0
+        for name in sorted(weights, key=lambda name: (order.index(weights[name].dtype), name)):
+            weight = weights[name]
+            begin, end = end, end + weight.numel() * weight.element_size()
+            header[name] = {"dtype": DTYPES[weight.dtype], "shape": list(weight.shape), "data_offsets": [begin, end]}
+            self._begins[name] = begin
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % ALIGNMENT)
+        self._data = 8 + len(text)  # after the length of the header, 64 bits
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, weight: Tensor) -> None:
+        """Write `weight`, of the dtype and shape that were given for `name`."""
+        self._file.seek(self._data + self._begins[name])
+        self._file.write(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        self._file.close()
