@@ -1,8 +1,7 @@
 """Predict the memory of a rank from the settings of the trainer and the shape of a model: arithmetic without torch.
 
 The terms describe `rlhf_core.training.engines` as they are, each under its own name. With P parameters of the model, T of
-them trained (all, or the adapters), R ranks that share them, s bytes of the precision and B = 5e8, DeepSpeed's default
-bucket, the largest are
+them trained (all, or the adapters), R ranks that share them, s bytes of the precision and B = `BUCKET`, the largest are
 
     ZeRO 3, bfloat16    2 P/R + 16 T/R + 2 B between steps (float32: 4 P/R + 16 T/R + 4 B)
     ZeRO 1, bfloat16    2 P   + 12 T/R + 4 T,  and 8 T to send gradients
@@ -19,8 +18,11 @@ from rlhf_core.config.engines import LoraConfig, TrainerConfig
 from rlhf_core.models.sizes import LOGPROB_ELEMENTS, ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
-BUCKET = 500_000_000
-"""Elements of DeepSpeed's reduce bucket (`reduce_bucket_size`, zero/config.py), which we leave at its default."""
+BUCKET = 200_000_000
+"""Elements of DeepSpeed's reduce bucket (`reduce_bucket_size`), or twice the trained parameters if they are fewer.
+
+A rank keeps one for each trained model. DeepSpeed's default is 5e8, 1 GB in bfloat16.
+"""
 LIVE = 1_000_000_000
 """Elements of gathered parameters that ZeRO 3 keeps (`stage3_max_live_parameters`), and of its groups in a step."""
 
@@ -165,13 +167,11 @@ def _flat(role: Role, config: TrainerConfig, ranks: int, stage: int) -> RankMemo
         part = {"gradients of a part": 0.0 if config.offload_optimizer or not stage else 4.0 * trained / parts}
         bucket = float(size * min(BUCKET, trained)) if ranks > 1 or stage == 2 else 0.0
         train = {"gradients": kept} | larger({"bucket": bucket} | work, part)
-    # `_own_storage` copies what lies in DeepSpeed's flat buffer; all weights, unless adapters alone do.
-    copies = {"copy of the weights": float(size * trained)} if stage else {}
     moments: dict[str, Bytes] = {
         "open": {},
         "train": train,
         "measure": activations(role, config, backward=False),
-        "sync": copies,
+        "sync": {},
         "save": {},
     }
     saved = 12.0 * trained / parts + (size * trained if stage else 0.0)
@@ -201,22 +201,29 @@ def _partitioned(role: Role, config: TrainerConfig, ranks: int, on_cpu: bool) ->
             flat = {}
         else:
             resident |= states
-        resident["bucket"] = float(size * (min(BUCKET, trained) if on_cpu else BUCKET))
+        resident["bucket"] = float(size * min(BUCKET, trained if on_cpu else 2 * trained))
         sent = {"gradients being sent": float(size * min(BUCKET, trained))}
         received = {"gradients in float32": 4.0 * min(BUCKET, trained) / ranks if size == 2 else 0.0}
         copied = {"Gloo's copy": sent["gradients being sent"] if on_cpu else 0.0}
         sent |= larger(received, copied)
-        copies = {"copy of the weights": float(size * whole)}
         work = activations(role, config)
         # More gradients than a bucket holds are sent while the activations of other layers still wait.
         moments["train"] = live | sent | work if trained > BUCKET else larger(live | sent, live | work, flat)
-        moments |= {"sync": {"gathered": float(size * whole) if ranks > 1 else 0.0} | copies, "save": {}}
+        # One is yielded while the next is gathered; where transformers changes names on load, the weights of a layer.
+        together = role.shape.layer if has_experts(role.shape) else role.shape.largest
+        moments |= {"sync": {"weights being gathered": 2.0 * size * together}, "save": {}}
         host_moments["sync"] = {"weights handed out": float(size * whole)}
         host_moments["save"] = {"checkpoint": 12.0 * trained / ranks}
-    # The states come into being when the whole weights are gone.
+    # The states come into being when these are gone. `open_parts` has the reasons for loading whole.
     states_then = sum(resident.values()) - size * whole / ranks
-    moments["open"] = {"weights before they are partitioned": max(0.0, size * whole - states_then)}
+    loaded = whole if role.lora or has_experts(role.shape) else role.shape.largest
+    moments["open"] = {"weights before they are partitioned": max(0.0, size * loaded - states_then)}
     return RankMemory(resident, moments, host, host_moments)
+
+
+def has_experts(shape: ModelShape) -> bool:
+    """Return whether a token meets some of the parameters only. transformers joins experts on load."""
+    return shape.active < shape.parameters - shape.embedding
 
 
 def larger(*choices: Bytes) -> dict[str, float]:

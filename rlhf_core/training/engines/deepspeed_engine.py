@@ -46,11 +46,12 @@ from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.lora import WeightStream
-from rlhf_core.models.parts import Place
+from rlhf_core.models.weight_files import Place
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.training.adamw import ClippedAdamW, adamw, parameter_groups
 from rlhf_core.training.engines.offload import module_tensors, optimizer_tensors
 from rlhf_core.training.engines.tensor_parallel import check_partition, partition_settings, sum_head_norms, whole_layers
+from rlhf_core.training.memory import BUCKET
 from rlhf_core.training.state import (
     copied,
     engine_settings,
@@ -85,9 +86,16 @@ def quiet() -> Iterator[None]:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
-def deepspeed_config(optimizer: OptimizerConfig | None, config: TrainerConfig, *, stage: int) -> dict[str, Any]:
-    """Return the DeepSpeed configuration. Raises ConfigError for offloading at stage 0, which partitions nothing."""
+def deepspeed_config(
+    optimizer: OptimizerConfig | None, config: TrainerConfig, *, stage: int, trained: int
+) -> dict[str, Any]:
+    """Return the DeepSpeed configuration for a number of trained parameters.
+
+    Raises ConfigError for offloading at stage 0, which partitions nothing.
+    """
     zero: dict[str, Any] = {"stage": stage}
+    if trained:
+        zero["reduce_bucket_size"] = min(BUCKET, 2 * trained)
     if config.offload_optimizer:
         if stage == 0:
             key, remedy = "runtime.trainer.offload_optimizer", "set zero_stage to 1, 2 or 3"
@@ -249,7 +257,8 @@ class DeepSpeedEngine:
         self._weight = self._world / (config.sequence_parallel * self._parallel)
         self._trained = optimizer is not None
         self._stream: WeightStream | None = None
-        settings = deepspeed_config(optimizer, config, stage=self._stage)
+        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        settings = deepspeed_config(optimizer, config, stage=self._stage, trained=trained)
         carrier: Any = _Carrier(module)
         if self._parallel > 1:
             check_partition(module, self._parallel, self._world)

@@ -10,7 +10,7 @@ SHAPE = shape_of_init(
     InitModel(vocab_size=1000, hidden_size=4096, layers=36, heads=32, kv_heads=8, intermediate_size=14336)
 )
 P = SHAPE.parameters  # 7.9e9
-B = 5e8
+B = 2e8
 TRAINED, FROZEN = Role("policy", SHAPE, True, 4096), Role("reference", SHAPE, False, 4096)
 ADAPTED = Role("policy", SHAPE, True, 4096, lora=LoraConfig(rank=64))
 A = SHAPE.adapters(LoraConfig(rank=64))
@@ -43,12 +43,15 @@ def test_offloading_moves_sixteen_bytes_a_parameter_to_the_host():
     assert sum(rank_memory(TRAINED, config, 8).host.values()) == pytest.approx(16 * P / 8)
 
 
-def test_whole_weights_are_on_a_gpu_to_be_opened_and_handed_out():
+def test_one_weight_is_whole_on_a_gpu_when_a_model_is_opened_and_handed_out():
     config = TrainerConfig(zero_stage=3, dtype="bfloat16")
     moments = rank_memory(TRAINED, config, 64).moments
-    assert sum(moments["sync"].values()) == 4 * P
-    # All of them, less what the states take that come later.
-    assert sum(moments["open"].values()) == pytest.approx(2 * P - (16 * P / 64 + 2 * B))
+    assert sum(moments["sync"].values()) == 2 * 2 * 4096 * 14336
+    assert sum(moments["open"].values()) == 0  # less than what the states take that come later
+    assert sum(rank_memory(FROZEN, config, 64).moments["open"].values()) == 2 * 4096 * 14336
+    # With adapters all of them, less those states.
+    whole = sum(rank_memory(ADAPTED, config, 64).moments["open"].values())
+    assert whole == pytest.approx(2 * (P + A) - (16 * A / 64 + 2 * B))
 
 
 def test_activations_by_hand():

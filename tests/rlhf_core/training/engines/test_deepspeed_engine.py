@@ -245,16 +245,17 @@ def test_whoever_waits_for_another_process_to_compile_logs_for_whom(tmp_path, ca
 
 def test_clipping_is_left_to_the_optimizer_where_deepspeed_would_not_check_the_norm():
     optimizer = OptimizerConfig(max_grad_norm=0.5)
-    assert deepspeed_config(optimizer, TrainerConfig(), stage=0)["gradient_clipping"] == 0.0
-    assert deepspeed_config(optimizer, TrainerConfig(), stage=1)["gradient_clipping"] == 0.5
+    assert deepspeed_config(optimizer, TrainerConfig(), stage=0, trained=1)["gradient_clipping"] == 0.0
+    assert deepspeed_config(optimizer, TrainerConfig(), stage=1, trained=1)["gradient_clipping"] == 0.5
 
 
 def test_offloading_needs_a_partitioned_optimizer():
     config = TrainerConfig(offload_optimizer=True)
     with pytest.raises(ConfigError, match="offload_optimizer = True: ZeRO stage 0 keeps the optimizer on its device"):
-        deepspeed_config(OptimizerConfig(), config, stage=0)
-    assert deepspeed_config(OptimizerConfig(), config, stage=2)["zero_optimization"] == {
+        deepspeed_config(OptimizerConfig(), config, stage=0, trained=1)
+    assert deepspeed_config(OptimizerConfig(), config, stage=2, trained=10**9)["zero_optimization"] == {
         "stage": 2,
+        "reduce_bucket_size": 200_000_000,
         "offload_optimizer": {"device": "cpu"},
     }
 
