@@ -51,7 +51,7 @@ def made(case: Case) -> dict[str, Any]:
         steps.append([shard, trainer.optim_step(learning_rate=0.1)])
     # Between the passes with gradients and at their end: DeepSpeed notes the order of the modules and reads ahead.
     own = case.measured[rank::world]
-    answers: dict[str, Any] = {"logprobs": trainer.logprobs(own, temperature=0.7)}
+    answers: dict[str, Any] = {"logprobs": [list(row) for row in trainer.logprobs(own, temperature=0.7)]}
     if case.frozen:
         top = trainer.top_logprobs(own, k=3, temperature=1.0)
         answers["top"] = [torch.from_numpy(one.logprobs).double().tolist() for one in top]

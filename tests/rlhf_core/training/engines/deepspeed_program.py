@@ -97,7 +97,7 @@ def measure(policy: str, config: TrainerConfig, folder: Path) -> dict[str, Any]:
         made["skipped"] = skip(trainers[1][0])
         made["digest_after_skip"] = digest(engines[1])
         rows = [TokenSample(s.token_ids, s.loss_mask) for s in samples()]
-        made["logprobs"] = trainers[0][0].logprobs(rows[:3], temperature=1.0)
+        made["logprobs"] = [list(row) for row in trainers[0][0].logprobs(rows[:3], temperature=1.0)]
         trainers[0][0].export(folder / "exported")
     with pair(policy, config) as (trainers, engines):
         for index, (trainer, _) in enumerate(trainers):
