@@ -62,4 +62,4 @@ def run_ranks(program: Path, cases: dict[str, Any], out: Path, *, ranks: int = 2
     """Run `python program <cases.pt> <out>` as ranks of one group; return what each rank made of each case."""
     torch.save(cases, out / "cases.pt")
     finish(start_ranks(program, out / "cases.pt", out, ranks=ranks))
-    return {name: [torch.load(out / f"{name}_{rank}.pt", weights_only=False) for rank in range(ranks)] for name in cases}
+    return {one: [torch.load(out / f"{one}_{rank}.pt", weights_only=False) for rank in range(ranks)] for one in cases}
