@@ -27,7 +27,7 @@ PROFILES = {
     "tiny/online": ("6eaa62e1070b9748", "6ccdde836a3146c9"),
     "tiny/people": ("8d046c89e82f6d82", "71c554baaa3b5cfa"),
     "tiny/prm": ("5fd834349dbb6ed7", "30ed789a43b9ec80"),
-    "tiny/recipe": ("3a805407b96f517b", "716a52d9049025c9"),
+    "tiny/recipe": ("b0d3d8eb84f83c63", "01c720a4fcd5a8d5"),
     "tiny/rlvr": ("e088898987ceb8de", "13eabbeee1959916"),
 }
 """Profile -> the first digits of the digests of its JSON and of what of it belongs to keys."""

@@ -25,6 +25,7 @@ from rlhf_core.types import (
     StepSample,
     TokenSample,
     ValueSample,
+    ids,
 )
 
 Row: TypeAlias = (
@@ -129,14 +130,13 @@ def cost(length: int, hidden: int) -> int:
     return length * (6 * hidden + length)
 
 
-def common_beginnings(sequences: Sequence[Column[int]], *, hidden: int) -> list[Block]:
+def common_beginnings(sequences: Sequence[Sequence[int]], *, hidden: int) -> list[Block]:
     """Divide `sequences`, in the order of their tokens, where it saves a model of width `hidden` the most.
 
     A sequence that would save too little is a block of its own. Equal sequences are always in one block. The blocks
     depend on the sequences alone and not on their order, apart from the indices.
 
-    >>> from rlhf_core.types import ids
-    >>> common_beginnings([ids((5, 7, 2)), ids((4, 4)), ids((5, 7, 7, 2)), ids((4, 4))], hidden=64)
+    >>> common_beginnings([(5, 7, 2), (4, 4), (5, 7, 7, 2), (4, 4)], hidden=64)
     [Block(samples=(1, 3), prefix=0, length=2), Block(samples=(0, 2), prefix=2, length=5)]
     """
     places: dict[bytes, list[int]] = {}
@@ -173,9 +173,9 @@ def common_beginnings(sequences: Sequence[Column[int]], *, hidden: int) -> list[
     return blocks[::-1]
 
 
-def _order(token_ids: Column[int]) -> bytes:
+def _order(token_ids: Sequence[int]) -> bytes:
     """Return bytes that are in the order of the tokens, none of which is negative: 4 for each, the highest first."""
-    return np.asarray(token_ids.data, dtype=">i4").tobytes()
+    return np.asarray(ids(token_ids).data, dtype=">i4").tobytes()
 
 
 def _shared_tokens(ordered: Sequence[bytes]) -> list[int]:

@@ -292,7 +292,7 @@ def orders_of(count: int, number: int, *, seed: int) -> list[list[int]]:
     So the places of an answer in an order and in the reversed one add up to the same for all answers.
 
     >>> orders_of(3, 2, seed=7)
-    [[0, 2, 1], [1, 2, 0]]
+    [[1, 0, 2], [2, 0, 1]]
     """
     first = sorted(range(count), key=lambda at: derive_seed(seed, at))
     pairs = -(-number // 2)  # rounded up

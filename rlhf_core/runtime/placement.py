@@ -95,7 +95,7 @@ def by_node(made: Layout, nodes: Mapping[int, str]) -> Layout:
 
     >>> halves = Layout(({"GPU": 1},) * 4, (0, 1), (2, 3))
     >>> by_node(halves, {0: "a", 1: "b", 2: "b", 3: "a"})
-    Layout(bundles=({'GPU': 1}, {'GPU': 1}, {'GPU': 1}, {'GPU': 1}), train=(0, 3), sample=(1, 2))
+    Layout(bundles=({'GPU': 1}, {'GPU': 1}, {'GPU': 1}, {'GPU': 1}), train=(0, 3), sample=(1, 2), pools={})
     """
     kinds = {"train": made.train, "sample": made.sample, **made.pools}
     apart = not set(made.train) & set(made.sample)
