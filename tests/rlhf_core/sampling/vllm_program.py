@@ -69,7 +69,7 @@ def advanced(sampler: VllmSampler) -> dict[str, Any]:
     new, waiting = waiting[:6], waiting[6:]
     done: dict[str, Any] = {}
     while finished := sampler.advance(new, SAMPLING):
-        done |= {str(number): asdict(completion) for number, completion in finished}
+        done |= {str(number): plain([completion])[0] for number, completion in finished}
         new, waiting = waiting[: len(finished)], waiting[len(finished) :]
     return done
 
@@ -98,7 +98,8 @@ def refusal(call: Any) -> str:
 
 
 def plain(completions: list[Completion]) -> list[dict[str, Any]]:
-    return [asdict(completion) for completion in completions]
+    per_token = ("token_ids", "logprobs")
+    return [asdict(one) | {name: getattr(one, name).tolist() for name in per_token} for one in completions]
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def at_step_0(policy: LocalTrainer, reference: LocalTrainer) -> dict[str, Any]:
     counts = PPO.denominators(samples())
     metrics = policy.forward_backward(rows, PPO, counts)
     policy.optim_step(learning_rate=0.0)
-    return {"policy": said, "reference": theirs, "metrics": metrics}
+    rows_of = {"policy": said, "reference": theirs}
+    return {name: [row.tolist() for row in rows] for name, rows in rows_of.items()} | {"metrics": metrics}
 
 
 def train(trainer: LocalTrainer, first: int, last: int) -> list[dict[str, float]]:
