@@ -234,16 +234,15 @@ def test_each_sample_is_taught_by_the_teacher_of_its_source():
 def test_a_route_to_one_teacher_is_a_distillation_from_it(tmp_path, policy, teacher, config):
     shop, inputs = shop_and_inputs(tmp_path, policy, teacher, config)
     alone = shop.run("distill", config, inputs)[0].digest
-    routed = config.model_copy(
-        update={"teachers": {"good": 1.0, "other": 1.0}, "route": {"good": ("test",), "other": ("x",)}}
-    )
-    both = several(shop, inputs, {"good": teacher, "other": policy})
-    assert shop.run("distill", routed, both)[0].digest == alone
-    lost = routed.model_copy(update={"route": {"good": ("y",), "other": ("x",)}})
-    with pytest.raises(
-        ConfigError, match=r"distill\.route = 'test': no teacher teaches prompts of this source; add it"
+    one = several(shop, inputs, {"good": teacher})
+    routed = config.model_copy(update={"teachers": {"good": 1.0}, "route": {"good": ("test",)}})
+    assert shop.run("distill", routed, one)[0].digest == alone
+    for route, message in (
+        ({"good": ("y",)}, r"distill\.route = 'test': no teacher teaches prompts of this source; add it"),
+        ({"good": ("test", "x")}, r"distill\.route\.good = \['test', 'x'\]: no prompt has the source 'x'"),
     ):
-        shop.run("distill", lost, both)
+        with pytest.raises(ConfigError, match=message):
+            shop.run("distill", routed.model_copy(update={"route": route}), one)
 
 
 def test_weights_and_teachers_have_the_same_names(tmp_path, policy):

@@ -94,7 +94,7 @@ def test_it_scores_answers_like_a_reward_model_of_our_own(tmp_path, policy, outs
 
     context: Any = Context()
     with ExitStack() as leases:  # verifies the contract
-        _open_here(RewardModelReward(), {"reward_model": ref}, context, leases)
+        _open_here("learned", RewardModelReward(), {"reward_model": ref}, context, leases)
     weights = store.path(ref) / "model.safetensors"
     moved = load_file(weights)
     shutil.copytree(store.path(ref), tmp_path / "moved")
@@ -104,7 +104,7 @@ def test_it_scores_answers_like_a_reward_model_of_our_own(tmp_path, policy, outs
     )
     other = store.external(RewardModelRef, tmp_path / "moved")
     with ExitStack() as leases, pytest.raises(Exception, match=r"reward_model\.probe\[0\]"):
-        _open_here(RewardModelReward(), {"reward_model": other}, context, leases)
+        _open_here("learned", RewardModelReward(), {"reward_model": other}, context, leases)
 
 
 def test_its_key_is_what_is_in_it_and_not_where_it_is(tmp_path, outside):
