@@ -146,13 +146,12 @@ def main() -> int:
     root = Path(__file__).resolve().parents[1]
     sides = {"now": walked(root, given.answers, given.tokens)}
     if given.before:
-        with tempfile.TemporaryDirectory() as folder:
-            tree = Path(folder) / "tree"
-            subprocess.run(["git", "worktree", "add", "-q", "--detach", str(tree), given.before], cwd=root, check=True)
-            try:
-                sides = {given.before: walked(tree, given.answers, given.tokens)} | sides
-            finally:
-                subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=root, check=True)
+        from benchmarks.measure import (
+            tree_at,
+        )  # not above: an older revision, which `--json` runs in, has no such function
+
+        with tree_at(given.before) as tree:
+            sides = {given.before: walked(tree, given.answers, given.tokens)} | sides
     print(f"{given.answers} answers of {given.tokens} tokens, prompts of {PROMPT}, {RANKS} ranks; per sampled token")
     print("| part |" + "".join(f" us, {name} | bytes held, {name} |" for name in sides))
     print("|---|" + "--:|--:|" * len(sides))

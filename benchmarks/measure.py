@@ -27,6 +27,7 @@ import tokenize
 import tomllib
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -473,15 +474,22 @@ def figures_in(root: Path) -> dict[str, Figure]:
     return measured
 
 
-def figures_at(revision: str) -> dict[str, Figure]:
-    """Return the figures of a git revision, from a worktree that lives as long as that takes."""
+@contextmanager
+def tree_at(revision: str) -> Iterator[Path]:
+    """Yield a worktree of a git revision, which lives as long as the context."""
     with tempfile.TemporaryDirectory() as folder:
         tree = str(Path(folder) / "tree")
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, revision], cwd=ROOT, check=True)
         try:
-            return figures_in(Path(tree))
+            yield Path(tree)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+
+
+def figures_at(revision: str) -> dict[str, Figure]:
+    """Return the figures of a git revision."""
+    with tree_at(revision) as tree:
+        return figures_in(tree)
 
 
 def table(now: dict[str, Figure], before: dict[str, Figure] | None, revision: str) -> str:

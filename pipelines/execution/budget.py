@@ -129,13 +129,13 @@ class Budget:
 def gpus_of(spec: StageSpec, runtime: RuntimeConfig) -> float:
     """Return the number of GPUs that the engines of a stage hold."""
     pooled = sum(pool.workers * pool.gpus_per_worker for pool in runtime.pools.values() if "trainer" in spec.engines)
-    train = pooled + runtime.train_workers * runtime.gpus_per_train_worker if "trainer" in spec.engines else 0.0
+    train = runtime.train_workers * runtime.gpus_per_train_worker if "trainer" in spec.engines else 0.0
     sample = runtime.sampler.needs().engines * runtime.gpus_per_engine if "sampler" in spec.engines else 0.0
     if runtime.shares_gpus:  # a train worker and an engine hold the same GPU, which counts once
         workers = runtime.train_workers if "trainer" in spec.engines else 0
         engines = runtime.sampler.needs().engines if "sampler" in spec.engines else 0
         return float(max(workers, engines) + pooled)
-    return float(train + sample)
+    return float(train + sample + pooled)
 
 
 def pairs_asked(config: ProposeComparisonsConfig) -> int:
