@@ -64,7 +64,7 @@ def run_flow(
     try:
         strict = (options.strict_code, options.strict_env)
         parameters = (pipeline_run.context.options.profile, options.overrides, options.until, options.force, *strict)
-        with tags(f"user:{user_name()}"):
+        with tags(f"user:{user_name()}", *config.project.tags):
             full(*parameters)
     except CancelledRun:
         if not halts:

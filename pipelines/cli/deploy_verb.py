@@ -41,7 +41,10 @@ def deploy(options: argparse.Namespace) -> None:
         # Prefect reads its settings when it is imported, and `some_prefect` has just made them.
         from pipelines.prefect_flows.own_deployments import deploy as deploy_profile
 
-        found, before = deploy_profile(name, digest, about=about, seed=config.seed, stages=stages, cron=options.cron)
+        tags = config.project.tags
+        found, before = deploy_profile(
+            name, digest, about=about, seed=config.seed, stages=stages, cron=options.cron, tags=tags
+        )
     print_line(console, f"rlhf-pipeline/{name}: {_change(digest[:DIGITS], before)}")
     print_line(console, f"update:  {command}")
     print_line(console, f"form:    {services.prefect_url}/deployments/deployment/{found}/run")

@@ -44,8 +44,8 @@ EXAMPLES = """examples:
 GROUPS = {
     "start": ("init", "profiles", "schema", "completion", "data", "try-reward", "doctor"),
     "run": ("plan", "explain", "run", "sweep", "resume", "runs"),
-    "results": ("show", "diff", "reproduce", "chat", "serve", "serve-reward", "store"),
-    "decisions": ("judge", "approve", "reject", "champion", "rollback"),
+    "results": ("show", "diff", "reproduce", "chat", "serve", "serve-reward", "store", "usage"),
+    "decisions": ("judge", "approve", "reject", "champion", "rollback", "audit"),
     "services": ("up", "deploy", "down", "status", "reconcile"),
     "other tools": ("import-openrlhf",),
 }
@@ -85,6 +85,8 @@ VERBS = {
     "serve-reward": "pipelines.cli.serve_reward:serve_reward",
     "doctor": "pipelines.cli.doctor:doctor",
     "import-openrlhf": "pipelines.cli.import_openrlhf:import_openrlhf",
+    "usage": "pipelines.cli.accounts:usage",
+    "audit": "pipelines.cli.accounts:show_audit",
     "store": "pipelines.cli.store_verbs:store",
     "store ls": "pipelines.cli.store_lists:store_ls",
 }
@@ -292,7 +294,12 @@ def _parser() -> argparse.ArgumentParser:
     command("doctor", "Check this machine: versions, memory, disk, ports, engines.")
     _import_verb(command("import-openrlhf", "Translate OpenRLHF command lines into a profile."))
     _store_verbs(command("store", "List, verify, pin, clean up or share the artifact store."))
-    for verb in (data, explain, diff, runs, status):
+    accounts = (
+        command("usage", "Sum the hours, CPU hours and GPU hours of results by user and project."),
+        command("audit", "List who pinned, decided, published, rolled back or collected garbage, newest first."),
+    )
+    _account_verbs(*accounts)
+    for verb in (data, explain, diff, runs, status, *accounts):
         _json_option(verb)
     parser.description = "\n\n".join([DESCRIPTION, *_grouped(texts), EXAMPLES, EPILOG])
     return parser
@@ -354,6 +361,13 @@ def _registry_verbs(champion: argparse.ArgumentParser, rollback: argparse.Argume
     for verb in (champion, rollback):
         verb.add_argument("name", nargs="?", default="", help="name of the registered model; default: the only one")
     rollback.add_argument("--reason", required=True, help="reason, kept in the registry")
+
+
+def _account_verbs(usage: argparse.ArgumentParser, audit: argparse.ArgumentParser) -> None:
+    usage.add_argument("--by", default="user,project", help="user, project, stage, label or day (default %(default)s)")
+    for verb in (usage, audit):
+        verb.add_argument("--since", default="30d", help="30d, 12h, 2w or a date (default %(default)s)")
+        _store_options(verb)
 
 
 def _import_verb(translator: argparse.ArgumentParser) -> None:
@@ -491,7 +505,7 @@ def _store_verbs(parser: argparse.ArgumentParser) -> None:
     collect = command("gc", "Remove artifacts that neither a recent run nor a pin needs.")
     collect.add_argument("--dry-run", action="store_true", help="list them without removing them")
     collect.add_argument(
-        "--keep-days", type=float, default=30.0, help="keep what runs used in the last days (default %(default)s)"
+        "--keep-days", type=float, help="keep what runs used in the last days; default: of the profile's project, or 30"
     )
     share = command("share", "Share the store with the members of a Unix group.")
     share.add_argument("--group", required=True, help="group; you must be a member of it")

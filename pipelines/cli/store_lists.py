@@ -52,7 +52,7 @@ def runs(options: argparse.Namespace) -> None:
         )
         for one in found
     ]
-    _print_columns(("state", "run", "age", "seconds", "result", "next"), cells, console)
+    print_columns(("state", "run", "age", "seconds", "result", "next"), cells, console)
 
 
 def store_ls(options: argparse.Namespace) -> None:
@@ -77,7 +77,7 @@ def store_ls(options: argparse.Namespace) -> None:
         made, seconds = row.started[:16].replace("T", " "), f"{row.seconds:.1f}"
         cells.append((row.digest[:12], row.kind, row.label, made, seconds, str(row.attempts), size, said))
     heading = ("digest", "kind", "stage", "made (UTC)", "seconds", "attempts", "MiB", "")
-    _print_columns(heading, cells, console)
+    print_columns(heading, cells, console)
     for found in unreadable:
         print_line(console, f"not readable: {found}")
     damaged = len(unreadable) + sum(bool(states[row.object].damage) for row in rows)
@@ -110,7 +110,8 @@ def _age(seconds: float) -> str:
     return f"{seconds // 60:.0f} min"
 
 
-def _print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+def print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    """Print a table as plain lines."""
     widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
     lines = (" ".join(map(str.ljust, row, widths)).rstrip() for row in (heading, *rows))
     console.file.write("".join(f"{line}\n" for line in lines))

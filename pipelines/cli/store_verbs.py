@@ -6,7 +6,11 @@ from rich.console import Console
 
 from pipelines.cli.common import console, print_line, store_folder
 from pipelines.cli.store_lists import is_empty, print_quarantine
+from pipelines.flows.profile import load_profile
+from pipelines.flows.run_rules import ProjectConfig
+from rlhf_core.store import audit
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.maintenance import KEEP_DAYS
 from rlhf_core.store.sharing import share
 
 
@@ -28,6 +32,7 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
         print_quarantine(store.layout, console)
     elif options.store_verb == "pin":
         store.pin(options.target, note=options.note)
+        audit.note(store.layout, "pin", options.target, options.note)
         print_line(console, f"pinned {options.target}")
     elif options.store_verb == "share":
         store.create()
@@ -35,13 +40,19 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
         print_line(console, f"shared {store.root} with the group {options.group}")
     elif options.store_verb == "unpin":
         store.unpin(options.target)
+        audit.note(store.layout, "unpin", options.target)
         print_line(console, f"unpinned {options.target}")
     else:
         _collect(store, options, console)
 
 
 def _collect(store: ArtifactStore, options: argparse.Namespace, console: Console) -> None:
-    report = store.gc(options.dry_run, keep_days=options.keep_days)
+    project = load_profile(options.profile).project if options.profile else ProjectConfig()
+    wanted = [days for days in (options.keep_days, project.keep_days, KEEP_DAYS) if days is not None]
+    report = store.gc(options.dry_run, keep_days=wanted[0], project=project.name)
+    if not report.dry_run and report.items:
+        whose = f" of project {project.name}" if project.name else ""
+        audit.note(store.layout, "gc", f"{len(report.items)} items{whose}", f"unused for {wanted[0]:g} days")
     for item in report.items:
         print_line(console, str(item))
     for what, why in report.kept if report.dry_run else ():

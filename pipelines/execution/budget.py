@@ -138,6 +138,13 @@ def gpus_of(spec: StageSpec, runtime: RuntimeConfig) -> float:
     return float(train + sample + pooled)
 
 
+def cpus_of(spec: StageSpec, runtime: RuntimeConfig) -> float:
+    """Return the number of processes of a stage that have a CPU of their own: the driver, its workers and engines."""
+    workers = runtime.train_workers + sum(pool.workers for pool in runtime.pools.values())
+    engines = runtime.sampler.needs().engines
+    return float(1 + workers * ("trainer" in spec.engines) + engines * ("sampler" in spec.engines))
+
+
 def pairs_asked(config: ProposeComparisonsConfig) -> int:
     """Return the largest number of pairs in a proposal, including repeats and attention checks."""
     return (

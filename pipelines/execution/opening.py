@@ -106,7 +106,7 @@ def open_tracker(config: PipelineConfig, home: Home, *, join: str = "") -> Track
     ours = place == home.mlflow_uri
     tracker: Tracker = MlflowTracker(
         uri,
-        experiment=config.name,
+        experiment=config.experiment,
         artifact_root=home.mlflow_artifacts if ours else None,
         spool=home.mlflow_artifacts / ".spool",
         place=place,

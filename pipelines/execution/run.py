@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from pipelines.execution.budget import Budget, gpus_of
+from pipelines.execution.budget import Budget, cpus_of, gpus_of
 from pipelines.execution.executor import (
     Progress,
     RunContext,
@@ -275,7 +275,7 @@ class GatedStages:
     pipeline: Pipeline
 
     def __call__(self, spec: StageSpec, kind: type[R]) -> R:
-        spec = replace(spec, pipeline=self.run.context.config.name)
+        spec = billed(spec, self.run.context.config)
         try:
             ref = self.run_stage(spec, kind)
         except StageHeld:
@@ -289,6 +289,12 @@ class GatedStages:
             options = self.run.context.options
             all_specs(self.run.context.config, self.pipeline, until=options.until, made={spec.label: ref})
         return ref
+
+
+def billed(spec: StageSpec, config: PipelineConfig) -> StageSpec:
+    """Return the stage with what its record says besides its key: whose it is, and what it holds."""
+    cpus, gpus = cpus_of(spec, config.runtime), gpus_of(spec, config.runtime)
+    return replace(spec, pipeline=config.name, project=config.project.name, cpus=cpus, gpus=gpus)
 
 
 @dataclass(frozen=True)

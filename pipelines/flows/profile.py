@@ -26,7 +26,7 @@ from pipelines.flows.profile_errors import check_removal, fields_of, first_error
 from pipelines.flows.profile_paths import relative_to_profile
 from pipelines.flows.prompt_sources import check_measured_sources, check_step_sources
 from pipelines.flows.recipe import GraphConfig, Step
-from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig, TrackConfig
+from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig, ProjectConfig, TrackConfig
 from pipelines.flows.sections import POLICY_SECTIONS, DistillationConfig, EvaluationConfig
 from rlhf_core.config.former_names import FORMER, renamed
 from rlhf_core.config.monitors import is_named, remedy_of
@@ -52,6 +52,12 @@ class PipelineConfig(GraphConfig):
     notify: Annotated[NotifyConfig | None, OPERATIONAL] = added_option(None)
     """Notification when a run has ended or waits."""
     track: Annotated[TrackConfig, OPERATIONAL] = added_option(TrackConfig())
+    project: Annotated[ProjectConfig, OPERATIONAL] = added_option(ProjectConfig())
+
+    @property
+    def experiment(self) -> str:
+        """Return the name of the experiment in MLflow."""
+        return f"{self.project.name}/{self.name}" if self.project.name else self.name
 
     @model_validator(mode="after")
     def _check_gate_names(self) -> PipelineConfig:

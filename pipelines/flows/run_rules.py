@@ -98,6 +98,20 @@ class BudgetConfig(Config):
         return self
 
 
+class ProjectConfig(Config):
+    """What the runs of a profile belong to, in a store and on servers that several projects share."""
+
+    name: str = Field("", pattern=r"^[\w.-]*$")
+    """Name of the project: on records, as the tag `project:NAME` in Prefect, and before the name of the experiment in MLflow."""
+    keep_days: float | None = Field(None, ge=0)
+    """Days for which `rlhf store gc --profile` keeps unused results of this project; 30 if empty. Results of other projects stay."""
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Return the tags of its runs in Prefect."""
+        return (f"project:{self.name}",) if self.name else ()
+
+
 class TrackConfig(Config):
     """Trackers that get the metrics of stages beside MLflow, which stays the record."""
 

@@ -43,12 +43,14 @@ def claim(deployment: Any) -> Any:
     return deployment
 
 
-def deploy(name: str, digest: str, *, about: str, seed: int, stages: Collection[str], cron: str) -> tuple[UUID, str]:
+def deploy(
+    name: str, digest: str, *, about: str, seed: int, stages: Collection[str], cron: str, tags: Collection[str] = ()
+) -> tuple[UUID, str]:
     """Make or update the deployment of a kept profile; return its id, and the version that it had before, or "".
 
     A version is the beginning of a profile's digest. Without `cron` the schedule stays as it is; `none` removes it.
     """
-    made = claim(declare(full, name, {"profile": digest}, PIPELINE_TAG, OWN_TAG, version=digest[:DIGITS]))
+    made = claim(declare(full, name, {"profile": digest}, PIPELINE_TAG, OWN_TAG, *tags, version=digest[:DIGITS]))
     made.description = about
     form = made._parameter_openapi_schema.model_copy(deep=True)
     form.properties = {field: form.properties[field] for field in FIELDS}

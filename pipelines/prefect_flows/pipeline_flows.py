@@ -64,7 +64,7 @@ def pipeline_flow(name: str, pipeline: Pipeline, example: str, about: str) -> Fl
             wanted = named_profile(profile or example, changes, Home.here())
         context = FlowRunContext.get()
         if context is not None and context.flow_run is not None:
-            rename(context.flow_run, wanted.name)
+            rename(context.flow_run, wanted.name, wanted.project.tags)
         strict = Strictness(code=strict_code, env=strict_env)
         options = RunOptions(until=until, force=tuple(force), strict=strict, overrides=tuple(changes))
         return run_served(wanted, pipeline, options)

@@ -70,11 +70,11 @@ def own(flow_run_id: UUID) -> None:
         client.update_flow_run_labels(flow_run_id, mlflow_client.tags() | labels)
 
 
-def rename(flow_run: FlowRun, name: str) -> None:
-    """Give a flow run the name of its profile or run, which it knows once it has read that."""
+def rename(flow_run: FlowRun, name: str, tags: Iterable[str] = ()) -> None:
+    """Give a flow run the name of its profile or run, and further tags, which it knows once it has read that."""
+    flow_run.name, flow_run.tags = name, sorted({*flow_run.tags, *tags})
     with get_client(sync_client=True) as client:
-        client.set_flow_run_name(flow_run.id, name)
-    flow_run.name = name
+        client.update_flow_run(flow_run.id, name=name, tags=flow_run.tags)
 
 
 def home_tag(home: Home) -> str:

@@ -30,7 +30,10 @@ def network() -> str:
 
 
 def user_name() -> str:
-    """Return the name of the user of this process."""
+    """Return who runs this process, as runs and decisions name them: `RLHF_USER`, else the login name."""
+    given = os.environ["RLHF_USER"].strip() if "RLHF_USER" in os.environ else ""
+    if given:
+        return given
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container may have no name for its user

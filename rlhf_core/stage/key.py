@@ -42,7 +42,8 @@ class StageSpec:
     one result. `inputs` become keyword arguments of the stage's `run`. `engines` holds the part of the runtime's
     configuration that changes results, {} for a stage without engines. `callables` are the user's functions,
     `module:function` or `file.py:function`; their code, and all user modules that it reaches, enter the key.
-    `pipeline` is the `name` of the profile, whose earlier stages explain a decision; it does not enter the key either.
+    `pipeline` is the `name` of the profile, whose earlier stages explain a decision. Like the next three it does not enter
+    the key: `project` is that of the profile, `cpus` and `gpus` are what the stage holds, for the record.
 
     Raises ConfigError for an invalid `code`.
     """
@@ -58,6 +59,9 @@ class StageSpec:
     engines: dict[str, Any]
     callables: tuple[str, ...] = ()
     pipeline: str = ""
+    project: str = ""
+    cpus: float = 0.0
+    gpus: float = 0.0
 
     def __post_init__(self) -> None:
         if self.code not in get_args(CodePolicy):

@@ -282,13 +282,14 @@ class ArtifactStore:
     def pins(self) -> dict[str, str]:
         return maintenance.pins(self.layout)
 
-    def gc(self, dry_run: bool, *, keep_days: float = 30.0) -> GcReport:
+    def gc(self, dry_run: bool, *, keep_days: float = maintenance.KEEP_DAYS, project: str = "") -> GcReport:
         """Remove (or only list) objects that neither a root nor a record used in the last `keep_days` reaches.
 
-        Roots are pins and what waiting runs need (`rlhf_core.store.maintenance`). While a record or a root cannot be read,
+        With a `project`, results of others are kept, too, and attempts and quarantine are left to a collection without
+        one. Roots are pins and what waiting runs need (`rlhf_core.store.maintenance`). While a record or a root cannot be read,
         what it reaches is unknown: all records and objects are then kept.
         """
-        return maintenance.collect(self.layout, self.scan, dry_run=dry_run, keep_days=keep_days)
+        return maintenance.collect(self.layout, self.scan, dry_run=dry_run, keep_days=keep_days, project=project)
 
     def tidy(self, key: str) -> tuple[str, Attempt] | None:
         """Clean up after processes that have ended; return label and attempt if one was still recorded as running.

@@ -100,6 +100,11 @@ class StoreLayout:
         return self.root / "roots" / "waits"
 
     @property
+    def audit(self) -> Path:
+        """Return the folder of what people did in the store."""
+        return self.root / "roots" / "audit"
+
+    @property
     def externals(self) -> Path:
         return self.root / "roots" / "external"
 

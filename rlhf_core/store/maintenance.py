@@ -162,6 +162,8 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 3600.0
 """Minimum age of an object to be removed: a younger one may belong to a commit whose record is not written yet."""
 
+KEEP_DAYS = 30.0
+"""Days for which results are kept that nothing has used, where neither a command nor a project says otherwise."""
 KEEP_DAYS_WHILE_RUNNING = 7.0
 """Minimum `keep_days` while a stage runs, because recently used records may be its inputs."""
 
@@ -270,12 +272,14 @@ def collect(
     *,
     dry_run: bool,
     keep_days: float,
+    project: str = "",
 ) -> GcReport:
     """Keep the objects that roots and recently used records reach through their inputs; remove the rest.
 
     A record is removed before its object, so no record points to a missing object. Young objects and attempts of
     living owners stay; so do all records and objects while a record or a root is unreadable. The lock of the store is
-    held until all is decided and out of the way: nothing that another process begins to use meanwhile is removed.
+    held until all is decided and out of the way: nothing that another process begins to use meanwhile is removed. With a
+    `project`, records of others are roots; attempts and quarantine, which have no project, stay.
     """
     if not keep_days >= 0:
         raise ArtifactError("keep_days", keep_days, "must be 0 or more", "to keep everything, do not run gc")
@@ -283,15 +287,17 @@ def collect(
         now = time.time() if dry_run or not layout.root.is_dir() else disk_time(layout.leases)
         records, unreadable = scan()
         roots, unreadable_roots = roots_of(layout)
+        if project:
+            roots += [Root(one.key, "is of another project") for one in records if one.project != project]
         held_back = (*unreadable, *unreadable_roots)
         if any(living_owner(layout.leases, path.stem) for path in layout.leases.glob("*.json")):
             keep_days = max(keep_days, KEEP_DAYS_WHILE_RUNNING)
         horizon, young = now - keep_days * 86400, now - GRACE_SECONDS
         items = [] if held_back else _unreached(layout, records, roots, horizon, young)
-        items.extend(_dead_attempts(layout, records, roots, horizon))
+        items.extend([] if project else _dead_attempts(layout, records, roots, horizon))
         aside = [] if dry_run else _out_of_the_way(layout, items)
     for path in sorted(layout.quarantine.glob("*")):
-        if path not in aside and _modified(path) < horizon:
+        if not project and path not in aside and _modified(path) < horizon:
             items.append(GcItem("quarantine", path, folder_bytes(path), "", f"there for {_days(path)}"))
             aside.append(path)
     if not dry_run:

@@ -66,6 +66,12 @@ class Provenance(BaseModel):
     environment: dict[str, str]
     user: str = ""
     """Name of the user whose process computed it; "" in records of earlier versions."""
+    project: str = ""
+    """Name of the project in the profile that computed it; "" if it has none."""
+    cpus: float = 0.0
+    """Number of processes with a CPU of their own, the driver's included; 0 in records of earlier versions."""
+    gpus: float = 0.0
+    """Number of GPUs that its engines held; 0 also in records of earlier versions."""
     started: str
     """Start of the last attempt as ISO 8601 in UTC."""
     seconds: float

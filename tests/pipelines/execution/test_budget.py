@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.execution.budget import Budget, gpus_of
+from pipelines.execution.budget import Budget, cpus_of, gpus_of
 from pipelines.execution.executor import RunOptions, StageOutcome
 from pipelines.execution.opening import open_run, store_of
 from pipelines.execution.plan import plan
@@ -199,6 +199,7 @@ def test_a_gpu_that_is_shared_counts_once():
     assert gpus_of(spec, shared) == 4
     only: Any = SimpleNamespace(engines={"trainer": {}})
     assert gpus_of(only, apart) == 4 and gpus_of(only, RuntimeConfig()) == 0
+    assert (cpus_of(spec, apart), cpus_of(only, apart)) == (7, 5), "the driver's CPU is among them"
 
 
 def test_what_another_process_has_computed_costs_nothing_while_we_wait_for_it(tmp_path, home):

@@ -73,6 +73,18 @@ def test_gc_removes_what_was_not_used_for_long_and_a_dry_run_only_lists_it(store
     store.gc(dry_run=False)
     assert _left(store) == ["new"]
     assert store.record(sha256_text("old")) is None and store.record(sha256_text("new")) is not None
+
+
+def test_gc_of_a_project_leaves_results_attempts_and_quarantine_of_others_alone(store):
+    for content, project in (("ours", "bot"), ("theirs", "shop"), ("nobody's", "")):
+        commit_text(store, content, project=project)
+    _make_old(store, "ours", "theirs", "nobody's")
+    (store.layout.quarantine / "x").mkdir(parents=True)
+    (store.layout.attempt("k") / "work-1").mkdir(parents=True)
+    report = store.gc(dry_run=False, keep_days=0.0, project="bot")
+    assert sorted(item.kind for item in report.items) == ["object", "record"]
+    assert _left(store) == ["nobody's", "theirs"] and {why for _, why in report.kept} == {"is of another project"}
+    assert len(store.gc(dry_run=True, keep_days=0.0).items) == 6
     assert store.verify() == []
 
 

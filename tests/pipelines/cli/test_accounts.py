@@ -1,0 +1,80 @@
+import json
+
+import pytest
+
+from pipelines.cli.main import main
+from pipelines.execution.run import billed
+from pipelines.flows.profile import load_profile
+from pipelines.flows.run_rules import ProjectConfig
+from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.gate_decisions import GateDecisions, Question
+from tests.support.records import commit_text
+from tests.support.small_pipeline import write_mini
+from tests.support.toy_stage import ToyConfig, toy_spec
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_USER", "ada")
+    return ArtifactStore(tmp_path / "store")
+
+
+def _json(capsys, *words: str) -> dict[str, object]:
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_usage_sums_hours_times_cpus_and_gpus_by_user_and_project(store, capsys):
+    hour = {"seconds": 3600.0, "started": "2030-01-02T10:00:00.000+00:00"}
+    commit_text(store, "1", user="ada", project="bot", cpus=3.0, gpus=2.0, **hour)
+    commit_text(store, "2", user="ada", project="bot", cpus=1.0, **hour)
+    commit_text(store, "3", user="ben", **hour)
+    commit_text(store, "4", user="ben", **(hour | {"started": "2029-12-31T10:00:00.000+00:00"}))
+    where = ["--store", str(store.root), "--since", "2030-01-01"]
+    (bot, other) = _json(capsys, "usage", *where)["usage"]  # type: ignore[misc]
+    assert bot == {
+        "group": {"user": "ada", "project": "bot"}, "results": 2, "hours": 2.0, "cpu_hours": 4.0, "gpu_hours": 2.0,
+    }  # fmt: skip
+    assert (other["group"], other["results"], other["cpu_hours"]) == ({"user": "ben", "project": "-"}, 1, 0.0)
+    assert main(["usage", *where, "--by", "day"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["2030-01-02", "3", "3.00", "4.00", "2.00"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--by", "usr", "--by = 'usr': is none of user, project"), ("--since", "soon", "--since = 'soon': is neither")],
+)
+def test_a_group_or_a_time_that_there_is_not_is_refused(store, capsys, option, value, message):
+    assert main(["usage", "--store", str(store.root), option, value]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_audit_lists_pins_collections_and_decisions_with_who_and_why(store, capsys):
+    ref, where = commit_text(store, "1"), ["--store", str(store.root)]
+    asked = GateDecisions(store.layout).ask(Question(gate="quality", condition={}, digest="d1"), run="night", links={})
+    GateDecisions(store.layout).decide(asked, "approve", reason="good", by="ben")
+    assert main(["store", "pin", ref.digest, "--note", "for the paper", *where]) == 0
+    assert main(["store", "unpin", ref.digest, *where]) == 0
+    (store.layout.quarantine / "old").mkdir(parents=True)
+    assert main(["store", "gc", "--dry-run", "--keep-days", "0", *where]) == 0
+    assert main(["store", "gc", "--keep-days", "0", *where]) == 0
+    found = _json(capsys, "audit", *where)["audit"]
+    assert isinstance(found, list)
+    said = {(one["by"], one["did"], one["to"], one["why"]) for one in found}
+    assert {("ada", "pin", ref.digest, "for the paper"), ("ada", "unpin", ref.digest, "")} < said
+    assert ("ben", "approve", "quality d1", "good") in said
+    assert [one["by"] for one in found if one["did"] == "gc"] == ["ada"], "a dry run did nothing"
+    assert [one["at"] for one in found] == sorted((one["at"] for one in found), reverse=True)
+
+
+def test_a_project_names_the_experiment_the_tag_and_the_record_and_no_key(tmp_path):
+    plain = load_profile(write_mini(tmp_path))
+    named = plain.model_copy(update={"project": ProjectConfig(name="bot")})
+    assert (plain.experiment, named.experiment) == (plain.name, f"bot/{plain.name}")
+    assert (plain.project.tags, named.project.tags) == ((), ("project:bot",))
+    spec = billed(toy_spec(ToyConfig()), named.model_copy(update={"runtime": RuntimeConfig(train_workers=2)}))
+    assert (spec.project, spec.cpus, spec.gpus) == ("bot", 1.0, 0.0), "the toy stage has no engines"
