@@ -7,18 +7,16 @@ from pipelines.execution.run import billed
 from pipelines.flows.profile import load_profile
 from pipelines.flows.run_rules import ProjectConfig
 from rlhf_core.config.engines import RuntimeConfig
-from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import GateDecisions, Question
 from tests.support.records import commit_text
 from tests.support.small_pipeline import write_mini
 from tests.support.toy_stage import ToyConfig, toy_spec
 
 
-@pytest.fixture
-def store(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def _of_ada(tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("RLHF_USER", "ada")
-    return ArtifactStore(tmp_path / "store")
 
 
 def _json(capsys, *words: str) -> dict[str, object]:
