@@ -14,7 +14,8 @@ from typing import Any
 from campaigns.durability import checks, lives, processes, takeovers
 from campaigns.durability.lives import Kill, Life, Peace
 from campaigns.durability.pipeline import LOG, Setup
-from rlhf_core.store import attempts, leases
+from rlhf_core.store import attempts
+from rlhf_core.store.places import local
 
 KIND = "one of two runs with wrong clocks"
 
@@ -99,7 +100,7 @@ def _shift_clocks(seconds: float) -> None:
 
 def _age_leases(seconds: float) -> None:
     """Let each lease that this process writes look so old, as if the clock of the disk had jumped since."""
-    write = leases.write_json
+    write = local.write_json
 
     def write_old(path: Path, value: Any, *, durable: bool = True) -> None:
         write(path, value, durable=durable)
@@ -109,7 +110,7 @@ def _age_leases(seconds: float) -> None:
         except FileNotFoundError:  # swept by another process
             return
 
-    leases.write_json = write_old  # type: ignore[attr-defined]
+    local.write_json = write_old  # type: ignore[attr-defined]
 
 
 def shown(skews: list[Skew]) -> str:

@@ -32,6 +32,7 @@ from unittest import mock
 from greenlet import getcurrent, greenlet
 
 from rlhf_core.store import checkpoints, layout, leases
+from rlhf_core.store.places import local
 
 ROOT = "/sim"
 FIRST_DESCRIPTOR = 1 << 20
@@ -528,7 +529,7 @@ class World:
                 stack.enter_context(mock.patch.object(module, name, _for_paths(call, getattr(module, name))))
             for module, name, call in of_process:
                 stack.enter_context(mock.patch.object(module, name, _for_processes(call, getattr(module, name))))
-            for module in (leases, checkpoints):
+            for module in (leases, checkpoints, local):
                 stack.enter_context(mock.patch.object(module, "threading", threads))
             stack.enter_context(mock.patch.object(layout, "ThreadPoolExecutor", _POOL))
             stack.enter_context(mock.patch.object(layout, "_DURABLE", OfProcess()))

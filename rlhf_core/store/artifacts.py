@@ -48,6 +48,7 @@ from rlhf_core.store.layout import (
 from rlhf_core.store.leases import Lease, Owner
 from rlhf_core.store.maintenance import Damage, GcReport
 from rlhf_core.store.object_check import object_damage, quarantine_object, set_aside_record
+from rlhf_core.store.places.local import alone
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store.sharing import give_made, open_to_group
 from rlhf_core.store.typed_json import Stored, read_stored
@@ -127,7 +128,7 @@ class ArtifactStore:
         record, damage = self._check(key)
         if not damage:
             return record
-        with leases.alone(self.layout.leases):  # a record that another process has put in its place meanwhile stays
+        with alone(self.layout.leases):  # a record that another process has put in its place meanwhile stays
             record, damage = self._check(key)
             if not damage:
                 return record
@@ -157,7 +158,7 @@ class ArtifactStore:
             folder = self.layout.object(digest)
             problem = object_damage(folder, deep=False) if folder.exists() else ""
             if problem:
-                with leases.alone(self.layout.leases):
+                with alone(self.layout.leases):
                     problem = object_damage(folder, deep=False) if folder.exists() else problem
                     if problem:
                         quarantine_object(self.layout, digest, problem)
@@ -189,7 +190,7 @@ class ArtifactStore:
         Who may not write to the store gets a warning.
         """
         try:
-            with leases.alone(self.layout.leases):
+            with alone(self.layout.leases):
                 os.utime(self.layout.key(key))
         except FileNotFoundError:
             return False
@@ -254,7 +255,7 @@ class ArtifactStore:
             handle = _handle(kind, files, children, tuple(parents))
             self._store_object(out, files, object_digest(handle))
             committed = KeyRecord(key=key, handle=handle, **dict(record)).to_json()
-            with leases.alone(self.layout.leases) if lease is None else lease.undisturbed():
+            with alone(self.layout.leases) if lease is None else lease.undisturbed():
                 fence()
                 damage = object_damage(self.layout.object(object_digest(handle)), deep=False)
                 if damage:
@@ -345,7 +346,7 @@ class ArtifactStore:
         with suppress(FileNotFoundError):
             checked = target.stat().st_ino
             damage = object_damage(target, deep=True)
-            with leases.alone(self.layout.leases):
+            with alone(self.layout.leases):
                 if target.stat().st_ino != checked:
                     return False
                 if damage:

@@ -17,7 +17,7 @@ from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import user_name
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
 from rlhf_core.store.layout import StoreLayout, write_json
-from rlhf_core.store.leases import alone
+from rlhf_core.store.places.local import alone
 from rlhf_core.store.typed_json import Stored, read_stored
 
 Answer = Literal["approve", "reject"]

@@ -1,19 +1,16 @@
 """Leases: one process computes a key, the others wait for its result.
 
-A lease is a small file with its owner's host, boot id, process and a secret token. A thread renews it. A lease is lost
-when its owner is a process of this machine that has ended, or when the file was not renewed for too long; then the next
-process takes it over. Clocks jump, and those of two hosts differ. So the age is measured by the clock of the disk, and
-the next process also watches the file for longer than a living owner needs to renew it. A process that lost its lease
+A lease is a record with its owner's host, boot id, process and a secret token. A thread renews it. A lease is lost
+when its owner is a process of this machine that has ended, or when it was not renewed for too long; then the next
+process takes it over. Clocks jump, and those of two hosts differ. So the age is measured by the clock of the place, and
+the next process also watches the lease for longer than a living owner needs to renew it. A process that lost its lease
 without noticing is stopped by `Lease.check` before each step and each checkpoint. It may be suspended after any check:
 what must not be written by a loser (the record, the history of attempts) is written in `Lease.undisturbed`.
 """
 
-import errno
-import fcntl
 import logging
 import os
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import here, process_stat, process_state
-from rlhf_core.store.layout import read_json, write_json
+from rlhf_core.store.places import Conflict, Records
+from rlhf_core.store.places.local import LocalRecords, alone
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +32,6 @@ HEARTBEAT_SECONDS = 20.0  # rare enough for a network disk with hundreds of runs
 POLL_SECONDS = 0.25  # how late a waiting process notices the result
 WATCH_SECONDS = 2.25 * HEARTBEAT_SECONDS
 """Time by the monotonic clock that a lease must be unchanged before it is taken from an owner that may be alive."""
-LOCK_SLOW_SECONDS = 10.0
-"""Time of waiting for another process's change of a lease after which a warning is logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,34 +111,7 @@ def hold(folder: Path, key: str, *, on_wait: Callable[[Owner], None] | None = No
     finally:
         stop.set()
         heart.join()
-        with alone(lease.folder):
-            holder = _read(lease.folder, lease.key)
-            if holder is not None and holder.token == lease.owner.token:
-                lease_file(lease.folder, lease.key).unlink(missing_ok=True)
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of the store for a few quick changes: leases, records, pins and removals change in it alone.
-
-    The kernel frees the lock of a process that dies. It is not reentrant. Raises ArtifactError if the disk has no locks.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor, probe = (os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666) for _ in range(2))
-    try:
-        try:
-            _lock(descriptor, folder)
-            with suppress(BlockingIOError):
-                fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                raise OSError(errno.ENOLCK, "a locked file can be locked again")
-        except OSError as error:
-            rule = f"the disk does not support file locks ({error.strerror}), so two runs could compute the same key"
-            remedy = "choose a folder on another disk: set `store` in the profile, or RLHF_HOME"
-            raise ArtifactError("store", str(folder.parent), rule, remedy) from error
-        yield
-    finally:
-        os.close(probe)
-        os.close(descriptor)
+        _release(lease)
 
 
 def living_owner(folder: Path, key: str) -> Owner | None:
@@ -158,13 +127,13 @@ def sweep(folder: Path) -> list[tuple[str, Owner]]:
     """
     if not folder.is_dir():
         return []
-    swept = []
-    with alone(folder):
-        for path in sorted(folder.glob("*.json")):
-            owner = _read(folder, path.stem)
-            if owner is not None and is_gone(owner):
-                path.unlink(missing_ok=True)
-                swept.append((path.stem, owner))
+    swept, records = [], records_of(folder)
+    for name in records.names():
+        owner, version = _held(records, name)
+        if owner is not None and is_gone(owner):
+            with suppress(Conflict):  # another process has just taken it over
+                records.drop(name, version or "")
+                swept.append((name.removesuffix(".json"), owner))
     return swept
 
 
@@ -187,46 +156,47 @@ def _has_lost(folder: Path, key: str, owner: Owner) -> bool:
         state = process_state(owner.pid, owner.pid_started)
         if state != "stopped":
             return state == "gone"
-    return _is_silent(lease_file(folder, key))
+    return _is_silent(records_of(folder), name_of(key))
 
 
-def _is_silent(path: Path) -> bool:
-    """Return whether the lease in `path` was not renewed for `TTL_SECONDS` by the clock of its disk.
+def _is_silent(records: Records, name: str) -> bool:
+    """Return whether the lease was not renewed for `TTL_SECONDS` by the clock of its place.
 
-    The lease's time is compared with that of a file created now, so clocks of two hosts are never compared.
+    Where a place does not tell, whoever wants the lease watches it for so long.
     """
     try:
-        return disk_time(path.parent) - path.stat().st_mtime > TTL_SECONDS
+        age = records.age(name)
+        return age is None or age > TTL_SECONDS
+    except FileNotFoundError:  # released just now
+        return False
     except OSError as error:
-        logger.warning("lease %s: could not determine its age: %s", path.stem[:12], error)
+        logger.warning("lease %s: could not determine its age: %s", name[:12], error)
         return False
 
 
-def disk_time(folder: Path) -> float:
-    """Return the time by the clock of the disk that holds `folder`, which that of this host may differ from."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as probe:
-        probe.write(b"now")
-        probe.flush()
-        os.fsync(probe.fileno())
-        return Path(probe.name).stat().st_mtime
+# ---------------------------------------------------------------- the record
 
 
-# ---------------------------------------------------------------- the file
+def records_of(folder: Path) -> Records:
+    """Return the records of the leases in a folder."""
+    return LocalRecords(folder)
 
 
 def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) -> Lease:
     ours = ourselves()
     waited = False
-    watch = _Watch(lease_file(folder, key))
+    watch, records = _Watch(), records_of(folder)
     while True:
-        with alone(folder):
-            holder = _read(folder, key)
-            if holder is None or is_gone(holder) or (_has_lost(folder, key, holder) and watch.is_over()):
-                if holder is not None:
-                    logger.warning("lease %s: %s is gone; taking over", key[:12], holder)
-                ours = replace(ours, expires=time.time() + TTL_SECONDS)
-                _write(folder, key, ours)
-                return Lease(folder, key, ours, waited)
+        holder, version = _held(records, name_of(key))
+        if holder is None or is_gone(holder) or (_has_lost(folder, key, holder) and watch.is_over(version)):
+            ours = replace(ours, expires=time.time() + TTL_SECONDS)
+            try:
+                records.put(name_of(key), asdict(ours), version)
+            except Conflict:  # another process was faster, or its owner has renewed it
+                continue
+            if holder is not None:
+                logger.warning("lease %s: %s is gone; taking over", key[:12], holder)
+            return Lease(folder, key, ours, waited)
         if not waited:
             waited = True
             logger.info("lease %s: waiting for %s, which is computing it", key[:12], holder)
@@ -235,75 +205,71 @@ def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) ->
         time.sleep(POLL_SECONDS)
 
 
+def _release(lease: Lease) -> None:
+    records, name = records_of(lease.folder), name_of(lease.key)
+    holder, version = _held(records, name)
+    if holder is not None and holder.token == lease.owner.token:
+        with suppress(Conflict):  # taken over just now
+            records.drop(name, version or "")
+
+
 class _Watch:
     """A measurement of how long a lease has been unchanged, by the monotonic clock."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._seen: tuple[int, int] | None = None
+    def __init__(self) -> None:
+        self._seen: str | None = None
         self._looked = time.monotonic()
         self._watched = 0.0
 
-    def is_over(self) -> bool:
-        """Check the file and return whether it has been unchanged for `WATCH_SECONDS`.
+    def is_over(self, version: str | None, long: float = 0.0) -> bool:
+        """Return whether the lease has been at this version for `WATCH_SECONDS`; each renewal is a new one.
 
-        A long time between two checks counts as one heartbeat: what delayed us (a suspended machine, a stopped process)
+        A long time between two looks counts as one heartbeat: what delayed us (a suspended machine, a stopped process)
         may have delayed the owner too.
         """
         now = time.monotonic()
         since, self._looked = now - self._looked, now
-        try:
-            status = self._path.stat()
-        except FileNotFoundError:  # just released
-            return True
-        seen = (status.st_ino, status.st_mtime_ns)  # each renewal is a new file
-        self._watched = self._watched + min(since, HEARTBEAT_SECONDS) if seen == self._seen else 0.0
-        self._seen = seen
-        return self._watched >= WATCH_SECONDS
+        self._watched = self._watched + min(since, HEARTBEAT_SECONDS) if version == self._seen else 0.0
+        self._seen = version
+        return self._watched >= max(WATCH_SECONDS, long)
 
 
 def _beat(lease: Lease, stop: threading.Event) -> None:
+    records, name = records_of(lease.folder), name_of(lease.key)
     while not stop.wait(HEARTBEAT_SECONDS):
         try:
-            with alone(lease.folder):
-                holder = _read(lease.folder, lease.key)
-                if holder is None or holder.token != lease.owner.token:
-                    logger.error("lease %s was taken over by %s", lease.key[:12], holder)
-                    return
-                _write(lease.folder, lease.key, replace(holder, expires=time.time() + TTL_SECONDS))
-        except (OSError, ArtifactError) as error:
+            holder, version = _held(records, name)
+            if holder is None or holder.token != lease.owner.token:
+                logger.error("lease %s was taken over by %s", lease.key[:12], holder)
+                return
+            records.put(name, asdict(replace(holder, expires=time.time() + TTL_SECONDS)), version)
+        except (OSError, ArtifactError, Conflict) as error:
             logger.warning("could not renew lease %s: %s", lease.key[:12], error)
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    with suppress(BlockingIOError):
-        return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    what = "%s: still waiting for another process to release the lock; if that process is suspended (Ctrl-Z), resume or end it"
-    warning = threading.Timer(LOCK_SLOW_SECONDS, logger.warning, (what, folder))
-    warning.daemon = True
-    warning.start()
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    finally:
-        warning.cancel()
 
 
 def lease_file(folder: Path, key: str) -> Path:
     """Return the file of the lease of `key`."""
-    return folder / f"{key}.json"
+    return folder / name_of(key)
+
+
+def name_of(key: str) -> str:
+    """Return the name of the record of a lease."""
+    return f"{key}.json"
 
 
 def _read(folder: Path, key: str) -> Owner | None:
-    """Return the owner of a lease; None if there is none, or the file is not a lease: then the next process overwrites it."""
+    return _held(records_of(folder), name_of(key))[0]
+
+
+def _held(records: Records, name: str) -> tuple[Owner | None, str | None]:
+    """Return owner and version of a lease; no owner if there is none, or it is not a lease: the next process overwrites it."""
+    found = records.get(name)
+    if found is None:
+        return None, None
     try:
-        return _OWNER.validate_python(read_json(lease_file(folder, key)))
+        return _OWNER.validate_python(found.value), found.version
     except ValidationError:
-        return None
-
-
-def _write(folder: Path, key: str, owner: Owner) -> None:
-    # Not durable: after a power cut the owner is gone anyway.
-    write_json(lease_file(folder, key), asdict(owner), durable=False)
+        return None, found.version
 
 
 # ---------------------------------------------------------------- processes

@@ -30,8 +30,9 @@ from rlhf_core.store.layout import (
     remove_tree,
     write_json,
 )
-from rlhf_core.store.leases import alone, disk_time, living_owner
+from rlhf_core.store.leases import living_owner
 from rlhf_core.store.object_check import last_good, object_damage, quarantine_object, set_aside_record
+from rlhf_core.store.places.local import alone, disk_time
 from rlhf_core.store.records import KeyRecord, parse_record
 from rlhf_core.store.typed_json import Stored, read_stored
 

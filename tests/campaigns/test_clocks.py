@@ -7,7 +7,7 @@ import pytest
 from campaigns.durability import checks, clocks, lives, processes, takeovers
 from campaigns.durability.clocks import Skew
 from campaigns.durability.pipeline import LOG, Setup
-from rlhf_core.store import leases
+from rlhf_core.store.places import local
 from tests.support.toy_runs import run_toy
 from tests.support.toy_stage import ToyConfig, toy_spec
 
@@ -67,7 +67,7 @@ def test_the_clocks_of_a_run_are_wrong(tmp_path):
 
     def say() -> None:
         clocks.apply(AHEAD)
-        leases.write_json(tmp_path / "lease.json", {}, durable=False)
+        local.write_json(tmp_path / "lease.json", {}, durable=False)
         said = f"{time.time() - wall} {time.time_ns() / 1e9 - wall} {wall - (tmp_path / 'lease.json').stat().st_mtime}"
         file.write_text(said)
 

@@ -6,17 +6,18 @@ from unittest import mock
 import pytest
 
 from campaigns.durability import simulator
-from rlhf_core.store import artifacts, checkpoints, layout, leases, maintenance
+from rlhf_core.store import artifacts, checkpoints, layout, maintenance
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.checkpoints import Checkpoints
 from rlhf_core.store.leases import Lease
+from rlhf_core.store.places import local
 
 finish, write_text = Checkpoints._finish, layout.write_text
 
 
 def check_before_lock(lease: Lease) -> Any:
     lease.check()
-    return leases.alone(lease.folder)
+    return local.alone(lease.folder)
 
 
 def record_before_object(

@@ -14,6 +14,7 @@ from rlhf_core.store import artifacts, leases, maintenance
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.fingerprint import FileEntry, hash_files, hash_tree, sha256_text, tree_digest
 from rlhf_core.store.layout import read_json, write_json
+from rlhf_core.store.places import local
 from rlhf_core.types import ArtifactRef, DemonstrationsRef, PolicyRef, PreparedDataRef
 from tests.support.records import provenance, write_files
 
@@ -170,7 +171,7 @@ def test_who_found_damage_leaves_alone_what_another_process_has_repaired_since(s
     ref = _commit(store, {"a": "1"})
     weights = store.path(ref) / "a"
     _flip(weights, "23")
-    alone, repaired = leases.alone, []
+    alone, repaired = local.alone, []
 
     @contextmanager
     def late(folder: Path) -> Iterator[None]:
@@ -182,7 +183,7 @@ def test_who_found_damage_leaves_alone_what_another_process_has_repaired_since(s
         with alone(folder):
             yield
 
-    for module in (leases, maintenance):
+    for module in (artifacts, leases, maintenance):
         monkeypatch.setattr(module, "alone", late)
     calls: dict[str, Callable[[], object]] = {
         "record": lambda: store.record(KEY),

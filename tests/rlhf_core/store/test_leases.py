@@ -15,6 +15,7 @@ from rlhf_core.processes.identity import process_state
 from rlhf_core.store import leases
 from rlhf_core.store.layout import read_json, write_json
 from rlhf_core.store.leases import Owner, hold, is_gone, living_owner
+from rlhf_core.store.places import local
 from tests.support.forks import soon
 
 FORK = multiprocessing.get_context("fork")
@@ -210,7 +211,7 @@ def test_a_disk_without_file_locks_is_named(tmp_path, monkeypatch, how):
         if how.startswith("No"):
             raise OSError(errno.ENOLCK, how)
 
-    monkeypatch.setattr(leases.fcntl, "flock", no_locks)
+    monkeypatch.setattr(local.fcntl, "flock", no_locks)
     with (
         pytest.raises(ArtifactError, match=rf"does not support file locks \({how}\).*choose a folder on another disk"),
         hold(tmp_path / "leases", "k"),
@@ -224,7 +225,7 @@ def test_a_lease_that_cannot_be_read_for_a_moment_is_not_lost(tmp_path, monkeypa
 
     with hold(tmp_path, "k") as lease:
         with monkeypatch.context() as patch:
-            patch.setattr(leases, "read_json", away)
+            patch.setattr(local, "read_json", away)
             assert lease.may_be_ours()
             with pytest.raises(OSError, match="Stale"):
                 lease.check()
@@ -233,28 +234,27 @@ def test_a_lease_that_cannot_be_read_for_a_moment_is_not_lost(tmp_path, monkeypa
         assert not lease.may_be_ours()
 
 
-def test_a_long_time_between_two_looks_counts_as_one_heartbeat(tmp_path, monkeypatch):
+def test_a_long_time_between_two_looks_counts_as_one_heartbeat(monkeypatch):
     now = 0.0
     monkeypatch.setattr(leases.time, "monotonic", lambda: now)
-    (tmp_path / "k.json").write_text("{}")
-    watch = leases._Watch(tmp_path / "k.json")
-    assert not watch.is_over()
+    watch = leases._Watch()
+    assert not watch.is_over("1")
     now = 1000.0  # this machine stood still, and perhaps the owner's, too: 20 s
-    assert not watch.is_over()
+    assert not watch.is_over("1")
     looks = 0
-    while not watch.is_over():
+    while not watch.is_over("1"):
         now, looks = now + 0.5, looks + 1
     assert looks == (leases.WATCH_SECONDS - leases.HEARTBEAT_SECONDS) / 0.5
 
 
 def _change_for_ever(folder: Path) -> None:
-    with leases.alone(folder):
+    with local.alone(folder):
         (folder / "locked").touch()
         time.sleep(60)
 
 
 def test_who_waits_for_a_process_that_stands_still_in_a_change_says_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(leases, "LOCK_SLOW_SECONDS", 0.05)
+    monkeypatch.setattr(local, "LOCK_SLOW_SECONDS", 0.05)
     process = FORK.Process(target=_change_for_ever, args=(tmp_path,), daemon=True)
     process.start()
     soon((tmp_path / "locked").exists)
@@ -268,6 +268,7 @@ def test_who_waits_for_a_process_that_stands_still_in_a_change_says_so(tmp_path,
 
 
 def test_nobody_takes_a_lease_over_from_who_is_undisturbed(tmp_path):
+    write_json(tmp_path / "gone.json", asdict(replace(leases.ourselves(), pid=1, pid_started=1)))
     with hold(tmp_path, "k") as lease:
         with lease.undisturbed():
             sweeping = threading.Thread(target=leases.sweep, args=(tmp_path,))
