@@ -1,4 +1,4 @@
-# What a person types daily. `make demo` and `make test` need nothing but Python 3.11 and a package index.
+# What a person types daily. `make demo` and `make test` need nothing but Python 3.11 to 3.13 and a package index.
 VENV ?= .venv
 PYTHON ?= python3.11
 PROFILE ?= tiny/full
@@ -7,7 +7,7 @@ WORKERS ?= 2
 RLHF := $(VENV)/bin/rlhf
 UV = $(if $(shell command -v uv),uv,$(VENV)/bin/uv)
 
-.PHONY: demo test test-all test-fast test-portable test-external measure docs lint format up down status install requirements smollm2 clean clean-venv
+.PHONY: demo test test-all test-fast test-portable test-external measure gpu docs lint format up down status install requirements smollm2 clean clean-venv
 
 demo: install            ## the whole lifecycle on this machine, then the results table
 	$(RLHF) run $(PROFILE)
@@ -43,6 +43,10 @@ lint: install            ## style, types, and who may import whom
 measure: install         ## how easy the code is to read; BEFORE=v0.1.0 compares with a revision
 	$(VENV)/bin/python -m benchmarks.measure $(if $(BEFORE),--before $(BEFORE))
 
+DEVICE ?= cuda
+gpu: install             ## each engine and path once on a GPU, in an hour; results in build/gpu. DEVICE=cpu runs what a CPU can
+	$(VENV)/bin/python -m benchmarks.gpu --device $(DEVICE) $(if $(TRL),--trl-python $(TRL))
+
 docs: install            ## the documentation as a site, in build/site; SERVE=1 shows it at 127.0.0.1:8000
 	$(UV) venv -q --allow-existing --python $(VENV)/bin/python .venv-docs
 	$(UV) pip install -q --python .venv-docs/bin/python --no-deps -r requirements/docs.txt
@@ -75,6 +79,8 @@ COMPILE = uv pip compile -q --upgrade --python-version 3.11 --no-emit-index-url 
 requirements:
 	$(COMPILE) --python-platform x86_64-manylinux_2_28 --override requirements/cpu-overrides.txt requirements/cpu.in -o requirements/cpu.txt
 	$(COMPILE) --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.txt
+	for version in 3.12 3.13; do uv pip compile -q --python-version $$version --python-platform x86_64-manylinux_2_28 \
+	  requirements/gpu.txt > /dev/null || exit 1; done
 	$(COMPILE) requirements/dev.in -o requirements/dev.txt
 	$(COMPILE) requirements/docs.in -o requirements/docs.txt
 	for name in openenv verifiers verifiers-legacy; do \

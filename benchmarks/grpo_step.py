@@ -29,6 +29,7 @@ from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import (
     HFSamplerConfig,
     OptimizerConfig,
+    Precision,
     SamplerConfig,
     SamplingConfig,
     TrainerConfig,
@@ -65,6 +66,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="on GPUs all compute in bfloat16")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model in place of the tiny one")
     parser.add_argument("--root", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.root:
@@ -94,14 +97,14 @@ def main() -> int:
 
 def compare(options: argparse.Namespace, spread: str, folder: Path, roots: Mapping[str, Root]) -> list[str]:
     """Let the sides take turns; return the line of each."""
-    model = tiny(folder / "model").folder
+    model = options.model or tiny(folder / "model").folder
     if spread == "mixed":
         end_at(model, STOPS)
     draw = random.Random(17)
     prompts = [[draw.randrange(10, 256) for _ in range(draw.randrange(8, 33))] for _ in range(options.prompts)]
     job = {
         "kind": "grpo", "model": str(model), "prompts": prompts, "group": options.group, "answer": options.answer,
-        "micro_batch": 8, "learning_rate": 1e-5, "kl_coef": KL_COEF, "folder": str(folder),
+        "micro_batch": 8, "learning_rate": 1e-5, "kl_coef": KL_COEF, "folder": str(folder), "device": options.device,
     }  # fmt: skip
     sides = [
         Side(name, roots[name.split()[0]], job | {"side": name}, folder)
@@ -152,7 +155,7 @@ def work(job: dict[str, Any], turn: Turn) -> None:
 
 def grpo_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
     """Return a step of what `stages.ppo` does between two checkpoints, with engines in this process."""
-    config = TrainerConfig(engine="torch", micro_batch=job["micro_batch"])
+    config = TrainerConfig(engine="torch", dtype=precision(job), micro_batch=job["micro_batch"])
     spec = ModelSpec(job["model"], "lm", None, 17)
     policy = LocalTrainer(spec, OptimizerConfig(), config)
     reference = LocalTrainer(spec, None, config)
@@ -183,12 +186,21 @@ def grpo_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
     return step
 
 
+def precision(job: dict[str, Any]) -> Precision:
+    """Return the precision of all sides: weights stay in float32."""
+    return "float32" if job["device"] == "cpu" else "bfloat16"
+
+
 def sampler_of(job: dict[str, Any]) -> Sampler:
     """Return the sampler that the side is named after, wide enough for all answers at once, as TRL's generation is."""
     rows = len(job["prompts"]) * job["group"]
-    config: SamplerConfig = HFSamplerConfig(batch_size=rows)
+    config: SamplerConfig = HFSamplerConfig(batch_size=rows, dtype=precision(job))
     if SAMPLERS[job["side"]] == "vllm":
-        config = VllmSamplerConfig(kv_cache_gib=0.5, max_num_seqs=rows)
+        longest = max(map(len, job["prompts"])) + job["answer"]
+        config = VllmSamplerConfig(
+            dtype=precision(job), kv_cache_gib=0.5, gpu_memory_fraction=0.3, max_num_seqs=rows,
+            max_model_len=max(256, longest), enforce_eager=job["device"] == "cpu",
+        )  # fmt: skip
     threads = int(os.getenv("OMP_NUM_THREADS", "1"))
     sampler: Sampler = open_sampler(Path(job["model"]), config, threads=threads, transfer="")
     return sampler

@@ -8,7 +8,8 @@ measures, hands out the weights and copies a checkpoint. `measured` is the kerne
 (VmHWM, reset before each), less that of the same process after the same work with a model of 0.1M parameters, which is
 what Python, torch and DeepSpeed take. Freed blocks go back to the system at once (MALLOC_MMAP_THRESHOLD_), as the blocks of
 a GPU go back to its allocator. On CPUs, host and device are one: `predicted` counts both, and of a bucket the pages that
-are written. Nothing here was run on a GPU.
+are written. With `--device cuda`, `measured` is the largest memory that torch has handed out in a moment, and `predicted`
+what is on the GPU. Nothing here was run on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_core.config.engines import InitModel, LoraConfig, TrainerConfig
 from rlhf_core.models.sizes import shape_of_init
@@ -50,6 +51,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "heads": 16,
         "kv_heads": 8,
         "intermediate_size": 2816,
+    },
+    "1B": {
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "layers": 16,
+        "heads": 32,
+        "kv_heads": 8,
+        "intermediate_size": 8192,
     },
 }
 """Random Llamas by the number of their parameters; the smallest is for the baseline."""
@@ -98,6 +107,8 @@ CASES: dict[str, Case] = {
     ),
     "sft-zero0-fp32": Case("sft", trainer=FP32),
     "sft-zero1-bf16": Case("sft", trainer=BF16),
+    "sft-zero1-bf16-checkpointing": Case("sft", trainer=BF16 | {"gradient_checkpointing": True}),
+    "sft-zero2-bf16": Case("sft", trainer=ZERO2 | BF16),
     "sft-zero3-fp32": Case("sft", trainer=ZERO3 | FP32),
     "sft-zero3-bf16": Case("sft", trainer=ZERO3 | BF16),
     "dpo-lora-torch-fp32": Case("dpo", lora=True, trainer=TORCH | FP32),
@@ -120,24 +131,31 @@ def main() -> int:
     parser.add_argument("--parts", action="store_true", help="print the terms of each prediction, too")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append each result there as a line of JSON")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep the random models there")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=list(SHAPES), help="in place of the model of each case")
     parser.add_argument("--one-rank", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one_rank:
         name, folder = options.one_rank
-        return run_rank(CASES[name], Path(folder))
+        return run_rank(case_of(name, options.model), Path(folder), options.device)
     print("| case | ranks | moment | predicted MiB | measured MiB | ratio |\n|---|--:|---|--:|--:|--:|", flush=True)
     with tempfile.TemporaryDirectory() as place:
         for name in options.cases:
-            for line in compare(name, options.work or Path(place), options.out, parts=options.parts):
+            for line in compare(name, options.work or Path(place), options):
                 print(line, flush=True)
     return 0
 
 
-def compare(name: str, folder: Path, out: Path | None, *, parts: bool) -> Iterator[str]:
-    """Yield a line for the peak of a case, with `parts` for each moment."""
-    case = CASES[name]
-    measured = measured_moments(name, folder)
-    terms = predicted(case)
+def case_of(name: str, model: str | None) -> Case:
+    """Return a case, with another model if one is named."""
+    return replace(CASES[name], model=model) if model else CASES[name]
+
+
+def compare(name: str, folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    """Yield a line for the peak of a case, with `--parts` for each moment."""
+    case, out, parts = case_of(name, options.model), options.out, options.parts
+    measured = measured_moments(name, folder, model=options.model, device=options.device)
+    terms = predicted(name, model=options.model, device=options.device)
     worst = max(measured, key=lambda moment: measured[moment])
     for moment in measured if parts else [worst]:
         total = sum(terms[moment].values()) / MIB
@@ -152,20 +170,29 @@ def compare(name: str, folder: Path, out: Path | None, *, parts: bool) -> Iterat
             stream.write(json.dumps({"case": name, "measured": measured, "predicted": totals}) + "\n")
 
 
-def predicted(case: Case) -> dict[str, dict[str, float]]:
-    """Return the terms of each moment, in bytes."""
-    config = case.config()
-    return on_one_machine({role.name: rank_memory(role, config, case.ranks, on_cpu=True) for role in case.roles()})
+Device = Literal["cpu", "cuda"]
 
 
-def measured_moments(name: str, folder: Path) -> dict[str, float]:
+def predicted(name: str, *, model: str | None = None, device: Device = "cpu") -> dict[str, dict[str, float]]:
+    """Return the terms of each moment of a case, in bytes: on a GPU, those that are not in host memory."""
+    case = case_of(name, model)
+    roles = {role.name: rank_memory(role, case.config(), case.ranks, on_cpu=device == "cpu") for role in case.roles()}
+    if device == "cuda":
+        roles = {role: replace(memory, host={}, host_moments={}) for role, memory in roles.items()}
+    return on_one_machine(roles)
+
+
+def measured_moments(name: str, folder: Path, *, model: str | None = None, device: Device = "cpu") -> dict[str, float]:
     """Return the largest memory of rank 0 in each moment, in MiB."""
-    case = CASES[name]
-    for model in ("0.1M", case.model):
-        make_model(model, folder / model)
+    case = case_of(name, model)
+    for shape in ("0.1M", case.model):
+        make_model(shape, folder / shape)
     group = {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        settings["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planner", "--one-rank", name, str(folder)]
+    command += ["--device", device, *(["--model", model] if model else [])]
     ranks = [
         subprocess.Popen(
             command,
@@ -197,23 +224,26 @@ def make_model(name: str, folder: Path) -> None:
 # ---------------------------------------------------------------- one rank
 
 
-def run_rank(case: Case, folder: Path) -> int:
+def run_rank(case: Case, folder: Path, device: Device) -> int:
     """Do the work of `case` on one rank, and print the largest memory of each moment."""
     import torch
 
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=device == "cuda")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     moments: dict[str, float] = {}
     work(case, folder / "0.1M", lambda name, do: do())
     gc.collect()
-    base = resident()["VmRSS"]
+    base, _ = memory_of(device)
 
     def measured(name: str, do: Callable[[], Any]) -> Any:
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM starts anew, man 5 proc
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM starts anew, man 5 proc
         made = do()
-        moments[name] = max(moments.get(name, 0.0), resident()["VmHWM"] - base)
+        moments[name] = max(moments.get(name, 0.0), memory_of(device)[1] - base)
         return made
 
     work(case, folder / case.model, measured)
@@ -221,10 +251,15 @@ def run_rank(case: Case, folder: Path) -> int:
     return 0
 
 
-def resident() -> dict[str, float]:
-    """Return the resident set of this process and its largest, in MiB."""
+def memory_of(device: Device) -> tuple[float, float]:
+    """Return the memory of this process and its largest, in MiB: its resident set, or tensors on the GPU."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.memory_allocated() / MIB, torch.cuda.max_memory_allocated() / MIB
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+    sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+    return sizes["VmRSS"], sizes["VmHWM"]
 
 
 def work(case: Case, model: Path, moment: Callable[[str, Callable[[], Any]], Any]) -> None:

@@ -47,11 +47,11 @@ def main() -> None:
             runtime.close()
 
 
-def make_policy(folder: Path, hidden: int, layers: int, *, positions: int) -> None:
-    """Write a Llama whose answers do not end by themselves but by their limit."""
+def make_policy(folder: Path, hidden: int, layers: int, *, positions: int, vocabulary: int = VOCABULARY) -> None:
+    """Write a Llama whose answers do not end by themselves but by their limit; its tokenizer has `VOCABULARY` tokens."""
     heads = hidden // HEAD_SIZE
     shape = InitModel(
-        vocab_size=VOCABULARY, hidden_size=hidden, layers=layers, heads=heads, kv_heads=heads,
+        vocab_size=vocabulary, hidden_size=hidden, layers=layers, heads=heads, kv_heads=heads,
         intermediate_size=hidden * 8 // 3, max_positions=positions,
     )  # fmt: skip
     train_tokenizer(["numbers 0 1 2 3 4 5 6 7 8 9 and words"] * 5, vocab_size=VOCABULARY, folder=folder)

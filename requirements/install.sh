@@ -12,7 +12,7 @@ stamp="$pins $(cat requirements/*.txt requirements/install.sh pyproject.toml | s
 if [ "$(cat "$venv/.installed" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
 
 if ! command -v "$python" >/dev/null 2>&1; then
-  echo "PYTHON = '$python': not found; install Python 3.11 or name one: make PYTHON=/path/to/python3.11" >&2
+  echo "PYTHON = '$python': not found; install Python 3.11, or name another (to 3.13): make PYTHON=/path/to/python3.12" >&2
   exit 1
 fi
 if uv --version >/dev/null 2>&1; then

@@ -36,7 +36,11 @@ def examine(console: Console) -> int:
     memory = psutil.virtual_memory().available / 2**30
     disk = shutil.disk_usage(home.root).free / 2**30
     findings = [
-        (sys.version_info[:2] == (3, 11), f"Python {platform.python_version()}", "use Python 3.11: make PYTHON=..."),
+        (
+            (3, 11) <= sys.version_info < (3, 14),
+            f"Python {platform.python_version()}",
+            "use 3.11 to 3.13: make PYTHON=...",
+        ),
         (True, f"{os.cpu_count()} cores, {_gpus()}", ""),
         (
             memory >= LEAST_MEMORY_GIB,

@@ -1,6 +1,7 @@
 """The models that a train worker hosts, one per lease. Imports torch and transformers, which the driver does not need."""
 
 import gc
+import os
 from collections import deque
 from collections.abc import Iterator
 
@@ -25,7 +26,9 @@ class HostedModels:
     def warm(self, threads: int) -> None:
         """Fix the number of threads and the kernels, and import the model libraries."""
         torch.set_num_threads(threads)
-        # On a GPU some kernels have no deterministic form: they warn instead of failing a long run.
+        # On a GPU some kernels have no deterministic form: they warn instead of failing a long run. Those of cuBLAS have
+        # one if this is set before its first product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         _ = transformers.AutoModelForCausalLM  # imported lazily; most of the start-up time

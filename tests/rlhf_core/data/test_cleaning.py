@@ -249,12 +249,16 @@ def test_masks_reach_every_text_of_a_row_and_are_counted():
     assert report.to_json()["masked"] == {"ip": 1, "email": 1, "phone": 1}
 
 
-def test_arguments_that_are_nested_too_deep_to_be_masked_are_malformed():
-    arguments = json.loads("[" * 900 + "]" * 900)
-    tools = json.dumps({"tool_calls": [{"function": {"name": "mail", "arguments": {"to": arguments}}}]})
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_arguments_that_are_nested_too_deep_to_be_masked_are_malformed(depth):
+    arguments = f'{{"to": {"[" * depth + "]" * depth}}}'
+    tools = f'{{"tool_calls": [{{"function": {{"name": "mail", "arguments": {arguments}}}}}]}}'
     kept, report = filtered(example(GOOD, prompt="jo@example.com", tools=tools), example(GOOD), pii="mask")
-    assert kept == [GOOD]
-    assert report.counts() == {"malformed": 1} and not report.masked
+    if depth == 900 and sys.version_info >= (3, 12):  # comprehensions have no frames of their own there
+        assert report.masked == {"email": 1} and len(kept) == 2
+    else:
+        assert kept == [GOOD]
+        assert report.counts() == {"malformed": 1} and not report.masked
 
 
 def test_a_label_that_is_json_stays_json_and_any_other_is_masked_as_text():

@@ -1,0 +1,158 @@
+"""Run each engine and path once on a GPU, one after the other, and print what passed, what it measured, and what never ran.
+
+    make gpu                                     # all steps; results in build/gpu
+    python -m benchmarks.gpu --steps sync sleep --out FOLDER
+    python -m benchmarks.gpu --device cpu        # what a CPU can run of each step, on Gloo, with tiny models
+
+A step is a process of its own with a time limit: it writes `STEP.json` (status, seconds, figures, error) and `STEP.log`
+into the folder, and one that fails does not stop the others. The exit status is 1 if a step failed, 2 without a GPU.
+`--trl-python` names an interpreter that has TRL, for the last comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.gpu.steps import STEPS, Device, Place, Step
+from benchmarks.processes import kill_family
+from rlhf_core.errors import ConfigError
+
+Status = Literal["passed", "failed", "timed out", "not run"]
+ENVIRONMENT = {
+    # Without it, cuBLAS may not repeat its sums, and `use_deterministic_algorithms` warns of every product.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # A cluster that was started without it shows all GPUs to workers that asked for none.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+    # Asking whether there is a GPU must not open it: a process that was forked afterwards could not use it.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""What a step has in its environment, unless it is set; `imports` writes it down."""
+
+
+@dataclass
+class Result:
+    """What became of a step."""
+
+    step: str
+    status: Status
+    seconds: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    never_ran: str = ""
+    """What of it this device does not have."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", nargs="*", choices=list(STEPS), default=list(STEPS), metavar="STEP")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="FOLDER")
+    parser.add_argument("--trl-python", default="", metavar="PATH", help="an interpreter that has TRL")
+    parser.add_argument("--one-step", choices=list(STEPS), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    place = Place(options.device, options.out.resolve(), options.trl_python)
+    if options.one_step:
+        return run_here(STEPS[options.one_step], place)
+    try:
+        check_device(options.device)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    results = []
+    for name in options.steps:
+        print(f"{name}: {STEPS[name].says}", flush=True)
+        results.append(run_apart(STEPS[name], place))
+        print(f"{name}: {results[-1].status}, {results[-1].seconds:.0f} s", flush=True)
+    print("\n".join(["", *table(results)]))
+    return 1 if any(one.status in ("failed", "timed out") for one in results) else 0
+
+
+def check_device(device: Device) -> None:
+    """Raise ConfigError if torch sees no GPU where one is asked for."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        rule = f"torch {torch.__version__} sees no GPU on this machine"
+        raise ConfigError("--device", device, rule, "run it where nvidia-smi lists one, or with --device cpu")
+
+
+def run_apart(step: Step, place: Place) -> Result:
+    """Run a step in a process of its own, and return what it wrote down; end it with all it started at its time limit."""
+    file = place.folder / f"{step.name}.json"
+    file.unlink(missing_ok=True)
+    if place.device == "cpu" and not step.on_cpu:
+        return keep(Result(step.name, "not run", never_ran=step.never_on_cpu), file)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--one-step", step.name]
+    command += ["--device", place.device, "--out", str(place.folder), "--trl-python", place.trl_python]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if place.device == "cpu" else {}
+    began = time.monotonic()
+    with file.with_suffix(".log").open("w", encoding="utf-8") as log:
+        environment = ENVIRONMENT | os.environ | hidden
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            process.wait(step.timeout_s)
+        except subprocess.TimeoutExpired:
+            kill_family(process.pid)
+            rule = f"took more than {step.timeout_s:g} s; see {step.name}.log"
+            return keep(Result(step.name, "timed out", step.timeout_s, error=rule), file)
+    if not file.exists():
+        rule = f"ended with status {process.returncode} without a result; see {step.name}.log"
+        return keep(Result(step.name, "failed", time.monotonic() - began, error=rule), file)
+    return Result(**json.loads(file.read_text(encoding="utf-8")))
+
+
+def run_here(step: Step, place: Place) -> int:
+    """Run a step in this process and write down what it measured, also if it fails half-way."""
+    result = Result(step.name, "passed", never_ran=step.never_on_cpu if place.device == "cpu" else "")
+    began = time.monotonic()
+    try:
+        step.run(place, result.figures)
+    except Exception as error:
+        traceback.print_exc()
+        result.status, result.error = "failed", f"{type(error).__name__}: {error}"
+    result.seconds = round(time.monotonic() - began, 1)
+    keep(result, place.folder / f"{step.name}.json")
+    return 0
+
+
+def keep(result: Result, file: Path) -> Result:
+    """Write a result down, and return it."""
+    file.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the summary: a row for each step, then errors, then what never ran."""
+    yield "| step | status | seconds | measured |\n|---|---|--:|---|"
+    for one in results:
+        yield f"| {one.step} | {one.status} | {one.seconds:.0f} | {', '.join(in_words(one.figures))} |"
+    yield from (f"{one.step} failed: {one.error}" for one in results if one.error)
+    yield from (f"never run here: {one.step}: {one.never_ran}" for one in results if one.never_ran)
+
+
+def in_words(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each figure with its name.
+
+    >>> list(in_words({"rank": 1, "loss": {"first": 6.25, "last": 2e-07}}))
+    ['rank 1', 'loss first 6.25', 'loss last 2e-07']
+    """
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from (f"{name} {more}" for more in in_words(value))
+        else:
+            yield f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""The first day on a GPU, up to the device: its steps run on a CPU, and what fails is reported."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.steps import STEPS, Place, Step
+
+
+def broken(place, figures):
+    figures["so far"] = 1
+    raise ValueError("out of luck")
+
+
+def test_without_a_gpu_one_line_says_what_to_do(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(["--out", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("--device = 'cuda': torch ") and "--device cpu" in told.err
+    assert not told.out and list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_fails_keeps_what_it_measured(tmp_path):
+    assert gpu.run_here(Step("odd", "", broken, never_on_cpu="all"), Place("cpu", tmp_path)) == 0
+    written = json.loads((tmp_path / "odd.json").read_text())
+    assert (written["status"], written["figures"], written["error"]) == (
+        "failed",
+        {"so far": 1},
+        "ValueError: out of luck",
+    )
+    lines = list(gpu.table([gpu.Result(**written)]))
+    assert lines[1:] == [
+        "| odd | failed | 0 | so far 1 |",
+        "odd failed: ValueError: out of luck",
+        "never run here: odd: all",
+    ]
+
+
+def test_a_step_has_a_time_limit_and_others_go_on(tmp_path, monkeypatch, capsys):
+    hurried = Step("imports", "", STEPS["imports"].run, timeout_s=0.01)
+    monkeypatch.setitem(STEPS, "imports", hurried)
+    assert gpu.main(["--device", "cpu", "--out", str(tmp_path), "--steps", "imports", "tests"]) == 1
+    kept = {file.stem: json.loads(file.read_text())["status"] for file in tmp_path.glob("*.json")}
+    assert kept == {"imports": "timed out", "tests": "not run"}
+    assert "took more than 0.01 s" in capsys.readouterr().out
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_step_that_a_cpu_can_run_passes_there(tmp_path, capsys):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    assert gpu.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    kept = {file.stem: json.loads(file.read_text())["status"] for file in tmp_path.glob("*.json")}
+    assert kept == {name: "passed" if step.on_cpu else "not run" for name, step in STEPS.items()}
+    told = capsys.readouterr().out
+    assert all(f"never run here: {name}: " in told for name in STEPS)
