@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pipelines.services.home import Home
 from rlhf_core.errors import readable
+from rlhf_core.store.places.mirror import store_root
 
 PIPE_WIDTH = 160
 
@@ -29,7 +30,7 @@ console = PipedConsole() if sys.stdout.isatty() else PipedConsole(width=PIPE_WID
 def store_folder(options: argparse.Namespace) -> Path:
     """Return the store's folder: from the options, from the profile, or in the state folder."""
     if options.store:
-        return Path(options.store).expanduser()
+        return store_root(options.store)
     if not options.profile:
         return Home.here().store
     from pipelines.execution.opening import store_of_profile  # 0.9 s, and `rlhf runs` takes 0.3 s without

@@ -52,7 +52,7 @@ GROUPS = {
 """Headings of `rlhf --help`, and the commands below each."""
 COLUMN_HELP = "label of the prompt (label=TEXT), or a field of it, in JSON or as text; may be repeated"
 PROFILE_HELP = "TOML file, or name of a shipped profile (tiny/full)"
-STORE_HELP = "artifact store; default: the store of the {}"
+STORE_HELP = "artifact store, a folder or s3://bucket/folder; default: the store of the {}"
 
 VERBS = {
     "init": "pipelines.cli.start_verbs:init",
@@ -293,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     _serve_reward_verb(command("serve-reward", "Serve a reward function or a reward model over HTTP."))
     command("doctor", "Check this machine: versions, memory, disk, ports, engines.")
     _import_verb(command("import-openrlhf", "Translate OpenRLHF command lines into a profile."))
-    _store_verbs(command("store", "List, verify, pin, clean up or share the artifact store."))
+    _store_verbs(command("store", "List, verify, pin, copy, clean up or share the artifact store."))
     accounts = (
         command("usage", "Sum the hours, CPU hours and GPU hours of results by user and project."),
         command("audit", "List who pinned, decided, published, rolled back or collected garbage, newest first."),
@@ -507,6 +507,10 @@ def _store_verbs(parser: argparse.ArgumentParser) -> None:
     collect.add_argument(
         "--keep-days", type=float, help="keep what runs used in the last days; default: of the profile's project, or 30"
     )
+    for name, way, other in (("push", "to", "TO"), ("pull", "from", "FROM")):
+        copied = command(name, f"Copy an artifact with its record {way} another store.")
+        copied.add_argument("target", metavar="ARTIFACT", help="stage label or digest")
+        copied.add_argument("other", metavar=other, help="the other store: a folder, or a bucket (s3://bucket/folder)")
     share = command("share", "Share the store with the members of a Unix group.")
     share.add_argument("--group", required=True, help="group; you must be a member of it")
     for verb in verbs.choices.values():
@@ -515,7 +519,7 @@ def _store_verbs(parser: argparse.ArgumentParser) -> None:
 
 def _store_options(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--store", default="", metavar="FOLDER", help=STORE_HELP.format("state folder"))
+    which.add_argument("--store", default="", metavar="PLACE", help=STORE_HELP.format("state folder"))
     which.add_argument("--profile", default="", help="use the store of this profile")
 
 

@@ -1,4 +1,4 @@
-"""Look after a store (`rlhf store verify`, `pin`, `unpin`, `share` and `gc`)."""
+"""Look after a store (`rlhf store verify`, `pin`, `unpin`, `share`, `gc`, `push` and `pull`)."""
 
 import argparse
 
@@ -6,12 +6,16 @@ from rich.console import Console
 
 from pipelines.cli.common import console, print_line, store_folder
 from pipelines.cli.store_lists import is_empty, print_quarantine
+from pipelines.flows.inputs import find_artifact, parts
 from pipelines.flows.profile import load_profile
 from pipelines.flows.run_rules import ProjectConfig
+from rlhf_core.errors import ConfigError
 from rlhf_core.store import audit
-from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.maintenance import KEEP_DAYS
+from rlhf_core.store.places.mirror import store_root
 from rlhf_core.store.sharing import share
+from rlhf_core.types import ArtifactRef
 
 
 def store(options: argparse.Namespace) -> None:
@@ -34,6 +38,8 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
         store.pin(options.target, note=options.note)
         audit.note(store.layout, "pin", options.target, options.note)
         print_line(console, f"pinned {options.target}")
+    elif options.store_verb in ("push", "pull"):
+        transfer(store, options, console)
     elif options.store_verb == "share":
         store.create()
         share(store.root, options.group)
@@ -44,6 +50,21 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
         print_line(console, f"unpinned {options.target}")
     else:
         _collect(store, options, console)
+
+
+def transfer(store: ArtifactStore, options: argparse.Namespace, console: Console) -> None:
+    """Copy an artifact with its record to another store (`push`), or from there (`pull`)."""
+    other = ArtifactStore(store_root(options.other))
+    source, target = (store, other) if options.store_verb == "push" else (other, store)
+    ref = find_artifact(source, ArtifactRef, options.target)
+    record = next((one for one in source.records() if ref in (one.handle, *parts(one.handle))), None)
+    if record is None:
+        rule = f"is a folder outside the store {source.root}"
+        raise ConfigError("artifact", options.target, rule, "name a stage or a digest, as `rlhf store ls` lists them")
+    source.path(record.handle)  # fetched, if it lies in a bucket
+    is_new = target.adopt(record, source.layout.object(object_digest(record.handle)))
+    said = "copied" if is_new else "has a result of this key already"
+    print_line(console, f"{record.label} {record.handle.digest[:12]}: {said}")
 
 
 def _collect(store: ArtifactStore, options: argparse.Namespace, console: Console) -> None:

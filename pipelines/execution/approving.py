@@ -11,6 +11,7 @@ from pipelines.services.home import Home
 from rlhf_core.errors import ConfigError
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.gate_decisions import Answer, GateAnswer, GateDecisions, GateRequest
+from rlhf_core.store.places.mirror import store_root
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def place_of(run: str, store: str) -> tuple[ArtifactStore, str, str]:
     try:
         find_profile(run)
     except ConfigError:  # not a profile, so the name or id of a run
-        return ArtifactStore(Path(store).expanduser() if store else Home.here().store), run, ""
+        return ArtifactStore(store_root(store) if store else Home.here().store), run, ""
     config = load_profile(run)
     own = store_of(config, Home.here())
     return (ArtifactStore(Path(store).expanduser()) if store else own), config.name, profile_digest(config)

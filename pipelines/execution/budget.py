@@ -17,7 +17,7 @@ from rlhf_core.stage import stopping
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.stopping import RunOverBudget, StageStopped
 from rlhf_core.store.fingerprint import sha256_text
-from rlhf_core.store.layout import write_json
+from rlhf_core.store.layout import remove_record, write_json
 from rlhf_core.store.typed_json import Stored, read_stored
 from stages.config.propose_comparisons import ProposeComparisonsConfig
 
@@ -94,7 +94,7 @@ class Budget:
         A run without a budget leaves that of another run of the same name alone.
         """
         if self._limits():
-            self._path.unlink(missing_ok=True)
+            remove_record(self._path)
 
     def _limits(self) -> list[tuple[str, float, float]]:
         """Return key, spent amount and limit of each limited part of the budget."""

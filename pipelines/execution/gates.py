@@ -311,7 +311,7 @@ def prompts_of(store: ArtifactStore) -> Callable[[PromptsRef], Sequence[Prompt]]
     def read(ref: PromptsRef) -> Sequence[Prompt]:
         from rlhf_core.data.tables import read_prompts  # pyarrow, for rewards that read rubrics
 
-        return read_prompts(store.folder(ref.uri)) if ref.uri.startswith(("store://", "file://")) else ()
+        return read_prompts(store.path(ref)) if ref.uri.startswith(("store://", "file://")) else ()
 
     return read
 

@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from pipelines.execution.executor import Listener, RunContext, RunOptions, Tracker
 from pipelines.execution.local import LazyRuntime, LocalExecutor
@@ -20,6 +19,7 @@ from pipelines.services.user_servers import tracking_place, tracking_uri, user_p
 from rlhf_core.stage.key import Strictness
 from rlhf_core.stage.run import find
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.places.mirror import store_root
 from rlhf_core.tracking.further import FurtherTrackers
 from rlhf_core.tracking.mlflow import MlflowTracker
 from rlhf_core.tracking.mlflow_client import open_client
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 def store_of(config: PipelineConfig, home: Home) -> ArtifactStore:
     """Return the store that a profile names, or the one in the state folder."""
-    return ArtifactStore(Path(config.store).expanduser() if config.store else home.store)
+    return ArtifactStore(store_root(config.store) if config.store else home.store)
 
 
 def store_of_profile(profile: str) -> ArtifactStore:

@@ -40,6 +40,7 @@ from rlhf_core.stage.key import StageInput, StageSpec, Strictness
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.layout import read_json, write_json
+from rlhf_core.store.places.mirror import place_of, store_root
 from rlhf_core.store.records import restore_handle, stored_handle
 from rlhf_core.types import ArtifactRef
 
@@ -235,7 +236,12 @@ class JobSpec:
 def write_spec(path: Path, job: JobSpec) -> None:
     """Write the job to a file, durably."""
     config = job.config.model_dump(mode="json", exclude_none=True)
-    ours = {"stage": stored_stage(job.stage), "config": config, "store": str(job.store), "strict": asdict(job.strict)}
+    ours = {
+        "stage": stored_stage(job.stage),
+        "config": config,
+        "store": place_of(job.store),
+        "strict": asdict(job.strict),
+    }
     write_json(path, _fields(job) | ours)
 
 
@@ -249,7 +255,7 @@ def read_spec(path: Path) -> JobSpec:
         | {
             "stage": restore_stage(table["stage"]),
             "config": PipelineConfig.model_validate(table["config"]),
-            "store": Path(table["store"]),
+            "store": store_root(table["store"]),
             "strict": Strictness(**table["strict"]),
         }
     )

@@ -45,7 +45,7 @@ from rlhf_core.stage.stopping import RunBlocked, RunHalted, RunOverBudget, Stage
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.gate_decisions import GateDecisions, Question, now
-from rlhf_core.store.layout import write_json
+from rlhf_core.store.layout import remove_record, write_json
 from rlhf_core.store.maintenance import forget_wait, note_wait
 from rlhf_core.store.typed_json import Stored, read_stored
 from rlhf_core.tracking.mlflow_client import FLOW_RUN_TAG
@@ -90,7 +90,7 @@ def note_forced(
     if waits and done:
         write_json(_path(config, store), ForcedStages(run=config.name, labels=done).model_dump())
     elif waits or ended is None or isinstance(ended, RunBlocked):
-        _path(config, store).unlink(missing_ok=True)
+        remove_record(_path(config, store))
 
 
 def _path(config: PipelineConfig, store: ArtifactStore) -> Path:

@@ -68,7 +68,7 @@ class Shapes:
                 raise ConfigError("--estimate", label, rule, "estimate again when this stage has run")
             return self._made[label]
         if ref.uri not in self._read:
-            self._read[ref.uri] = shape_of(self._store.folder(ref.uri))
+            self._read[ref.uri] = shape_of(self._store.path(ref))
         return self._read[ref.uri]
 
     def note(self, spec: StageSpec) -> None:

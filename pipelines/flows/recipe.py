@@ -193,7 +193,8 @@ class GraphConfig(Config):
     """Name of the run and of the MLflow experiment."""
     seed: int = Field(17, ge=0)
     store: Annotated[str, OPERATIONAL] = ""
-    """Folder of the artifact store; if empty, `store` in the state folder (`.rlhf`, or `RLHF_HOME`)."""
+    """Artifact store: a folder, or a bucket that several machines share (`s3://bucket/folder`, `gs://`, `az://`; docs/cluster.md).
+    If empty, `store` in the state folder (`.rlhf`, or `RLHF_HOME`)."""
     runtime: RuntimeConfig = RuntimeConfig()
     prepare_data: PrepareDataConfig
     import_reward_model: ImportRewardModelConfig | None = None

@@ -7,9 +7,10 @@ written last and atomically, is the only commit point. A crash at any instant le
 import errno
 import logging
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from rlhf_core.store.layout import (
     FORBIDDEN,
     MANIFEST,
     StoreLayout,
+    bring,
     check_schema,
     fsync_path,
     fsync_tree,
@@ -47,8 +49,10 @@ from rlhf_core.store.layout import (
 )
 from rlhf_core.store.leases import Lease, Owner
 from rlhf_core.store.maintenance import Damage, GcReport
+from rlhf_core.store.mirror_upkeep import collect_mirror, verify_mirror
 from rlhf_core.store.object_check import object_damage, quarantine_object, set_aside_record
 from rlhf_core.store.places.local import alone
+from rlhf_core.store.places.mirror import Mirror, mirror_of
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
 from rlhf_core.store.sharing import give_made, open_to_group
 from rlhf_core.store.typed_json import Stored, read_stored
@@ -86,7 +90,7 @@ class _Memory(Stored):
 class ArtifactStore:
     """A store in the local folder `root`, shared by all processes that see that folder.
 
-    Opening it writes nothing, but sets the umask for one that a group shares (`rlhf_core.store.sharing`): the folder is
+    The folder may mirror a bucket that all nodes share (`rlhf_core.store.places.mirror`). Opening it writes nothing, but sets the umask for one that a group shares (`rlhf_core.store.sharing`): the folder is
     created by `create`, or by the first lease or commit. Raises ArtifactError if a newer version wrote the store.
     """
 
@@ -95,6 +99,7 @@ class ArtifactStore:
         self.layout = StoreLayout(self.root)
         check_schema(self.root)
         open_to_group(self.root)
+        self._mirror = mirror_of(self.root)
 
     def create(self) -> None:
         """Create the folder, if it does not exist, and mark it with the schema that this version writes."""
@@ -104,8 +109,10 @@ class ArtifactStore:
     # ------------------------------------------------------------ reading
 
     def path(self, ref: ArtifactRef) -> Path:
-        """Return the folder of a handle. Raises ArtifactError if it does not exist."""
+        """Return the folder of a handle, which is fetched if it lies in a bucket. Raises ArtifactError if it does not exist."""
         folder = self.folder(ref.uri)
+        if self._mirror is not None and not self.is_external(ref):
+            self._mirror.fetch(object_digest(ref))
         if not folder.is_dir():
             remedy = "run the pipeline again to make it, or restore the folder"
             raise ArtifactError(kind_of(type(ref)), ref.uri, f"is not in {self.root}", remedy)
@@ -157,13 +164,16 @@ class ArtifactStore:
             digest = object_digest(ref)
             folder = self.layout.object(digest)
             problem = object_damage(folder, deep=False) if folder.exists() else ""
-            if problem:
+            if problem and self._mirror is not None:
+                self._mirror.drop(digest, problem)
+            elif problem:
                 with alone(self.layout.leases):
                     problem = object_damage(folder, deep=False) if folder.exists() else problem
                     if problem:
                         quarantine_object(self.layout, digest, problem)
             if problem:
                 rule = f"is damaged ({problem}) and was moved to quarantine"
+                rule = rule if self._mirror is None else f"was damaged on this node ({problem}), and is fetched again"
                 raise ArtifactError(kind_of(type(ref)), ref.uri, rule, "run again to make it again")
 
     def records(self) -> list[KeyRecord]:
@@ -175,6 +185,7 @@ class ArtifactStore:
 
     def scan(self) -> tuple[list[KeyRecord], list[Unreadable]]:
         """Return the key records, oldest first, and the record files that this version cannot read."""
+        bring(self.layout.keys)
         records, unreadable = [], []
         for path in sorted(self.layout.keys.glob("*/*.json")):
             record, problem = parse_record(path)
@@ -189,6 +200,8 @@ class ArtifactStore:
 
         Who may not write to the store gets a warning.
         """
+        if self._mirror is not None:
+            return self._mirror.used(key)
         try:
             with alone(self.layout.leases):
                 os.utime(self.layout.key(key))
@@ -226,7 +239,8 @@ class ArtifactStore:
     def lease(self, key: str, *, on_wait: Callable[[Owner], None] | None = None) -> AbstractContextManager[Lease]:
         """Hold the lease on computing `key`; see `rlhf_core.store.leases.hold`."""
         self.create()
-        return leases.hold(self.layout.leases, key, on_wait=on_wait)
+        held = leases.hold(self.layout.leases, key, on_wait=on_wait)
+        return held if self._mirror is None else _fenced(held, self._mirror, key)
 
     def commit(
         self,
@@ -254,6 +268,8 @@ class ArtifactStore:
             files = _seal(out)
             handle = _handle(kind, files, children, tuple(parents))
             self._store_object(out, files, object_digest(handle))
+            if self._mirror is not None:
+                self._mirror.store(object_digest(handle))
             committed = KeyRecord(key=key, handle=handle, **dict(record)).to_json()
             with alone(self.layout.leases) if lease is None else lease.undisturbed():
                 fence()
@@ -266,11 +282,40 @@ class ArtifactStore:
                 self.layout.damage(key).unlink(missing_ok=True)
         return handle
 
+    def adopt(self, record: KeyRecord, folder: Path) -> bool:
+        """Take a result of another store, whose object is `folder`, with its record; return False if its key has one here.
+
+        Raises ArtifactError if the files are not those of its digest.
+        """
+        digest = object_digest(record.handle)
+        with naming_disk_errors(self.root), self.lease(record.key) as lease:
+            if self.record(record.key) is not None:
+                return False
+            out = self.layout.attempt(record.key) / "out-0"
+            remove_tree(out)
+            make_folder(out.parent)
+            shutil.copytree(folder, out, ignore=shutil.ignore_patterns(MANIFEST), copy_function=shutil.copyfile)
+            for parent, _, _ in os.walk(out):
+                Path(parent).chmod(0o755)
+            files = _seal(out)
+            if tree_digest(files) != digest:
+                remedy = "run `rlhf store verify` on the store that it is from"
+                raise ArtifactError("artifact", digest[:12], "has other content than its digest says", remedy)
+            self._store_object(out, files, digest)
+            if self._mirror is not None:
+                self._mirror.store(digest)
+            with lease.undisturbed():
+                write_json(self.layout.key(record.key), record.to_json())
+        return True
+
     # ------------------------------------------------------------ upkeep
 
     def verify(self) -> list[Damage]:
         """Hash every object, move damaged ones and their records into quarantine, and return the damage found."""
-        return maintenance.verify(self.layout, *self.scan())
+        if self._mirror is None:
+            return maintenance.verify(self.layout, *self.scan())
+        self._mirror.refresh()
+        return verify_mirror(self._mirror, *self.scan())
 
     def pin(self, target: str, *, note: str = "") -> None:
         """Protect an object from `gc` until it is unpinned; `target` is a digest, a key or a `store://` uri."""
@@ -290,7 +335,10 @@ class ArtifactStore:
         one. Roots are pins and what waiting runs need (`rlhf_core.store.maintenance`). While a record or a root cannot be read,
         what it reaches is unknown: all records and objects are then kept.
         """
-        return maintenance.collect(self.layout, self.scan, dry_run=dry_run, keep_days=keep_days, project=project)
+        if self._mirror is not None:
+            self._mirror.refresh()
+        found = maintenance.collect(self.layout, self.scan, dry_run=dry_run, keep_days=keep_days, project=project)
+        return found if self._mirror is None else collect_mirror(self._mirror, self.records(), found)
 
     def tidy(self, key: str) -> tuple[str, Attempt] | None:
         """Clean up after processes that have ended; return label and attempt if one was still recorded as running.
@@ -320,10 +368,17 @@ class ArtifactStore:
 
     def _check(self, key: str) -> tuple[KeyRecord | None, str]:
         """Return the record of a key and its damage."""
+        bring(self.layout.key(key))
         record, problem = parse_record(self.layout.key(key))
         if record is None:
             return None, f"its record {problem}" if problem else ""
-        return record, object_damage(self.layout.object(object_digest(record.handle)), deep=False)
+        digest = object_digest(record.handle)
+        damage = object_damage(self.layout.object(digest), deep=False)
+        if self._mirror is None or not damage:
+            return record, damage
+        if self.layout.object(digest).exists():
+            self._mirror.drop(digest, damage)
+        return record, "" if self._mirror.has(digest) else f"its object is gone from {self._mirror.bucket.uri}"
 
     def _store_object(self, out: Path, files: Mapping[str, FileEntry], digest: str) -> None:
         write_json(out / MANIFEST, {"schema": 1, "files": {path: asdict(entry) for path, entry in files.items()}})
@@ -382,6 +437,13 @@ class ArtifactStore:
         if table != remembered and self.root.is_dir():  # reading a folder does not create a store
             write_json(memory, {"folder": str(folder), "files": table}, durable=False)
         return files
+
+
+@contextmanager
+def _fenced(held: AbstractContextManager[Lease], mirror: Mirror, key: str) -> Iterator[Lease]:
+    with held as lease:
+        mirror.fence(key)
+        yield lease
 
 
 def object_digest(handle: ArtifactRef) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import user_name
 from rlhf_core.store.fingerprint import canonical_json, sha256_text
-from rlhf_core.store.layout import StoreLayout, write_json
+from rlhf_core.store.layout import StoreLayout, bring, write_json
 from rlhf_core.store.places.local import alone
 from rlhf_core.store.typed_json import Stored, read_stored
 
@@ -114,6 +114,7 @@ class GateDecisions:
     def find(self, question: str) -> GateRequest | None:
         """Return the question with this id, with its runs and answers; None if there is none."""
         folder = self.layout.gates / question
+        bring(folder)
         asked = read_stored(folder / QUESTION, Question)
         read = (read_stored(path, Asker) for path in sorted(folder.glob(ASKERS)))
         askers = sorted((one for one in read if one is not None), key=lambda one: one.asked)
@@ -146,6 +147,7 @@ class GateDecisions:
 
     def requests(self) -> list[GateRequest]:
         """Return all questions, the most recent at the end."""
+        bring(self.layout.gates)
         found = (self.find(folder.name) for folder in self.layout.gates.glob("*") if folder.is_dir())
         return sorted((one for one in found if one is not None), key=lambda one: (one.asked, one.id))
 

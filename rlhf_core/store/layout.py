@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import here, is_running
@@ -166,12 +166,72 @@ def mark_schema(root: Path) -> None:
         write_json(root / MARKER, {"schema": SCHEMA})
 
 
+# ---------------------------------------------------------------- folders that mirror a store elsewhere
+
+
+class Mirrors(Protocol):
+    """A folder in which a node keeps the files of a store that lies elsewhere; what is shared is written there first."""
+
+    leases: Any
+    """The `Records` of its leases."""
+
+    def publish(self, path: Path, table: Mapping[str, Any]) -> bool:
+        """Write a shared file, there and here. Return False for a file of this node alone, which the caller writes."""
+
+    def withdraw(self, path: Path) -> bool:
+        """Remove a shared file, there and here. Return False for a file of this node alone, which the caller removes."""
+
+    def has(self, digest: str) -> bool:
+        """Return whether the object is in the store, whether or not it is here, too."""
+
+    def bring(self, path: Path) -> None:
+        """Bring a shared file, or those in a folder, to their present state."""
+
+
+_MIRRORS: dict[Path, Mirrors] = {}
+"""Root of a mirror -> what keeps it; empty in a process that uses stores on disks only."""
+
+
+def mount(root: Path, mirror: Mirrors) -> None:
+    """Let functions that read and write small files below `root` use the store that it mirrors."""
+    _MIRRORS[root] = mirror
+
+
+def mounted(path: Path) -> Mirrors | None:
+    """Return what mirrors the store that a path is in; None for a store on a disk."""
+    return next((one for root, one in _MIRRORS.items() if path.is_relative_to(root)), None) if _MIRRORS else None
+
+
+def bring(path: Path) -> None:
+    """In a mirror, bring a file, or those in a folder, to their present state; on a disk they are."""
+    mirror = mounted(path)
+    if mirror is not None:
+        mirror.bring(path)
+
+
+def remove_record(path: Path) -> None:
+    """Remove a small file of a store; it may not exist."""
+    mirror = mounted(path)
+    if mirror is None or not mirror.withdraw(path):
+        path.unlink(missing_ok=True)
+
+
 # ---------------------------------------------------------------- durable writes
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Replace the file atomically by the JSON of `value`; `durable` waits until it is on disk."""
-    write_text(path, json.dumps(value, indent=1, sort_keys=True), durable=durable)
+    """Replace the file atomically by the JSON of `value`; `durable` waits until it is on disk.
+
+    In a mirror a shared file is published. Raises ArtifactError if another node has changed it meanwhile.
+    """
+    mirror = mounted(path)
+    if mirror is None or not mirror.publish(path, value):
+        write_text(path, as_text(value), durable=durable)
+
+
+def as_text(value: Mapping[str, Any]) -> str:
+    """Return the JSON of a table as the files of a store have it."""
+    return json.dumps(value, indent=1, sort_keys=True)
 
 
 def write_text(path: Path, text: str, *, durable: bool) -> None:

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import here, process_stat, process_state
+from rlhf_core.store.layout import mounted
 from rlhf_core.store.places import Conflict, Records
 from rlhf_core.store.places.local import LocalRecords, alone
 
@@ -116,8 +117,13 @@ def hold(folder: Path, key: str, *, on_wait: Callable[[Owner], None] | None = No
 
 def living_owner(folder: Path, key: str) -> Owner | None:
     """Return the owner that computes `key` now, or None."""
-    owner = _read(folder, key)
-    return None if owner is None or _has_lost(folder, key, owner) else owner
+    records = records_of(folder)
+    owner = _held(records, name_of(key))[0]
+    return (
+        None
+        if owner is None or ((records.has_clock or _is_local(owner)) and _may_have_lost(records, key, owner))
+        else owner
+    )
 
 
 def sweep(folder: Path) -> list[tuple[str, Owner]]:
@@ -125,7 +131,7 @@ def sweep(folder: Path) -> list[tuple[str, Owner]]:
 
     Leases of silent owners, which may be on another machine, stay: only a process that wants one has time to watch it.
     """
-    if not folder.is_dir():
+    if mounted(folder) is None and not folder.is_dir():
         return []
     swept, records = [], records_of(folder)
     for name in records.names():
@@ -146,8 +152,8 @@ def _is_local(owner: Owner) -> bool:
     return (owner.host, owner.boot_id, owner.pid_namespace) == here()
 
 
-def _has_lost(folder: Path, key: str, owner: Owner) -> bool:
-    """Return whether the owner has lost its lease.
+def _may_have_lost(records: Records, key: str, owner: Owner) -> bool:
+    """Return whether the owner may have lost its lease, as far as one look tells.
 
     On this machine the process state decides, so a suspended laptop or a long call into a library does not cost a
     living owner its lease. A stopped process, or one on another machine, has lost its lease when it is silent.
@@ -156,17 +162,13 @@ def _has_lost(folder: Path, key: str, owner: Owner) -> bool:
         state = process_state(owner.pid, owner.pid_started)
         if state != "stopped":
             return state == "gone"
-    return _is_silent(records_of(folder), name_of(key))
+    return _is_silent(records, name_of(key))
 
 
 def _is_silent(records: Records, name: str) -> bool:
-    """Return whether the lease was not renewed for `TTL_SECONDS` by the clock of its place.
-
-    Where a place does not tell, whoever wants the lease watches it for so long.
-    """
+    """Return whether the lease was not renewed for `TTL_SECONDS` by the clock of its place, or that has none."""
     try:
-        age = records.age(name)
-        return age is None or age > TTL_SECONDS
+        return records.age(name) > TTL_SECONDS
     except FileNotFoundError:  # released just now
         return False
     except OSError as error:
@@ -178,8 +180,9 @@ def _is_silent(records: Records, name: str) -> bool:
 
 
 def records_of(folder: Path) -> Records:
-    """Return the records of the leases in a folder."""
-    return LocalRecords(folder)
+    """Return the records of the leases in a folder, which are those of a bucket if the folder mirrors it."""
+    shared = mounted(folder)
+    return LocalRecords(folder) if shared is None else shared.leases
 
 
 def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) -> Lease:
@@ -188,7 +191,12 @@ def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) ->
     watch, records = _Watch(), records_of(folder)
     while True:
         holder, version = _held(records, name_of(key))
-        if holder is None or is_gone(holder) or (_has_lost(folder, key, holder) and watch.is_over(version)):
+        least = WATCH_SECONDS if records.has_clock else TTL_SECONDS
+        if (
+            holder is None
+            or is_gone(holder)
+            or (_may_have_lost(records, key, holder) and watch.is_over(version, least))
+        ):
             ours = replace(ours, expires=time.time() + TTL_SECONDS)
             try:
                 records.put(name_of(key), asdict(ours), version)
@@ -221,8 +229,8 @@ class _Watch:
         self._looked = time.monotonic()
         self._watched = 0.0
 
-    def is_over(self, version: str | None, long: float = 0.0) -> bool:
-        """Return whether the lease has been at this version for `WATCH_SECONDS`; each renewal is a new one.
+    def is_over(self, version: str | None, seconds: float) -> bool:
+        """Return whether the lease has been at this version for so many seconds; each renewal is a new one.
 
         A long time between two looks counts as one heartbeat: what delayed us (a suspended machine, a stopped process)
         may have delayed the owner too.
@@ -231,7 +239,7 @@ class _Watch:
         since, self._looked = now - self._looked, now
         self._watched = self._watched + min(since, HEARTBEAT_SECONDS) if version == self._seen else 0.0
         self._seen = version
-        return self._watched >= max(WATCH_SECONDS, long)
+        return self._watched >= seconds
 
 
 def _beat(lease: Lease, stop: threading.Event) -> None:

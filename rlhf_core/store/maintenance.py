@@ -25,12 +25,14 @@ from rlhf_core.store.layout import (
     StoreLayout,
     folder_bytes,
     fsync_path,
+    mounted,
     move_aside,
     object_of,
+    remove_record,
     remove_tree,
     write_json,
 )
-from rlhf_core.store.leases import living_owner
+from rlhf_core.store.leases import living_owner, records_of
 from rlhf_core.store.object_check import last_good, object_damage, quarantine_object, set_aside_record
 from rlhf_core.store.places.local import alone, disk_time
 from rlhf_core.store.records import KeyRecord, parse_record
@@ -101,7 +103,7 @@ def note_wait(layout: StoreLayout, run: str, keys: Iterable[str]) -> None:
 
 def forget_wait(layout: StoreLayout, run: str) -> None:
     """Release the objects that the run of this name kept while it waited."""
-    _wait_path(layout, run).unlink(missing_ok=True)
+    remove_record(_wait_path(layout, run))
 
 
 def _wait_path(layout: StoreLayout, run: str) -> Path:
@@ -115,7 +117,9 @@ def pin(layout: StoreLayout, target: str, note: str) -> None:
     """Protect the object or record that `target` (a digest, a key or a uri) names from `gc`."""
     name = object_of(target)
     with alone(layout.leases):  # `gc` removes nothing meanwhile
-        if not (layout.object(name).is_dir() or layout.key(name).is_file()):
+        mirror = mounted(layout.root)
+        there = layout.object(name).is_dir() or layout.key(name).is_file() or (mirror is not None and mirror.has(name))
+        if not there:
             raise ArtifactError("pin", target, "is neither an object nor a key of this store", "see `rlhf store ls`")
         write_pin(layout, name, note)
 
@@ -128,11 +132,10 @@ def write_pin(layout: StoreLayout, name: str, note: str) -> None:
 def unpin(layout: StoreLayout, target: str) -> None:
     """Remove a pin. Raises ArtifactError if there is none."""
     path = _pin_path(layout, object_of(target))
-    try:
-        path.unlink()
-    except FileNotFoundError:
+    if not path.exists():
         remedy = f"the pins are {', '.join(sorted(pins(layout))) or 'none'}"
-        raise ArtifactError("unpin", target, "is not pinned", remedy) from None
+        raise ArtifactError("unpin", target, "is not pinned", remedy)
+    remove_record(path)
     with suppress(OSError):  # a pin that a power cut brings back keeps too much
         fsync_path(path.parent)
 
@@ -291,7 +294,7 @@ def collect(
         if project:
             roots += [Root(one.key, "is of another project") for one in records if one.project != project]
         held_back = (*unreadable, *unreadable_roots)
-        if any(living_owner(layout.leases, path.stem) for path in layout.leases.glob("*.json")):
+        if any(living_owner(layout.leases, Path(name).stem) for name in records_of(layout.leases).names()):
             keep_days = max(keep_days, KEEP_DAYS_WHILE_RUNNING)
         horizon, young = now - keep_days * 86400, now - GRACE_SECONDS
         items = [] if held_back else _unreached(layout, records, roots, horizon, young)
@@ -315,7 +318,7 @@ def _out_of_the_way(layout: StoreLayout, items: Sequence[GcItem]) -> list[Path]:
     """Remove the records; take the rest from their places, each in one step, and return where they are now."""
     records = [item.path for item in items if item.kind == "record"]
     for path in records:
-        path.unlink(missing_ok=True)
+        remove_record(path)
     for folder in {path.parent for path in records}:
         fsync_path(folder)  # or a power cut could bring back a record whose object is gone
     moved = (move_aside(item.path, layout.quarantine) for item in items if item.kind != "record")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlhf_core.store import attempts
 from rlhf_core.store.fingerprint import FileEntry, hash_files, list_files, tree_digest
-from rlhf_core.store.layout import MANIFEST, StoreLayout, move_aside, object_of, read_json, write_json
+from rlhf_core.store.layout import MANIFEST, StoreLayout, move_aside, object_of, read_json, remove_record, write_json
 from rlhf_core.store.records import KeyRecord, parse_record
 from rlhf_core.types import encodable
 
@@ -111,6 +111,7 @@ def quarantine_object(layout: StoreLayout, digest: str, problem: str) -> list[st
 def set_aside_record(layout: StoreLayout, key: str, problem: str) -> None:
     """Move the record of `key` into quarantine and record why, so that the next decision can report it."""
     if move_aside(layout.key(key), layout.quarantine) is not None:
+        remove_record(layout.key(key))
         write_json(layout.damage(key), {"key": key, "problem": problem}, durable=False)
 
 

@@ -1,8 +1,10 @@
-"""Compute keys as a run does, with short leases: `python -m tests.support.lease_chaos STORE NUMBER SKEW KEY...`.
+"""Compute keys as a run does, with short leases: `python -m tests.support.lease_chaos STORE LOGS NUMBER SKEW KEY...`.
 
-Writes a line for each key that this process has committed to NUMBER.log beside the store.
+Writes a line for each key that this process has committed to NUMBER.log in the folder LOGS. If the store is a bucket, this
+process is a node of its own, with a folder of its own that mirrors it.
 """
 
+import os
 import random
 import secrets
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.places.mirror import store_root
 from rlhf_core.types import PolicyRef
 from tests.support.records import provenance, write_files
 
@@ -44,13 +47,16 @@ def compute(store: ArtifactStore, key: str, log: Path) -> None:
             stream.write(f"{said} {key} {token}\n")
 
 
-def main(root: str, number: str, skew: str, *keys: str) -> None:
+def main(place: str, logs: str, number: str, skew: str, *keys: str) -> None:
     """Compute all keys, in an order of this process, with a clock that is wrong by `skew` seconds."""
     hurry()
     now = time.time
     time.time = lambda: now() + float(skew)
-    store = ArtifactStore(Path(root))
-    log = store.root.with_name(f"{number}.log")
+    if "://" in place:
+        os.environ["RLHF_CACHE"] = f"{logs}/node-{number}"
+        leases.here = lambda: (f"node-{number}", "boot", "pids")
+    store = ArtifactStore(store_root(place))
+    log = Path(logs) / f"{number}.log"
     log.touch()
     for key in random.Random(number).sample(keys, len(keys)):
         compute(store, key, log)

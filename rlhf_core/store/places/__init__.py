@@ -7,7 +7,13 @@ the history of attempts, decisions at gates. `Objects` are files that never chan
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+
+from rlhf_core.errors import ArtifactError
+
+
+class Unreachable(ArtifactError, OSError):
+    """A place could not be reached, or refused what it was asked for."""
 
 
 class Conflict(Exception):
@@ -20,10 +26,14 @@ class Versioned:
 
     value: dict[str, Any]
     version: str
+    dropped: bool = False
+    """Whether this says that there is no record any more; `Records.get` returns None then."""
 
 
 class Records(Protocol):
-    """Small JSON tables by name. A place that cannot be reached raises OSError."""
+    """Small JSON tables by name. `has_clock`: whether `age` tells how old a record is. A place that cannot be reached raises Unreachable, a disk OSError."""
+
+    has_clock: ClassVar[bool]
 
     def get(self, name: str) -> Versioned | None:
         """Return the record of this name; None if there is none."""
@@ -40,12 +50,12 @@ class Records(Protocol):
     def names(self) -> Iterator[str]:
         """Yield the names of all records, in order."""
 
-    def age(self, name: str) -> float | None:
-        """Return the seconds since the record was written by the place's own clock; None if it does not tell."""
+    def age(self, name: str) -> float:
+        """Return the seconds since the record was written by the place's own clock; inf if it has none."""
 
 
 class Objects(Protocol):
-    """Files that never change, by name. A place that cannot be reached raises OSError."""
+    """Files that never change, by name. A place that cannot be reached raises Unreachable, a disk OSError."""
 
     def put_file(self, name: str, path: Path) -> None:
         """Store a file. The same name again has the same content, and is no error."""
@@ -53,11 +63,11 @@ class Objects(Protocol):
     def get_file(self, name: str, path: Path) -> None:
         """Write the object to the file `path`. Raises FileNotFoundError if there is none."""
 
-    def size(self, name: str) -> int | None:
-        """Return the number of bytes of an object; None if there is none."""
+    def found(self, name: str) -> tuple[int, float] | None:
+        """Return the bytes of an object and when it was written (seconds since 1970); None if there is none."""
 
-    def sizes(self, prefix: str) -> Iterator[tuple[str, int, float]]:
-        """Yield name, bytes and time of writing (seconds since 1970) of all objects whose name begins with `prefix`."""
+    def listed(self, prefix: str) -> Iterator[tuple[str, int, float]]:
+        """Yield name, bytes and time of writing of all objects whose name begins with `prefix`."""
 
     def delete(self, name: str) -> None:
         """Remove an object; it may not exist."""

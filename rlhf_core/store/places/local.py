@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store.fingerprint import sha256_text
@@ -28,6 +28,7 @@ LOCK_SLOW_SECONDS = 10.0
 class LocalRecords:
     """The records of a folder, which are not durable: after a power cut nobody needs a lease. A version is that of the file."""
 
+    has_clock: ClassVar[bool] = True
     folder: Path
 
     def get(self, name: str) -> Versioned | None:
@@ -57,7 +58,7 @@ class LocalRecords:
     def names(self) -> Iterator[str]:
         yield from sorted(path.name for path in self.folder.glob("*.json"))
 
-    def age(self, name: str) -> float | None:
+    def age(self, name: str) -> float:
         """Compare the file's time with that of a file created now, so clocks of two hosts are never compared."""
         return disk_time(self.folder) - (self.folder / name).stat().st_mtime
 

@@ -12,21 +12,23 @@ import pytest
 from rlhf_core.processes.identity import process_stat, process_state
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.fingerprint import sha256_text
+from rlhf_core.store.places.mirror import store_root
 from tests.support.forks import soon
 from tests.support.lease_chaos import TTL_S
+from tests.support.object_servers import SERVERS, environment, running
 
 KEYS = [sha256_text(f"chaos {number}") for number in range(40)]
 STOPS, KILLS = 6, 2
 
 
-def cause_chaos(store: ArtifactStore) -> Counter[str]:
+def cause_chaos(place: str, logs: Path) -> Counter[str]:
     """Let five processes with skewed clocks compute 40 keys; stop some beyond the lease, kill two; return what they said."""
-    command = [sys.executable, "-m", "tests.support.lease_chaos", str(store.root)]
+    command = [sys.executable, "-m", "tests.support.lease_chaos", place, str(logs)]
     workers = [
         subprocess.Popen([*command, str(number), str(skew), *KEYS])
         for number, skew in enumerate((0, 90_000, -90_000, 200, -200))
     ]
-    soon(lambda: all(store.root.with_name(f"{number}.log").exists() for number in range(len(workers))), within_s=120)
+    soon(lambda: len(list(logs.glob("*.log"))) == len(workers), within_s=120)
     dice = random.Random(0)
     try:
         for turn in range(STOPS + KILLS):
@@ -48,7 +50,7 @@ def cause_chaos(store: ArtifactStore) -> Counter[str]:
         for worker in workers:
             worker.kill()
             worker.wait()
-    return check(store, [store.root.with_name(f"{number}.log") for number in range(len(workers))])
+    return check(ArtifactStore(store_root(place)), sorted(logs.glob("*.log")))
 
 
 def check(store: ArtifactStore, logs: list[Path]) -> Counter[str]:
@@ -70,6 +72,18 @@ def check(store: ArtifactStore, logs: list[Path]) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_processes_that_are_stopped_and_killed_lose_no_key_and_overwrite_none(store):
-    said = cause_chaos(store)
+def test_processes_that_are_stopped_and_killed_lose_no_key_and_overwrite_none(tmp_path):
+    said = cause_chaos(str(tmp_path / "store"), tmp_path)
+    assert said["committed"] >= len(KEYS) - KILLS
+
+
+@pytest.mark.services
+@pytest.mark.slow
+@pytest.mark.parametrize("server", SERVERS)
+def test_so_do_nodes_that_share_nothing_but_a_bucket(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "node-here"))
+    with running(server, tmp_path) as address:
+        for name, value in environment(address).items():
+            monkeypatch.setenv(name, value)
+        said = cause_chaos("s3://rlhf/chaos", tmp_path)
     assert said["committed"] >= len(KEYS) - KILLS

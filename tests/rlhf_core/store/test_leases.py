@@ -238,11 +238,11 @@ def test_a_long_time_between_two_looks_counts_as_one_heartbeat(monkeypatch):
     now = 0.0
     monkeypatch.setattr(leases.time, "monotonic", lambda: now)
     watch = leases._Watch()
-    assert not watch.is_over("1")
+    assert not watch.is_over("1", leases.WATCH_SECONDS)
     now = 1000.0  # this machine stood still, and perhaps the owner's, too: 20 s
-    assert not watch.is_over("1")
+    assert not watch.is_over("1", leases.WATCH_SECONDS)
     looks = 0
-    while not watch.is_over("1"):
+    while not watch.is_over("1", leases.WATCH_SECONDS):
         now, looks = now + 0.5, looks + 1
     assert looks == (leases.WATCH_SECONDS - leases.HEARTBEAT_SECONDS) / 0.5
 

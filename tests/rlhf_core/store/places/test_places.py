@@ -2,17 +2,24 @@ import threading
 from pathlib import Path
 
 import pytest
+from obstore.store import MemoryStore
 
 from rlhf_core.store.layout import read_json
 from rlhf_core.store.places import Conflict, Records
+from rlhf_core.store.places.buckets import Bucket, BucketRecords
 from rlhf_core.store.places.local import LocalRecords
 
-PLACES = ("folder",)
+PLACES = ("folder", "memory")
 
 
 def records_at(name: str, folder: Path) -> Records:
     """Return empty records in a place of this kind."""
-    return LocalRecords(folder)
+    return LocalRecords(folder) if name == "folder" else BucketRecords(in_memory(), "leases/")
+
+
+def in_memory() -> Bucket:
+    """Return a bucket of this process."""
+    return Bucket("s3://memory", MemoryStore())
 
 
 @pytest.fixture(params=PLACES)
@@ -70,7 +77,7 @@ def test_of_many_who_write_at_once_one_wins(records):
 def test_a_folder_holds_the_table_itself(tmp_path):
     records = LocalRecords(tmp_path)
     version = records.put("k.json", {"n": 1}, None)
-    assert read_json(tmp_path / "k.json") == {"n": 1} and (records.age("k.json") or 0.0) < 60.0
+    assert read_json(tmp_path / "k.json") == {"n": 1} and records.age("k.json") < 60.0
     (tmp_path / "k.json").write_text("{")
     torn = records.get("k.json")
     assert torn is not None and torn.value == {} and torn.version != version

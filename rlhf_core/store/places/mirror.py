@@ -1,0 +1,412 @@
+"""A folder of this node that mirrors a store in a bucket, in the layout of a store on a disk.
+
+Records are files here as there: `refresh` lists those of the bucket and gets what has changed; a change is published by
+compare-and-set before it is written here. Leases live in the bucket alone. Objects are a cache: fetched when they are first
+read, each file checked against its SHA-256, read-only, and evicted by last use when they take more than `RLHF_CACHE_GIB`.
+Unfinished work (`attempts/<key>/work-N`) belongs to the node.
+
+    records/<path of the file>      key records, history of attempts, decisions, labels, pins
+    leases/<key>.json
+    objects/<digest>.json           the manifest, written when all of its files are there
+    blobs/<sha256>                  each content once
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import ArtifactError, ConfigError
+from rlhf_core.store.fingerprint import sha256_text
+from rlhf_core.store.layout import (
+    MANIFEST,
+    MARKER,
+    StoreLayout,
+    as_text,
+    folder_bytes,
+    make_read_only,
+    mount,
+    read_json,
+    remove_tree,
+    write_text,
+)
+from rlhf_core.store.places import Conflict, Versioned
+from rlhf_core.store.places.buckets import SCHEMES, Bucket, BucketObjects, BucketRecords, open_bucket, probe
+
+logger = logging.getLogger(__name__)
+
+SHARED = re.compile(r"keys/[^/]+/[^/]+\.json|attempts/[^/]+/attempt\.json|roots/(?!external/).+\.json|used/[^/]+\.json")
+"""Paths of the files that all nodes share; the others are of one node."""
+_OWNED = re.compile(r"keys/.*|attempts/.*|roots/gates/[^/]+/answer-.*")
+"""Those of which another node's change is an error; of the others the last writer wins."""
+FRESH_SECONDS = 1.0
+"""How long what was read from the bucket counts as its state, but for what is read under a new lease."""
+DAY_SECONDS = 86_400.0
+"""Age from which files that no record leads to are removed, and after which a use is written down again."""
+THREADS = 8
+
+
+@dataclass
+class Mirror:
+    """The mirror of `bucket` in the folder `root`. Its methods may be called from several threads and processes."""
+
+    root: Path
+    bucket: Bucket
+    cache_bytes: float
+    records: BucketRecords = field(init=False)
+    leases: BucketRecords = field(init=False)
+    objects: BucketObjects = field(init=False)
+    _fresh: dict[str, float] = field(default_factory=dict)
+    """Name, or folder, -> when it was last read from the bucket, by the monotonic clock."""
+    _fences: dict[str, str | None] = field(default_factory=dict)
+    """Name of a key record -> its version when this process took the lease of the key."""
+    _manifests: set[str] = field(default_factory=set)
+    """Digests of the objects that are known to be in the bucket."""
+    _held: dict[str, int] = field(default_factory=dict)
+    """Digest -> descriptor of the lock by which this process keeps an object in the cache."""
+    _threads: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self.records = BucketRecords(self.bucket, "records/")
+        self.leases = BucketRecords(self.bucket, "leases/")
+        self.objects = BucketObjects(self.bucket)
+        self.layout = StoreLayout(self.root)
+
+    # ------------------------------------------------------------ records
+
+    def refresh(self, under: str = "") -> None:
+        """Bring the records whose path begins with `under` to the state of the bucket, and what is known of its objects."""
+        with self._alone():
+            found = {name: (version, at) for name, version, at in self.records.versions(under)}
+            known = {name for name in self._mirrored() if name.startswith(under)}
+            changed = [name for name, (version, _) in found.items() if self._version(name) != version]
+            with ThreadPoolExecutor(THREADS) as pool:
+                for name, record in zip(changed, pool.map(self.records.found, changed)):
+                    self._take(name, record, found[name][1])
+            for name in known - found.keys():
+                self._take(name, None, 0.0)
+            self._fresh |= dict.fromkeys((under, *found), time.monotonic())
+        if not under:
+            listed = self.objects.listed("objects/")
+            self._manifests = {Path(name).stem for name, _, _ in listed}
+
+    def bring(self, path: Path, *, now: bool = False) -> None:
+        """Bring a shared file, or those in a folder, to the present state; `now` asks even if that was done just now."""
+        name = path.relative_to(self.root).as_posix()
+        if not now and time.monotonic() - max(self._fresh.get(name, 0.0), self._fresh.get("", 0.0)) < FRESH_SECONDS:
+            return
+        if path.suffix != ".json":
+            self.refresh(f"{name}/")
+            self._fresh[name] = time.monotonic()
+        elif SHARED.fullmatch(name):
+            with self._alone():
+                record = self.records.found(name)
+                if (None if record is None else record.version) != self._version(name):
+                    self._take(name, record, time.time())
+                self._fresh[name] = time.monotonic()
+
+    def publish(self, path: Path, table: Mapping[str, Any]) -> bool:
+        """See `Mirrors`. Under a lease that this process took, a key record replaces only what was there at that time."""
+        name = path.relative_to(self.root).as_posix()
+        if not SHARED.fullmatch(name):
+            return False
+        with self._alone():
+            expected = self._fences[name] if name in self._fences else self._version(name)
+            version = self._put(name, lambda known: self.records.put(name, table, known), expected)
+            self._take(name, Versioned(dict(table), version), time.time())
+            self._fences.pop(name, None)
+        return True
+
+    def withdraw(self, path: Path) -> bool:
+        """See `Mirrors`."""
+        name = path.relative_to(self.root).as_posix()
+        if not SHARED.fullmatch(name):
+            return False
+        with self._alone():
+            version = self._version(name)
+            if version is not None:
+                self._put(name, lambda known: self.records.drop(name, known or ""), version)
+            self._take(name, self.records.found(name), time.time())
+        return True
+
+    def fence(self, key: str) -> None:
+        """Remember the present record of a key, whose lease this process has just taken, and read its history."""
+        path = self.layout.key(key)
+        self.bring(path, now=True)
+        self.bring(self.layout.attempt(key) / "attempt.json", now=True)
+        self._fences[path.relative_to(self.root).as_posix()] = self._version(path.relative_to(self.root).as_posix())
+
+    def used(self, key: str) -> bool:
+        """Write down, at most once a day, that a result is in use. Return False if its record is gone."""
+        path, mark = self.layout.key(key), self.root / "used" / f"{key}.json"
+        if not path.exists():
+            return False
+        if not mark.exists() or time.time() - mark.stat().st_mtime > DAY_SECONDS:
+            self.publish(mark, {"key": key})
+        os.utime(path)
+        return True
+
+    def _put(self, name: str, put: Callable[[str | None], Any], expected: str | None) -> str:
+        for _ in range(THREADS):
+            try:
+                return str(put(expected))
+            except Conflict:
+                if _OWNED.fullmatch(name):
+                    rule = "was changed by another node since it was read here"
+                    raise ArtifactError("record", name, rule, "run again") from None
+                found = self.records.found(name)
+                expected = None if found is None else found.version
+        raise ArtifactError("record", name, "is changed by other nodes all the time", "run again")
+
+    def _take(self, name: str, record: Versioned | None, at: float) -> None:
+        """Let the file of a record be as it is in the bucket; its time is that of its writing there, or of its last use."""
+        path, noted = self.root / name, self._note(name)
+        noted.unlink(missing_ok=True)  # first: a file without its version is read again
+        if record is None or record.dropped:
+            path.unlink(missing_ok=True)
+        else:
+            write_text(path, as_text(record.value), durable=False)
+            os.utime(path, (at, at))
+        if record is not None:
+            write_text(noted, record.version, durable=False)
+        if name.startswith("used/") and record is not None:
+            with suppress(FileNotFoundError):
+                os.utime(self.layout.key(Path(name).stem), (at, at))
+
+    def _version(self, name: str) -> str | None:
+        try:
+            return self._note(name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    def _note(self, name: str) -> Path:
+        return self.root / "versions" / f"{name}.version"
+
+    def _mirrored(self) -> Iterator[str]:
+        folder = self.root / "versions"
+        for path in folder.rglob("*.version"):
+            yield path.relative_to(folder).as_posix().removesuffix(".version")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads and processes of this node from changing files of the mirror."""
+        with self._threads, _locked(self.root / ".mirror", fcntl.LOCK_EX):
+            yield
+
+    # ------------------------------------------------------------ objects
+
+    def has(self, digest: str) -> bool:
+        """Return whether an object is in the bucket."""
+        if digest not in self._manifests and self.objects.found(f"objects/{digest}.json") is not None:
+            self._manifests.add(digest)
+        return digest in self._manifests
+
+    def store(self, digest: str) -> None:
+        """Upload an object that lies in this folder: its files, each content once, and the manifest at the end."""
+        folder = self.layout.object(digest)
+        if self.objects.found(f"objects/{digest}.json") is None:  # not `has`: another node may have condemned it
+            files = files_of(folder / MANIFEST)
+            blobs = {sha: folder / name for name, (_, sha) in files.items()}
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(self._upload, blobs.items()))
+            self.objects.put_file(f"objects/{digest}.json", folder / MANIFEST)
+            self._manifests.add(digest)
+        self._keep(digest)
+        self.evict()
+
+    def fetch(self, digest: str) -> None:
+        """Let an object lie in this folder, complete and checked; keep it there while this process lives.
+
+        Raises ArtifactError if it is not in the bucket, or other content arrives than was stored; then nobody gets it again.
+        """
+        folder = self.layout.object(digest)
+        if digest in self._held and folder.is_dir():
+            return
+        with _locked(self.root / "cache" / f"{digest}.fetch", fcntl.LOCK_EX):
+            if not folder.is_dir() and self.has(digest):
+                self._download(digest, folder)
+        if folder.is_dir():
+            self._keep(digest)
+
+    def drop(self, digest: str, problem: str) -> None:
+        """Remove a damaged object from this folder; it is fetched again when it is next read."""
+        logger.warning("store: the copy of object %s in %s is damaged: %s; removed", digest[:12], self.root, problem)
+        remove_tree(self.layout.object(digest))
+
+    def _upload(self, blob: tuple[str, Path]) -> None:
+        sha, path = blob
+        size, at = self.objects.found(f"blobs/{sha}") or (-1, 0.0)
+        if size != path.stat().st_size or at < time.time() - DAY_SECONDS / 2:  # made young, so that no gc removes it
+            self.objects.put_file(f"blobs/{sha}", path)
+
+    def _download(self, digest: str, folder: Path) -> None:
+        part = self.root / "cache" / f"{digest}.part"
+        remove_tree(part)
+        part.mkdir(parents=True)
+        self.objects.get_file(f"objects/{digest}.json", part / MANIFEST)
+        files = files_of(part / MANIFEST)
+        size = sum(bytes_ for bytes_, _ in files.values())
+        self.evict(size)
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda item: self._download_blob(digest, part / item[0], *item[1]), files.items()))
+        os.utime(part / MANIFEST)  # its time is that of the last good check
+        make_read_only(part)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part.chmod(0o755)
+        part.rename(folder)
+        make_read_only(folder)
+
+    def _download_blob(self, digest: str, path: Path, size: int, sha: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.objects.get_file(f"blobs/{sha}", path)
+            with path.open("rb") as stream:
+                arrived = hashlib.file_digest(stream, "sha256").hexdigest()
+        except FileNotFoundError:
+            arrived = ""
+        if arrived != sha:
+            problem = f"{path.name} has other content" if arrived else f"{path.name} is missing"
+            self.condemn(digest, sha, problem)
+            raise ArtifactError("artifact", digest[:12], f"is damaged in {self.bucket.uri}: {problem}", "run again")
+
+    def manifest(self, digest: str) -> Path | None:
+        """Return the file of an object's manifest, which is fetched once; None if the object is not in the bucket."""
+        path = self.root / "cache" / f"{digest}.manifest"
+        if not path.exists() and self.has(digest):
+            part = path.with_suffix(f".{os.getpid()}")
+            part.parent.mkdir(parents=True, exist_ok=True)
+            self.objects.get_file(f"objects/{digest}.json", part)
+            part.rename(path)
+        return path if path.exists() and self.has(digest) else None
+
+    def forget(self, digest: str) -> None:
+        """Take note that an object is no longer in the bucket."""
+        self._manifests.discard(digest)
+
+    def condemn(self, digest: str, sha: str, problem: str) -> None:
+        """Remove a damaged file and the manifest of its object, so that the next run makes and stores it again."""
+        logger.warning("store: object %s in %s is damaged: %s; removed", digest[:12], self.bucket.uri, problem)
+        self.objects.delete(f"objects/{digest}.json")
+        if sha:
+            self.objects.delete(f"blobs/{sha}")
+        self.forget(digest)
+
+    # ------------------------------------------------------------ the cache
+
+    def evict(self, room: float = 0.0) -> list[str]:
+        """Remove the objects that were not used for longest until `room` bytes fit below the limit; return their digests.
+
+        What a living process has read, or what is not in the bucket yet, stays. Raises ArtifactError if that is too much.
+        """
+        sizes = {path: folder_bytes(path) for path in self.layout.objects.glob("*/*")}
+        total, gone = sum(sizes.values()) + room, []
+        for path in sorted(sizes, key=self._last_use):
+            if total <= self.cache_bytes:
+                break
+            if self.has(path.name) and self._try_remove(path):
+                total -= sizes[path]
+                gone.append(path.name)
+        if room and total > self.cache_bytes:
+            gib = self.cache_bytes / 2**30
+            rule = f"{total / 2**30:.1f} GiB are needed at once, and RLHF_CACHE_GIB is {gib:g}"
+            raise ArtifactError("cache", str(self.root), rule, "set a higher RLHF_CACHE_GIB, or end other processes")
+        return gone
+
+    def _last_use(self, path: Path) -> float:
+        with suppress(FileNotFoundError):
+            return self._lock_of(path.name).stat().st_mtime
+        return 0.0
+
+    def _try_remove(self, path: Path) -> bool:
+        with suppress(BlockingIOError), _locked(self._lock_of(path.name), fcntl.LOCK_EX | fcntl.LOCK_NB):
+            remove_tree(path)
+            return True
+        return False
+
+    def _keep(self, digest: str) -> None:
+        with self._threads:
+            if digest not in self._held:
+                lock = self._lock_of(digest)
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                self._held[digest] = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                fcntl.flock(self._held[digest], fcntl.LOCK_SH)
+                os.utime(lock)
+
+    def _lock_of(self, digest: str) -> Path:
+        return self.root / "cache" / f"{digest}.use"
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, how)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def files_of(manifest: Path) -> dict[str, tuple[int, str]]:
+    """Return path -> size and SHA-256 of the files in a manifest."""
+    table = read_json(manifest) or {"files": {}}
+    return {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in table["files"].items()}
+
+
+# ---------------------------------------------------------------- opening
+
+
+def store_root(place: str) -> Path:
+    """Return the folder of a store: the one that `place` names, or the one that mirrors the bucket `s3://...` here.
+
+    Raises ConfigError for a bucket that cannot be reached, or whose server has no conditional puts.
+    """
+    if place.partition("://")[0] not in SCHEMES:
+        return Path(place).expanduser()
+    uri = place.rstrip("/")
+    given = os.environ["RLHF_CACHE"] if "RLHF_CACHE" in os.environ else "~/.cache/rlhf"
+    root = (Path(given).expanduser() / f"{uri.rpartition('/')[2]}-{sha256_text(uri)[:8]}").absolute()
+    if not (root / MARKER).exists():
+        probe(open_bucket(uri))
+        write_text(root / MARKER, json.dumps({"mirrors": uri, "schema": 1}, indent=1), durable=True)
+    return root
+
+
+_OPEN: dict[Path, Mirror] = {}
+
+
+def mirror_of(root: Path) -> Mirror | None:
+    """Return the mirror in a folder, refreshed if this process has not used it yet; None for a store on a disk."""
+    if root in _OPEN:
+        return _OPEN[root]
+    uri = (read_json(root / MARKER) or {}).get("mirrors") if (root / MARKER).is_file() else None
+    if uri is None:
+        return None
+    mirror = Mirror(root, open_bucket(uri), _cache_bytes())
+    mirror.refresh()
+    mount(root, mirror)
+    _OPEN[root] = mirror
+    return mirror
+
+
+def place_of(root: Path) -> str:
+    """Return what names the store in a folder on any node: the address of the bucket that it mirrors, or its path."""
+    return str((read_json(root / MARKER) or {}).get("mirrors", root))
+
+
+def _cache_bytes() -> float:
+    given = os.environ["RLHF_CACHE_GIB"] if "RLHF_CACHE_GIB" in os.environ else "500"
+    try:
+        return float(given) * 2**30
+    except ValueError:
+        raise ConfigError("RLHF_CACHE_GIB", given, "is not a number of GiB", "set it to 500, for example") from None

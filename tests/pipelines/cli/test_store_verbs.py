@@ -1,0 +1,30 @@
+import pytest
+
+from pipelines.cli.main import main
+from rlhf_core.errors import ArtifactError
+from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.fingerprint import sha256_text
+from tests.support.buckets import URI, Nodes
+from tests.support.records import commit_text
+
+KEY = sha256_text("12")
+
+
+def test_a_result_is_pushed_to_a_bucket_and_pulled_from_it(store, tmp_path, monkeypatch, capsys):
+    nodes = Nodes(tmp_path, monkeypatch)
+    ref, bucket = commit_text(store, "12", label="sft"), nodes.store("ada")
+    away, at = ["--store", str(store.root)], ["--store", URI]
+    assert main(["store", "push", "sft", URI, *away]) == main(["store", "push", ref.digest[:12], URI, *away]) == 0
+    said = f"sft {ref.digest[:12]}: "
+    assert capsys.readouterr().out.splitlines() == [f"{said}copied", f"{said}has a result of this key already"]
+    found = bucket.record(KEY)
+    assert found is not None and found == store.record(KEY) and (bucket.path(ref) / "a.txt").read_text() == "12"
+    monkeypatch.setenv("RLHF_CACHE", str(nodes.folder / "ben"))
+    assert main(["store", "pull", "sft", URI, "--store", str(nodes.folder / "pulled")]) == 0
+    pulled = ArtifactStore(nodes.folder / "pulled")
+    assert pulled.record(KEY) == found and pulled.verify() == []
+    assert main(["store", "ls", *at]) == 0 and "sft" in capsys.readouterr().out
+    (store.path(ref) / "a.txt").chmod(0o644)
+    (store.path(ref) / "a.txt").write_text("13")
+    with pytest.raises(ArtifactError, match="has other content than its digest says"):
+        ArtifactStore(nodes.folder / "third").adopt(found, store.path(ref))

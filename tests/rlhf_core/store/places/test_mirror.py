@@ -1,0 +1,215 @@
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from obstore.exceptions import GenericError
+from obstore.store import MemoryStore
+
+from rlhf_core.errors import ArtifactError, ConfigError
+from rlhf_core.store import attempts, mirror_upkeep
+from rlhf_core.store.artifacts import ArtifactStore, object_digest
+from rlhf_core.store.fingerprint import sha256_text
+from rlhf_core.store.gate_decisions import GateDecisions, Question
+from rlhf_core.store.layout import read_json, write_json
+from rlhf_core.store.leases import living_owner
+from rlhf_core.store.places import Unreachable, mirror
+from rlhf_core.store.places.buckets import PROBES, Bucket, BucketObjects, open_bucket, probe
+from rlhf_core.types import PolicyRef
+from tests.support.buckets import URI, Nodes, mirror_in, release
+from tests.support.records import commit_text, provenance, write_files
+
+KEY = sha256_text("12")
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror, "FRESH_SECONDS", 0.0)
+    return Nodes(tmp_path, monkeypatch)
+
+
+def _names(nodes: Nodes, under: str) -> set[str]:
+    return {name for name, _, _ in BucketObjects(nodes.bucket).listed(under)}
+
+
+def test_what_one_node_commits_another_reads(nodes, store):
+    ada, ben = nodes.store("ada"), nodes.store("ben")
+    ref = commit_text(ada, "12")
+    assert ref == commit_text(store, "12"), "the digest is that of a store on a disk"
+    found = ben.record(KEY)
+    assert found is not None and found.handle == ref
+    assert not ben.layout.object(ref.digest).exists(), "a record needs no files"
+    file = ben.path(ref) / "a.txt"
+    assert file.read_text() == "12" and not file.stat().st_mode & stat.S_IWUSR
+    assert ben.used(KEY) and {one.label for one in nodes.store("cyd").records()} == {"toy"}
+    assert read_json(ada.layout.key(KEY)) == read_json(store.layout.key(KEY)) == read_json(ben.layout.key(KEY))
+
+
+def test_files_of_one_content_are_stored_once(nodes):
+    ada = nodes.store("ada")
+    out = write_files(ada.layout.attempts / "out", {"a.txt": "12", "b/c.txt": "12"})
+    ada.commit("1" * 64, out, PolicyRef, children={}, record=provenance())
+    assert _names(nodes, "blobs/") == {f"blobs/{sha256_text('12')}"}
+
+
+def test_a_flipped_bit_in_the_cache_is_healed(nodes):
+    ref = commit_text(nodes.store("ada"), "12")
+    ben = nodes.store("ben")
+    file = ben.path(ref) / "a.txt"
+    file.chmod(0o644)
+    file.write_text("13")
+    assert ben.record(KEY) is not None and (ben.path(ref) / "a.txt").read_text() == "12"
+
+
+def test_a_damaged_file_in_the_bucket_is_never_read_and_made_again(nodes):
+    ref = commit_text(nodes.store("ada"), "12")
+    nodes.bucket.client.put(f"blobs/{sha256_text('12')}", b"13")
+    ben = nodes.store("ben")
+    with pytest.raises(ArtifactError, match=r"a\.txt has other content; run again"):
+        ben.path(ref)
+    assert ben.record(KEY) is None and "is gone from s3://memory/team" in ben.damage(KEY)
+    assert commit_text(ben, "12") == ref
+    assert (nodes.store("cyd").path(ref) / "a.txt").read_text() == "12"
+
+
+def test_a_result_of_a_node_that_lost_its_lease_unseen_replaces_nothing(nodes):
+    ada, ben = nodes.store("ada"), nodes.store("ben")
+    with ada.lease(KEY) as lease:
+        theirs = commit_text(ben, "12", label="theirs")
+        out = write_files(ada.layout.attempts / "out", {"a.txt": "late"})
+        with pytest.raises(ArtifactError, match="was changed by another node since"):
+            ada.commit(KEY, out, PolicyRef, children={}, record=provenance(), lease=lease)
+    found = nodes.store("cyd").record(KEY)
+    assert found is not None and (found.label, found.handle) == ("theirs", theirs)
+    with ada.lease(KEY) as lease:  # it sees the other's now, and may replace it
+        out = write_files(ada.layout.attempts / "out", {"a.txt": "forced"})
+        ada.commit(KEY, out, PolicyRef, children={}, record=provenance(label="ours"), lease=lease)
+    found = ben.record(KEY)
+    assert found is not None and found.label == "ours"
+
+
+def test_a_lease_is_one_for_all_nodes_and_leaves_no_file(nodes):
+    ada, ben = nodes.store("ada"), nodes.store("ben")
+    with ada.lease(KEY) as lease:
+        assert living_owner(ben.layout.leases, KEY) == lease.owner
+        lease.check()
+    assert living_owner(ben.layout.leases, KEY) is None and not list(ada.layout.leases.glob("*.json"))
+    with ben.lease(KEY) as again:
+        assert not again.waited
+
+
+def test_the_history_of_attempts_is_one_for_all_nodes(nodes):
+    ada, ben = nodes.store("ada"), nodes.store("ben")
+    with ada.lease(KEY):
+        folder = ada.layout.attempt(KEY)
+        first = attempts.begin(folder, label="toy", resumed_from=None, code={})
+        attempts.end(folder, first, label="toy", status="failed", failure="no", seconds=1.0)
+    with ben.lease(KEY):
+        second = attempts.begin(ben.layout.attempt(KEY), label="toy", resumed_from=None, code={})
+    assert (first.number, second.number) == (1, 2)
+    attempts.history(folder)  # of ada, who has not looked since
+    with pytest.raises(ArtifactError, match="was changed by another node"):
+        attempts.end(folder, first, label="toy", status="failed", failure="late", seconds=1.0)
+
+
+def test_an_answer_of_one_node_lets_a_run_of_another_go_on(nodes):
+    question = Question(gate="quality", condition={}, digest="d1", run="night")
+    asked = GateDecisions(nodes.store("ada").layout).ask(question, run="night", links={})
+    (seen,) = GateDecisions(nodes.store("ben").layout).requests()
+    GateDecisions(nodes.store("ben").layout).decide(seen, "approve", reason="fine", by="ben")
+    found = GateDecisions(nodes.store("ada").layout).find(asked.id)
+    assert found is not None and found.answer is not None and found.answer.by == "ben"
+
+
+def test_of_two_who_note_the_same_the_last_counts(nodes):
+    ada, ben = nodes.store("ada"), nodes.store("ben")
+    for store, text in ((ada, "1"), (ben, "2"), (ada, "3")):
+        write_json(store.layout.label("sft"), {"key": text})
+    mirror_in(ben).refresh()
+    assert read_json(ben.layout.label("sft")) == {"key": "3"}
+
+
+def test_the_cache_evicts_what_was_not_used_for_longest_and_keeps_what_is_read(nodes):
+    ada = nodes.store("ada")
+    refs = [commit_text(ada, f"{number}" * 1000) for number in range(3)]
+    ben = nodes.store("ben")
+    mirror_in(ben).cache_bytes = 2900.0  # two objects with their manifests
+    first = ben.path(refs[0])
+    ben.path(refs[1])
+    with pytest.raises(ArtifactError, match="are needed at once, and RLHF_CACHE_GIB is"):
+        ben.path(refs[2])
+    assert first.exists(), "this process reads it"
+    release(ben)
+    ben.path(refs[1])
+    ben.path(refs[2])
+    assert [ben.layout.object(object_digest(ref)).exists() for ref in refs] == [False, True, True]
+    assert (ben.layout.object(refs[2].digest) / "a.txt").read_text() == "2" * 1000
+
+
+def test_gc_removes_from_the_bucket_what_no_record_leads_to_and_nothing_young(nodes, monkeypatch):
+    ada = nodes.store("ada")
+    kept, gone = (commit_text(ada, text) for text in ("kept", "gone"))
+    ada.pin(kept.digest)
+    assert {item.kind for item in ada.gc(dry_run=False, keep_days=0.0).items} == {"record", "object"} - {"object"}
+    assert len(_names(nodes, "objects/")) == 2, "they are young"
+    monkeypatch.setattr(mirror_upkeep, "DAY_SECONDS", -60.0)
+    ben = nodes.store("ben")
+    assert [item.kind for item in ben.gc(dry_run=True).items] == ["manifest", "file"]
+    assert len(_names(nodes, "objects/")) == 2
+    ben.gc(dry_run=False)
+    assert _names(nodes, "objects/") == {f"objects/{kept.digest}.json"}
+    assert _names(nodes, "blobs/") == {f"blobs/{sha256_text('kept')}"}
+    assert ben.record(sha256_text("kept")) is not None and ben.record(sha256_text("gone")) is None and gone != kept
+
+
+def test_verify_finds_what_the_bucket_has_lost(nodes):
+    ada = nodes.store("ada")
+    commit_text(ada, "12", label="sft")
+    commit_text(ada, "34")
+    assert ada.verify() == []
+    BucketObjects(nodes.bucket).delete(f"blobs/{sha256_text('12')}")
+    (damage,) = nodes.store("ben").verify()
+    assert (damage.problem, damage.labels) == ("a.txt is missing", ("sft",))
+    assert ada.record(KEY) is None and ada.record(sha256_text("34")) is not None
+
+
+class _Ignores:
+    def __init__(self, ignored: str) -> None:
+        self._memory, self._ignored = MemoryStore(), ignored
+
+    def put(self, *args: Any, mode: Any = None, **options: Any) -> Any:
+        ignored = mode == "create" if self._ignored == "create" else isinstance(mode, dict)
+        return self._memory.put(*args, mode="overwrite" if ignored else mode, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+
+@pytest.mark.parametrize(("ignored", "said"), [("create", PROBES[0]), ("update", PROBES[1])])
+def test_a_server_without_conditional_puts_is_refused(ignored, said):
+    with pytest.raises(ConfigError) as error:
+        probe(Bucket(URI, _Ignores(ignored)))
+    assert str(error.value).startswith(
+        f"store = '{URI}': on this server {said}, so two runs could compute the same key"
+    )
+    probe(Bucket(URI, MemoryStore()))
+
+
+@pytest.mark.parametrize("place", ["s3://", "gs:///x"])
+def test_an_address_without_a_bucket_is_refused(place):
+    with pytest.raises(ConfigError, match="is no bucket; known are s3://, gs://, az://"):
+        open_bucket(place)
+
+
+def test_a_bucket_that_is_away_is_named():
+    def fail(*_: Any) -> Any:
+        raise GenericError("Connection refused")
+
+    bucket = Bucket("s3://team/x", SimpleNamespace(head=fail))
+    with pytest.raises(Unreachable, match=r"store = 's3://team/x': does not .*Connection refused.*check address"):
+        BucketObjects(bucket).found("a")
+
+
+def test_a_store_on_a_disk_has_no_mirror(tmp_path):
+    assert ArtifactStore(tmp_path)._mirror is None and mirror.store_root(str(tmp_path)) == Path(tmp_path)
