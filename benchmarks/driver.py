@@ -1,132 +1,220 @@
 """CPU time and memory of a PPO step in the driver, per sampled token, part by part.
 
-The step is walked as `stages/ppo.py` walks it, with made-up answers: completions as they come out of a Ray worker,
-the log of rollouts, the rows to measure and the measured ones, advantages (gae, KL in the reward), the rows of policy
-and value model, and their pickles for the ranks.
+The step is walked as `stages/ppo.py` walks it, over workers of a real Ray whose models are noise: answers of unequal
+lengths, the log of rollouts, the rows to measure and what is measured, advantages (gae, KL in the reward), the rows of
+policy and value model, and one update of each.
 
     python -m benchmarks.driver --answers 1024 --tokens 4096
     python -m benchmarks.driver --before v0.1.0     # the same on a revision, in the same run
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 PROMPT = 256
-RANKS = 4
+RANKS = 2
 VOCABULARY = 150_000
 
 
+def numbers(kind: str, row: Any) -> Any:
+    """Return an array as the numbers per token of a sample: a tuple in revisions before columns."""
+    from rlhf_core import types
+
+    return types.Column(kind, row) if hasattr(types, "Column") else tuple(row.tolist())
+
+
+def anonymous() -> int:
+    """Return the bytes of this process that are no file's and no shared memory's."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free is not held
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
 class Clock:
-    """CPU seconds of this process and bytes that it holds, since the last part."""
+    """CPU seconds of this process and bytes that it holds, without shared memory, since the last part."""
 
     def __init__(self, tokens: int) -> None:
-        import psutil
-
         self._tokens = tokens
-        self._process = psutil.Process()
         self.parts: dict[str, tuple[float, float]] = {}
-        gc.collect()
-        self._first = self._process.memory_info().rss
-        self._last = time.process_time()
-
-    def start(self) -> None:
-        """Leave out what was done since the last part."""
-        gc.collect()
+        self._first = anonymous()
         self._last = time.process_time()
 
     def ended(self, part: str) -> None:
         """Note a part: microseconds a token for it, and bytes a token held after it."""
         spent = time.process_time() - self._last
-        held = self._process.memory_info().rss - self._first
+        held = anonymous() - self._first
         self.parts[part] = (spent / self._tokens * 1e6, held / self._tokens)
         self._last = time.process_time()
 
 
+def unpacked(samples: Any) -> Any:
+    """Return what a worker does with its argument."""
+    try:
+        from rlhf_core.runtime.pieces import opened
+    except ImportError:  # a revision without pieces
+        return samples
+    return opened(samples)
+
+
+def rows_of(experience: Any) -> tuple[Any, Any]:
+    """Return the rows of policy and value model."""
+    from rlhf_core.algorithms.advantage.token import GAEAdvantage
+    from rlhf_core.training.experience import estimate_advantages, policy_samples, value_samples
+
+    estimator = GAEAdvantage(type="gae")
+    advantages = estimate_advantages(experience, estimator=estimator, group_size=1, kl_coef=0.05)
+    return policy_samples(experience, advantages), value_samples(experience, advantages)
+
+
+class Noise:
+    """A worker whose models are noise: what is measured is the driver."""
+
+    def generate(self, requests: Any, sampling: Any) -> Any:
+        import numpy as np
+
+        from rlhf_core.types import Completion
+
+        made = []
+        for one in requests:
+            dice, tokens = np.random.default_rng(one.seed), sampling.max_tokens
+            length = int(dice.integers(tokens // 2, tokens + 1))
+            ids = numbers("i", dice.integers(0, VOCABULARY, length, dtype=np.int32))
+            logprobs = numbers("f", -dice.random(length, dtype=np.float32))
+            made.append(Completion(ids, logprobs, "x", "stop", 0, one.seed))
+        return made
+
+    def logprobs(self, lease: str, samples: Any, **keywords: Any) -> Any:
+        import numpy as np
+
+        dice = np.random.default_rng(len(samples))
+        return [numbers("f", -dice.random(len(one.token_ids), dtype=np.float32)) for one in samples]
+
+    def values(self, lease: str, samples: Any) -> Any:
+        return self.logprobs(lease, samples)
+
+    def forward_backward(self, lease: str, samples: Any, objective: Any, denominators: Any) -> dict[str, float]:
+        samples = unpacked(samples)
+        read = sum(len(getattr(one, name)) for one in samples for name in one.__dataclass_fields__)
+        return {"read": float(read)}
+
+    def pid(self) -> int:
+        """Import what the other methods use."""
+        import torch
+
+        import rlhf_core.training.experience  # noqa: F401
+
+        torch.set_num_threads(1)
+        return os.getpid()
+
+
 def walk(answers: int, tokens: int) -> dict[str, tuple[float, float]]:
-    """Return microseconds and bytes a token of each part of a step with `answers` answers of `tokens` tokens."""
+    """Return microseconds and bytes a token of each part of a step with `answers` answers of up to `tokens` tokens."""
     import numpy as np
+    import ray
     import torch
 
-    from rlhf_core.algorithms.advantage.token import GAEAdvantage
+    from rlhf_core.config.engines import SamplingConfig
     from rlhf_core.data.shards import RolloutLog
-    from rlhf_core.models.micro_batches import row_length
-    from rlhf_core.training.batching import shares, step_counts
-    from rlhf_core.training.experience import (
-        Experience,
-        estimate_advantages,
-        policy_samples,
-        token_sample,
-        value_samples,
-    )
-    from rlhf_core.training.objectives.base import ValueObjective
-    from rlhf_core.types import Completion, Message, Prompt, Rollout
+    from rlhf_core.errors import SamplingError, TrainingError
+    from rlhf_core.runtime.connection import connect
+    from rlhf_core.runtime.handles import RaySampler, RayTrainer
+    from rlhf_core.runtime.worker_group import WorkerGroup
+    from rlhf_core.training import experience as steps
+    from rlhf_core.training.objectives.base import PolicyObjective, ValueObjective
+    from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest
 
     torch.set_num_threads(1)
+    worker: Any = Noise
+    try:
+        from rlhf_core.runtime.pieces import Leaves
+
+        worker = type("LeavingNoise", (Leaves, Noise), {})
+    except ImportError:  # a revision whose workers leave nothing
+        worker = Noise
+    connect(RANKS)
+    groups = []
+    for kind, error in (("sampler", SamplingError), ("trainer", TrainingError)):
+        actors = [ray.remote(worker).options(num_cpus=0).remote() for _ in range(RANKS)]
+        groups.append(WorkerGroup(kind, actors, error, timeout_s=600.0, log_folder="", ray_lost=str))
+        groups[-1].call("any", "pid")
+    sampler = RaySampler(groups[0], transfer="", tensor_parallel=1)
+    trainer = RayTrainer(groups[1], "policy", "lease", transfer="")
+    leaves = worker is not Noise
+
+    def apart(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        if leaves:
+            from rlhf_core.runtime.pieces import packed
+
+            return groups[1].call_first("policy", "apart", function, packed(arguments), keywords)
+        return function(*arguments, **keywords)
+
     dice = np.random.default_rng(0)
-
-    def numbers(length: int) -> Any:
-        return tuple((-dice.random(length, dtype=np.float32)).tolist())
-
-    def made(seed: int) -> Completion:
-        token_ids = tuple(dice.integers(0, VOCABULARY, tokens).tolist())
-        return Completion(token_ids, numbers(tokens), "x" * (4 * tokens), "stop", 0, seed)  # type: ignore[arg-type]
-
-    # Pickled by the workers, so that this costs the driver nothing.
-    sent = [pickle.dumps([made(at) for at in range(start, start + 64)], protocol=5) for start in range(0, answers, 64)]
-    asked = [tuple(dice.integers(0, VOCABULARY, PROMPT).tolist()) for _ in range(answers)]
-    clock = Clock(answers * tokens)
-    clock.start()
-    completions = [one for batch in sent for one in pickle.loads(batch)]
-    sent.clear()
+    asked = [tuple(dice.integers(0, VOCABULARY, PROMPT).tolist()) for _ in range(answers // 8)]
+    requests: Any = [SamplingRequest(asked[at // 8], at) for at in range(answers)]  # type: ignore[arg-type]
+    sampling = SamplingConfig(max_tokens=tokens)
+    lengths = sum(int(np.random.default_rng(at).integers(tokens // 2, tokens + 1)) for at in range(answers))
+    trainer.values([])  # the first call of a kind imports
+    clock = Clock(lengths)
+    completions = sampler.generate(requests, sampling)
     rollouts = [
-        Rollout(Prompt(str(at // 8), (Message("user", "q"),), "", ""), asked[at], one, float(at % 3), {"r": 1.0})  # type: ignore[arg-type]
+        Rollout(Prompt(str(at // 8), (Message("user", "q"),), "", ""), requests[at].prompt_ids, one, float(at % 3), {})
         for at, one in enumerate(completions)
     ]
     clock.ended("receive the answers")
     with tempfile.TemporaryDirectory() as folder:
-        RolloutLog(Path(folder)).write(0, rollouts, {}, policy="p")
+        apart(RolloutLog(Path(folder)).write, 0, rollouts, {}, policy="p")
     clock.ended("write the log of rollouts")
-    samples = tuple(token_sample(rollout) for rollout in rollouts)
+    if leaves:
+        samples: Any = steps.token_samples(rollouts, cast("Any", apart))
+    else:
+        samples = tuple(map(steps.token_sample, rollouts))  # type: ignore[attr-defined]
     clock.ended("rows to measure")
-    for _ in range(3):
-        pickle.dumps(samples, protocol=5)
-    clock.ended("send them to policy, reference and value model")
-    held: Any = type(samples[0].token_ids)  # tuple in revisions before columns
-    row = numbers if held is tuple else lambda length: held("f", -dice.random(length, dtype=np.float32))
-    measured = pickle.dumps([[row(PROMPT + tokens) for _ in range(answers)] for _ in range(3)], protocol=5)
-    clock.start()
-    old, ref, values = pickle.loads(measured)
-    del measured
-    clock.ended("receive what they measured")
-    experience = Experience(tuple(rollouts), samples, tuple(old), tuple(ref), tuple(values))
-    estimator = GAEAdvantage(type="gae")
-    advantages = estimate_advantages(experience, estimator=estimator, group_size=1, kl_coef=0.05)
-    clock.ended("advantages")
-    rows = policy_samples(experience, advantages), value_samples(experience, advantages)
-    clock.ended("rows of policy and value model")
-    for trained in rows:
-        dealt = shares([row_length(one) for one in trained], RANKS)
-        step_counts(ValueObjective(clip=None), trained)
-        for share in dealt:
-            pickle.dumps([trained[at] for at in share], protocol=5)
+    old, ref = (trainer.logprobs(samples, temperature=1.0) for _ in range(2))
+    values = trainer.values(samples)
+    clock.ended("measure them with policy, reference and value model")
+    experience = steps.Experience(rollouts, samples, old, ref, values)
+    rows = apart(rows_of, experience)
+    clock.ended("advantages, and the rows of policy and value model")
+    objectives = policy_objective(PolicyObjective), ValueObjective(clip=None)
+    read = [trainer.forward_backward(each, objective)["read"] for each, objective in zip(rows, objectives, strict=True)]
     clock.ended("count, deal and send them, each once")
+    assert read == [6.0 * sum(len(one.token_ids) for one in samples), 4.0 * sum(len(one.token_ids) for one in samples)]
+    ray.shutdown()
     return clock.parts
+
+
+def policy_objective(kind: Any) -> Any:
+    """Return the objective of PPO."""
+    from rlhf_core.algorithms.policy.clip import ClipLoss
+    from rlhf_core.algorithms.token_math import CorrectionConfig
+
+    return kind(
+        loss=ClipLoss(),
+        max_length=2**20,
+        temperature=1.0,
+        kl_coef=0.0,
+        entropy_coef=0.0,
+        correction=CorrectionConfig(),
+        kl_estimator="k2",
+        function=None,
+    )
 
 
 def walked(root: Path, answers: int, tokens: int) -> dict[str, tuple[float, float]]:
     """Return the figures of the packages in `root`, by a process of their own."""
     command = [sys.executable, "-P", __file__, "--json", "--answers", str(answers), "--tokens", str(tokens)]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    done = subprocess.run(command, env=environment, cwd=root, stdout=subprocess.PIPE, check=True, text=True)
     parts: dict[str, tuple[float, float]] = json.loads(done.stdout.splitlines()[-1])
     return parts
 
@@ -136,23 +224,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.driver", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--answers", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=2048, help="of each answer")
-    parser.add_argument("--before", metavar="REVISION", default="", help="a git revision to compare with")
+    parser.add_argument("--before", metavar="REVISION", nargs="*", default=(), help="git revisions to compare with")
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.json:
-        walk(64, 8)  # imports
         print(json.dumps(walk(given.answers, given.tokens)))
         return 0
     root = Path(__file__).resolve().parents[1]
-    sides = {"now": walked(root, given.answers, given.tokens)}
-    if given.before:
+    sides = {}
+    for revision in given.before:
         from benchmarks.measure import (
-            tree_at,
-        )  # not above: an older revision, which `--json` runs in, has no such function
+            tree_at,  # not above: older revisions, which `--json` runs in, have no such function
+        )
 
-        with tree_at(given.before) as tree:
-            sides = {given.before: walked(tree, given.answers, given.tokens)} | sides
-    print(f"{given.answers} answers of {given.tokens} tokens, prompts of {PROMPT}, {RANKS} ranks; per sampled token")
+        with tree_at(revision) as tree:
+            sides[revision] = walked(tree, given.answers, given.tokens)
+    sides["now"] = walked(root, given.answers, given.tokens)
+    print(
+        f"{given.answers} answers of {given.tokens // 2} to {given.tokens} tokens, prompts of {PROMPT}, {RANKS} engines and ranks; per sampled token"
+    )
     print("| part |" + "".join(f" us, {name} | bytes held, {name} |" for name in sides))
     print("|---|" + "--:|--:|" * len(sides))
     for part in sides["now"]:

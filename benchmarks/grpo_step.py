@@ -35,14 +35,14 @@ from rlhf_core.config.engines import (
     TrainerConfig,
     VllmSamplerConfig,
 )
-from rlhf_core.interfaces import ModelSpec, Sampler
+from rlhf_core.interfaces import ModelSpec, Sampler, here
 from rlhf_core.runtime.samplers import open_sampler
 from rlhf_core.training.experience import (
     Experience,
     estimate_advantages,
     policy_samples,
     sampled_logprobs,
-    token_sample,
+    token_samples,
 )
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.training.trainer import LocalTrainer
@@ -172,7 +172,7 @@ def grpo_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
         sampler.load_weights(policy.weights(), version=made)
         rollouts = roll_out(sampler, job, made)
         made += 1
-        samples = tuple(token_sample(rollout) for rollout in rollouts)
+        samples = token_samples(rollouts, here)
         old = sampled_logprobs(rollouts) if trusting else policy.logprobs(samples, temperature=1.0)
         experience = Experience(
             tuple(rollouts), samples, tuple(old), tuple(reference.logprobs(samples, temperature=1.0)), ()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from rlhf_core.config.engines import BaseSamplerConfig, LoraConfig, OptimizerConfig, SamplingConfig
 from rlhf_core.types import (
@@ -31,6 +31,7 @@ TransferVerb = Literal["init", "start", "update", "finish"]
 Probes = Mapping[str, tuple[tuple[int, ...], object]]
 """Tensor name -> (shape of the whole tensor, float32 CPU tensor of some of its rows)."""
 T = TypeVar("T")
+P = ParamSpec("P")
 C = TypeVar("C", bound=BaseSamplerConfig)
 C_contra = TypeVar("C_contra", bound=BaseSamplerConfig, contravariant=True)
 
@@ -108,13 +109,13 @@ class Trainer(Protocol):
 
     def logprobs(
         self, samples: Sequence[TokenSample], *, temperature: float, adapters: bool = True
-    ) -> list[Column[float]]:
+    ) -> Sequence[Column[float]]:
         """Return log p(token t | tokens < t) for every token of each sample, 0.0 where the mask is 0."""
 
     def top_logprobs(self, samples: Sequence[TokenSample], *, k: int, temperature: float) -> list[TopLogprobs]:
         """Return the `k` likeliest tokens at each masked position of each sample; all of them, in order, for k = 0."""
 
-    def values(self, samples: Sequence[TokenSample]) -> list[Column[float]]:
+    def values(self, samples: Sequence[TokenSample]) -> Sequence[Column[float]]:
         """Return the value before each token, 0.0 where the mask is 0."""
 
     def scores(self, sequences: Sequence[Column[int]]) -> list[float]:
@@ -278,6 +279,17 @@ class SamplerEngine(Generic[C]):
     built_for: Callable[[], str] = str
 
 
+class Apart(Protocol):
+    """`Runtime.apart`."""
+
+    def __call__(self, function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T: ...
+
+
+def here(function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
+    """Return what `function` makes of its arguments: `Apart` where all columns are in this process."""
+    return function(*arguments, **keywords)
+
+
 class Runtime(Protocol):
     """The owner of the engines. Handles lease warm workers: leaving a `with` block frees the role, not the process."""
 
@@ -289,6 +301,13 @@ class Runtime(Protocol):
 
     def together(self, *work: Callable[[], T]) -> list[T]:
         """Return the results of calls of trainers, which models in pools of their own make at the same time."""
+
+    def apart(self, function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
+        """Return what `function` makes of its arguments, where the columns are that these hold.
+
+        The columns of a large step are held by the workers that made them, and nobody else needs to read them. `function`
+        and its arguments are pickled then.
+        """
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
         """Start workers in the background so that the first stage that needs them does not wait for imports."""

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
+
+from rlhf_core.columns import Column as Column
+from rlhf_core.columns import Runs, hold
+from rlhf_core.columns import floats as floats
+from rlhf_core.columns import ids as ids
+from rlhf_core.columns import joined as joined
+from rlhf_core.columns import mask as mask
+from rlhf_core.columns import zeros as zeros
 
 if TYPE_CHECKING:
     import numpy as np
@@ -129,119 +135,6 @@ def title(ref: type[ArtifactRef]) -> str:
     return words if words.endswith("s") else f"an {words}" if words[0] in "aeiou" else f"a {words}"
 
 
-# ---------------------------------------------------------------- numbers per token
-
-N = TypeVar("N", int, float)
-
-
-class Column(Sequence[N]):
-    """The numbers of a sequence, one per token: a tuple of them to its users, and a read-only array in memory.
-
-    A number takes 4 bytes, or 1 in a mask, where a tuple takes 8 and an object. `kind` is that of `array.array`: `i` int32,
-    `f` float32, `B` uint8, `d` float64. `data` is a view that NumPy and Arrow read without a copy (`np.asarray(column.data)`).
-
-    >>> column = ids((5, 7, 2))
-    >>> column[1], column[1:] + (9,), column == (5, 7, 2), sum(column)
-    (7, (7, 2, 9), True, 14)
-    """
-
-    __slots__ = ("data",)
-
-    def __init__(self, kind: str, values: Any) -> None:
-        try:
-            data = memoryview(values.data if isinstance(values, Column) else values)
-        except TypeError:  # no array, but numbers one by one
-            data = memoryview(array(kind, values))
-        if data.format != kind:
-            data = memoryview(array(kind, data.tolist()))
-        elif not data.readonly or not data.contiguous:
-            data = memoryview(data.tobytes()).cast(kind)  # type: ignore[call-overload]
-        self.data: memoryview = data.toreadonly()
-
-    def tolist(self) -> list[N]:
-        """Return the numbers as a list."""
-        return self.data.tolist()  # type: ignore[return-value]
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __iter__(self) -> Iterator[N]:
-        return iter(self.tolist())
-
-    @overload
-    def __getitem__(self, at: SupportsIndex) -> N: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Column[N]: ...
-
-    def __getitem__(self, at: SupportsIndex | slice) -> N | Column[N]:
-        found: Any = self.data[at]
-        return Column(self.data.format, found) if isinstance(at, slice) else found
-
-    def __add__(self, other: Sequence[N]) -> Column[N]:
-        return joined(self, other)
-
-    def __radd__(self, other: Sequence[N]) -> Column[N]:
-        return joined(Column(self.data.format, other), self)
-
-    def index(self, value: Any, *bounds: int) -> int:
-        """Return the first place of a number; raise ValueError if there is none."""
-        return self.tolist().index(value, *bounds)
-
-    def count(self, value: Any) -> int:
-        """Return how often a number occurs."""
-        return self.data.tobytes().count(value) if self.data.format == "B" else self.tolist().count(value)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Column):
-            return self.data == other.data
-        return self.tolist() == list(other) if isinstance(other, (tuple, list)) else NotImplemented
-
-    def __lt__(self, other: Sequence[N]) -> bool:
-        return self.tolist() < list(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.data))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self.data))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.data.format, self.data.tobytes())
-
-
-def _unpickled(kind: str, data: bytes) -> Column[Any]:
-    return Column(kind, memoryview(data).cast(kind))  # type: ignore[call-overload]
-
-
-def joined(first: Column[N], *others: Sequence[N]) -> Column[N]:
-    """Return columns and other sequences one after the other, in the kind of the first."""
-    kind = first.data.format
-    return _unpickled(kind, b"".join(Column(kind, part).data for part in (first, *others)))
-
-
-def ids(values: Any) -> Column[int]:
-    """Return token ids, a sequence of integers or an int32 array [L], as a column."""
-    return Column("i", values)
-
-
-def mask(values: Any) -> Column[int]:
-    """Return 0 and 1 per token, a sequence or a uint8 array [L], as a column."""
-    return Column("B", values)
-
-
-def floats(values: Any) -> Column[float]:
-    """Return one number per token, a sequence or a float32 array [L], as a column."""
-    return Column("f", values)
-
-
-def _hold(value: Any, **kinds: str) -> None:
-    """Make the fields of a frozen value columns of these kinds."""
-    for name, kind in kinds.items():
-        if type(given := getattr(value, name)) is not Column or given.data.format != kind:
-            object.__setattr__(value, name, Column(kind, given))
-
-
 # ---------------------------------------------------------------- data to sampler to reward
 
 
@@ -286,7 +179,7 @@ class SamplingRequest:
     max_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _hold(self, prompt_ids="i")
+        hold(self, prompt_ids="i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +223,7 @@ class Completion:
     score: float | None = None
 
     def __post_init__(self) -> None:
-        _hold(self, token_ids="i", logprobs="f")
+        hold(self, token_ids="i", logprobs="f")
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs; each token needs one")
         bounds = [bound for span in self.spans for bound in (span.start, span.end)]
@@ -344,12 +237,9 @@ class Completion:
         >>> Completion((5, 6, 7), (-0.1, 0.0, -0.2), "", "stop", 0, 1, (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))).action_mask
         (1, 0, 1)
         """
-        if not self.spans:
-            return mask(b"\1" * len(self.token_ids))
-        sampled = bytearray(len(self.token_ids))
-        for span in self.spans:
-            sampled[span.start : span.end] = b"\1" * (span.end - span.start)
-        return mask(bytes(sampled))
+        spans = tuple((span.start, span.end) for span in self.spans) or ((0, len(self.token_ids)),)
+        runs = Runs("B", len(self.token_ids), spans)
+        return Column.elsewhere(runs) if self.token_ids.held else mask(runs.read())
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +251,7 @@ class Generation:
     completion: Completion
 
     def __post_init__(self) -> None:
-        _hold(self, prompt_ids="i")
+        hold(self, prompt_ids="i")
 
 
 def answered(prompt: Prompt, text: str) -> Generation:
@@ -387,7 +277,7 @@ class Rollout:
     score: float | None = None
 
     def __post_init__(self) -> None:
-        _hold(self, prompt_ids="i")
+        hold(self, prompt_ids="i")
 
 
 # ---------------------------------------------------------------- advantage to collate: one row of a training batch
@@ -405,7 +295,7 @@ class TokenSample:
     loss_mask: Column[int]
 
     def __post_init__(self) -> None:
-        _hold(self, token_ids="i", loss_mask="B")
+        hold(self, token_ids="i", loss_mask="B")
         _check_lengths(self)
 
     def until_trained(self) -> Column[int]:
@@ -422,7 +312,7 @@ class RewardPair:
     margin: float
 
     def __post_init__(self) -> None:
-        _hold(self, chosen_ids="i", rejected_ids="i")
+        hold(self, chosen_ids="i", rejected_ids="i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +328,7 @@ class StepSample:
     labels: Column[float]
 
     def __post_init__(self) -> None:
-        _hold(self, token_ids="i", loss_mask="B", labels="d")
+        hold(self, token_ids="i", loss_mask="B", labels="d")
         _check_lengths(self)
 
 
@@ -480,7 +370,7 @@ class PolicySample:
     advantages: Column[float]
 
     def __post_init__(self) -> None:
-        _hold(
+        hold(
             self, token_ids="i", loss_mask="B", rollout_logprobs="f", old_logprobs="f", ref_logprobs="f", advantages="f"
         )
         _check_lengths(self)
@@ -496,7 +386,7 @@ class ValueSample:
     returns: Column[float]
 
     def __post_init__(self) -> None:
-        _hold(self, token_ids="i", loss_mask="B", old_values="f", returns="f")
+        hold(self, token_ids="i", loss_mask="B", old_values="f", returns="f")
         _check_lengths(self)
 
 
@@ -524,7 +414,7 @@ class DistillationSample:
     teachers: tuple[TopLogprobs, ...]
 
     def __post_init__(self) -> None:
-        _hold(self, token_ids="i", loss_mask="B")
+        hold(self, token_ids="i", loss_mask="B")
         rows = [len(part) for teacher in self.teachers for part in (teacher.logprobs, teacher.ids)]
         lengths = (len(self.token_ids), len(self.loss_mask), *rows)
         if lengths != (lengths[0], lengths[0], *(self.loss_mask.count(1) for _ in rows)):

@@ -21,11 +21,10 @@ from typing import Any
 
 from rlhf_core.algorithms.distillation import normalized_weights
 from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL
+from rlhf_core.columns import chosen
 from rlhf_core.config.policy import (
-    Advantage,
     DynamicSampling,
     KLAsLoss,
-    KLInReward,
     PartialRollouts,
     PPOConfig,
     PtxConfig,
@@ -36,7 +35,7 @@ from rlhf_core.data.mixing import rows_at, shuffled_indices
 from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
+from rlhf_core.interfaces import Apart, Metrics, ModelSpec, Sampler, Trainer, here
 from rlhf_core.models.loading import check_same_tokens, shared_vocabulary
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
 from rlhf_core.rollouts.answers import (
@@ -62,13 +61,9 @@ from rlhf_core.training.batching import averaged
 from rlhf_core.training.experience import (
     Experience,
     Lesson,
-    estimate_advantages,
-    policy_samples,
+    rows_to_train,
     sampled_logprobs,
-    token_sample,
-    trained_on,
-    value_samples,
-    with_lessons,
+    token_samples,
 )
 from rlhf_core.training.exports import Exports
 from rlhf_core.training.moving_reference import AdaptersOff, MovingReference
@@ -121,8 +116,6 @@ class Parts:
     sampler: StepSampler
     score: StepScorer
     guard: RunGuard
-    estimator: Advantage | None
-    """Of the rewards; None if only teachers are learned from."""
     estimator_function: UserFunction | None
     turn_weights: Mapping[str, float]
     """Weight of a turn's reward that is assigned to the turn itself, by source."""
@@ -197,7 +190,7 @@ def open_parts(
     rows, held_out = split_prompts(config, given, key=context.label)
     context.tracker.dataset("prompts", prompts.digest, "training")
     context.tracker.input_model(policy.digest)
-    demonstrated = token_samples(config.ptx, chat, demonstrations, context)
+    demonstrated = demonstrated_samples(config.ptx, chat, demonstrations, context)
     # First, since a mistake in them shows in a second; the models take minutes.
     environments = open_environments(config, folder, leases, context)
     models = lease_models(config, policy, reference, reward_models, teachers, critic, context, leases)
@@ -213,6 +206,7 @@ def open_parts(
         environments=environments,
         band=band,
         note_failed=context.failed,
+        apart=context.runtime.apart,
     )
     # Last, so that nothing is being sampled when the engines are given back.
     sampler, score = leases.enter_context(rollouts)
@@ -224,7 +218,6 @@ def open_parts(
         sampler=sampler,
         score=score,
         guard=guard,
-        estimator=config.estimator,
         estimator_function=context.user_function(config.advantage),
         turn_weights={source: config.turn_weight(source) for source in {one.source for one in rows}},
         objective=open_objective(config, context),
@@ -318,6 +311,7 @@ def open_rollouts(
     environments: OpenEnvironments = SINGLE_TURN,
     band: BandOrder | None = None,
     note_failed: Callable[[int, Counts], None] = lambda step, counts: None,
+    apart: Apart = here,
 ) -> Iterator[tuple[StepSampler, StepScorer]]:
     """Yield the sampler and the scorer of each step, as `[ppo.ahead]` chooses; leave before the engines' leases end.
 
@@ -339,7 +333,13 @@ def open_rollouts(
     sampler = OnPolicySampler(engine, log, draw)
     keep = config.checkpoint_every
     score = StepScorer(
-        scorer=scorer, log=log, group_size=size, keep_steps=keep, note_failed=note_failed, dynamic=dynamic
+        scorer=scorer,
+        log=log,
+        group_size=size,
+        keep_steps=keep,
+        note_failed=note_failed,
+        dynamic=dynamic,
+        apart=apart,
     )
     if not config.staleness:
         yield sampler, score
@@ -386,7 +386,7 @@ def open_guard(
     )
 
 
-def token_samples(
+def demonstrated_samples(
     ptx: PtxConfig | None, chat: ChatTemplate, demonstrations: DemonstrationsRef | None, context: StageContext
 ) -> list[TokenSample]:
     """Return the tokens of the demonstrations that `ptx` mixes into the updates; [] without `ptx`."""
@@ -416,13 +416,14 @@ def sampling_metrics(parts: Parts, step: int, drawn: Drawn, rollouts: Sequence[R
         ahead=parts.sampler.ahead,
         ends=parts.ends,
         stop=config.sampling.stop,
+        apart=parts.context.runtime.apart,
     )
 
 
 def with_baseline(parts: Parts, step: int, rollouts: list[Rollout]) -> tuple[list[Rollout], tuple[float, ...]]:
     """Return the rollouts that have the baseline of their estimator, and the greedy rewards of one that compares with them."""
     config, models, failed = parts.config, parts.models, parts.context.failed
-    if parts.estimator is None or not parts.estimator.asks_greedy:
+    if config.estimator is None or not config.estimator.asks_greedy:
         return rollouts, ()
     size = config.samples_per_prompt
     return with_greedy_rewards(
@@ -433,17 +434,17 @@ def with_baseline(parts: Parts, step: int, rollouts: list[Rollout]) -> tuple[lis
 def measure(parts: Parts, rollouts: Sequence[Rollout]) -> Experience:
     """Return the rollouts with log pi_old, log pi_ref and the value of every token, all from before the update."""
     config, models = parts.config, parts.models
-    samples = tuple(token_sample(rollout) for rollout in rollouts)
+    samples = token_samples(rollouts, parts.context.runtime.apart)
     temperature = config.sampling.temperature
     bypass = config.correction.pi_old == "sampler"
     lessons = lessons_of(config.distill, models.teachers, rollouts, samples, temperature) if config.distill else ()
     policy, reference, value_model = models.policy, models.reference, models.value_model
     old, ref, values = parts.context.runtime.together(
         lambda: sampled_logprobs(rollouts) if bypass else policy.logprobs(samples, temperature=temperature),
-        lambda: reference.logprobs(samples, temperature=temperature) if reference else [],
-        lambda: value_model.values(samples) if value_model else [],
+        lambda: reference.logprobs(samples, temperature=temperature) if reference else (),
+        lambda: value_model.values(samples) if value_model else (),
     )
-    return Experience(tuple(rollouts), samples, tuple(old), tuple(ref), tuple(values), lessons)
+    return Experience(rollouts, samples, old, ref, values, lessons)
 
 
 def lessons_of(
@@ -458,7 +459,7 @@ def lessons_of(
     for name, weight in normalized_weights(config.teachers):
         sources = config.route.get(name, ())
         rows = [at for at, one in enumerate(rollouts) if not config.route or one.prompt.source in sources]
-        made = teachers[name].logprobs([samples[at] for at in rows], temperature=temperature) if rows else []
+        made = teachers[name].logprobs(chosen(samples, rows), temperature=temperature) if rows else []
         logprobs = dict(zip(rows, made, strict=True))
         taught = tuple(logprobs.get(at, floats(())) for at in range(len(samples)))
         lessons.append(Lesson(name, 1.0 if config.route else weight, taught))
@@ -467,26 +468,18 @@ def lessons_of(
 
 def estimate(
     parts: Parts, step: int, experience: Experience, greedy: Sequence[float], kl_coef: float
-) -> tuple[list[PolicySample], list[ValueSample], Metrics]:
-    """Return the rows of the policy and of the value model, without masked answers and what the loss leaves out."""
-    config = parts.config
-    advantages = estimate_advantages(
+) -> tuple[Sequence[PolicySample], Sequence[ValueSample], Metrics]:
+    """Return the rows of the policy and of the value model (`rows_to_train`), made where the columns of the step are."""
+    return parts.context.runtime.apart(
+        rows_to_train,
         experience,
-        estimator=parts.estimator,
-        group_size=config.samples_per_prompt,
-        kl_coef=kl_coef if isinstance(config.kl, KLInReward) else 0.0,
-        kl_credit=config.kl.credit if isinstance(config.kl, KLInReward) else "token",
-        turn_weights=[parts.turn_weights[one.prompt.source] for one in experience.rollouts],
+        parts.config,
         function=parts.estimator_function,
+        turn_weights=parts.turn_weights,
         greedy=greedy,
+        kl_coef=kl_coef,
+        seed=derive_seed(parts.context.seed, "loss_choice", step),
     )
-    if config.distill:
-        advantages = with_lessons(advantages, experience, reward_weight=config.distill.reward_weight)
-    choice_seed = derive_seed(parts.context.seed, "loss_choice", step)
-    masks = config.truncated_answers == "mask"
-    experience, advantages = trained_on(experience, advantages, config.loss, masks=masks, seed=choice_seed)
-    value_rows = value_samples(experience, advantages) if parts.models.value_model else []
-    return policy_samples(experience, advantages), value_rows, advantages.metrics
 
 
 def update(
@@ -515,7 +508,7 @@ def update(
             def train_value(rows: Sequence[int] = rows) -> Metrics:
                 if models.value_model is None:
                     return {}
-                made = models.value_model.forward_backward([value_rows[row] for row in rows], value_objective)
+                made = models.value_model.forward_backward(chosen(value_rows, rows), value_objective)
                 made |= models.value_model.optim_step(learning_rate=value_rate)
                 return {f"value/{name}": value for name, value in made.items()}
 
@@ -525,7 +518,7 @@ def update(
                 if step < frozen:
                     return {}
                 metrics: Metrics = {}
-                made = models.policy.forward_backward([policy_rows[row] for row in rows], policy_objective)
+                made = models.policy.forward_backward(chosen(policy_rows, rows), policy_objective)
                 if ptx:
                     batch = rows_at(number, parts.demonstrated, count=ptx.batch_size, seed=context.seed)
                     mixed = models.policy.forward_backward(batch, Scaled(SftObjective(pack_to=None), ptx.coef))

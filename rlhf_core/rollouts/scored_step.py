@@ -14,11 +14,11 @@ from rlhf_core.config.policy import DynamicSampling
 from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.errors import RewardError
 from rlhf_core.evaluation.metrics import distinct_n, repetition
-from rlhf_core.interfaces import Metrics, Sampler
+from rlhf_core.interfaces import Apart, Metrics, Sampler, here
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollouts.answers import episode_metrics
 from rlhf_core.store.failures import Counts
-from rlhf_core.types import Completion, Generation, Rollout, SamplingRequest
+from rlhf_core.types import Column, Completion, Generation, Rollout, SamplingRequest
 
 # ---------------------------------------------------------------- dynamic sampling
 
@@ -100,7 +100,9 @@ ANSWERS, TOKENS = 256, 512
 """The numbers of answers of a step, and of first tokens of each, whose n-grams are counted: a fraction of a second."""
 
 
-def answer_metrics(completions: Sequence[Completion], *, ends: Sequence[int], stop: Sequence[str] = ()) -> Metrics:
+def answer_metrics(
+    completions: Sequence[Completion], *, ends: Sequence[int], stop: Sequence[str] = (), apart: Apart = here
+) -> Metrics:
     """Return `rollout/unique`, `distinct_2`, `repetition` and `ended` of the answers of a step.
 
     `unique` is the share of different texts, `distinct_2` that of different pairs of tokens among all pairs, `repetition`
@@ -109,11 +111,16 @@ def answer_metrics(completions: Sequence[Completion], *, ends: Sequence[int], st
     """
     shown = [completion.token_ids[:TOKENS] for completion in completions[:ANSWERS]]
     stopped = [one for one in completions if one.finish_reason == "stop" and not any(text in one.text for text in stop)]
+    unique = len({completion.text for completion in completions}) / len(completions)
+    return {"rollout/unique": unique} | apart(token_metrics, shown, [one.token_ids[-1:] for one in stopped], ends)
+
+
+def token_metrics(shown: Sequence[Column[int]], last: Sequence[Column[int]], ends: Sequence[int]) -> Metrics:
+    """Return the `answer_metrics` of the first tokens that are `shown`, and of the last ones of answers that stopped."""
     return {
-        "rollout/unique": len({completion.text for completion in completions}) / len(completions),
         "rollout/distinct_2": distinct_n(shown, 2),
         "rollout/repetition": fmean(repetition(tokens, 3) for tokens in shown),
-        "rollout/ended": fmean(one.token_ids[-1] in ends for one in stopped) if stopped else 1.0,
+        "rollout/ended": fmean(token in ends for (token,) in last) if last else 1.0,
     }
 
 
@@ -155,6 +162,7 @@ class StepScorer:
     note_failed: Callable[[int, Counts], None]
     dynamic: DynamicScoring | None
     """How undecided groups are replaced; None scores the answers as they are."""
+    apart: Apart = here
 
     def __call__(self, step: int, drawn: Drawn) -> list[Rollout]:
         """Return the rollouts of the groups in which every one is valid. RewardError if there is no such group."""
@@ -167,7 +175,7 @@ class StepScorer:
         rollouts = self.scorer(answers) if self.dynamic is None else self.dynamic(step, answers)
         valid = valid_groups(rollouts, group_size=self.group_size)  # first: a step without any is not kept
         self.note_failed(step + 1, self.scorer.failed())  # before they are kept: a kill would lose the note
-        self.log.write(step, rollouts, self.scorer.state(), policy=drawn.policy, pool=drawn.pool)
+        self.apart(self.log.write, step, rollouts, self.scorer.state(), policy=drawn.policy, pool=drawn.pool)
         self.log.forget(before=step - self.keep_steps)
         return valid
 
@@ -198,6 +206,7 @@ def rollout_metrics(
     ahead: int,
     ends: Sequence[int],
     stop: Sequence[str],
+    apart: Apart,
 ) -> Metrics:
     """Return `rollout/*`: staleness, episode reports, groups that are undecided, equal or in flight, and the answers' health.
 
@@ -211,7 +220,7 @@ def rollout_metrics(
         groups = [rollouts[start : start + group_size] for start in range(0, len(rollouts), group_size)]
         undecided["rollout/undecided_groups"] = float(sum(not is_decided(group, dynamic_sampling) for group in groups))
     equal = zero_variance([one.reward for one in rollouts], group_size=group_size) | by_source(rollouts, group_size)
-    health = answer_metrics([one.completion for one in rollouts], ends=ends, stop=stop)
+    health = answer_metrics([one.completion for one in rollouts], ends=ends, stop=stop, apart=apart)
     if episodes:
         del health["rollout/ended"]  # the last word of an episode may be its environment's
     return staleness(rollouts, step) | reported | undecided | equal | health | {"rollout/in_flight": in_flight}

@@ -7,12 +7,14 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from rlhf_core.columns import Columns, chosen, held_lengths, holds
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import RlhfError, SamplingError
 from rlhf_core.interfaces import Metrics, Objective, Trainer, Transfer, Weights
 from rlhf_core.models.micro_batches import row_length
+from rlhf_core.runtime.pieces import packed
 from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.weight_sync import DeviceWeights, StoredWeights
 from rlhf_core.runtime.worker_group import WorkerGroup
@@ -26,14 +28,15 @@ T = TypeVar("T")
 # Each function makes a method of `RayTrainer` from one of `Trainer`: the same signature, executed by the ranks.
 
 
-def _in_order(method: Callable[Concatenate[Trainer, P], list[T]]) -> Callable[Concatenate[RayTrainer, P], list[T]]:
+def _in_order(method: Callable[Concatenate[Trainer, P], T]) -> Callable[Concatenate[RayTrainer, P], T]:
     """Split the samples, the first argument, among the ranks; return one result per sample, in the original order."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
-    def call(self: RayTrainer, *arguments: P.args, **keywords: P.kwargs) -> list[T]:
+    def call(self: RayTrainer, *arguments: P.args, **keywords: P.kwargs) -> T:
         _, (_, samples), *others = signature.bind(self, *arguments, **keywords).arguments.items()
-        return self._ordered(method.__name__, samples, **dict(others))
+        made: Any = self._ordered(method.__name__, samples, **dict(others))
+        return cast("T", made)
 
     return call
 
@@ -104,7 +107,8 @@ class RayTrainer:
             return self._workers.call(self._role, method, self._lease, *arguments, **keywords)
 
     def _shares(self, samples: Sequence[Any]) -> list[list[int]]:
-        return shares([row_length(sample) for sample in samples], len(self._workers.actors) // self._ranks_per_share)
+        lengths = held_lengths(samples) or [row_length(sample) for sample in samples]
+        return shares(lengths, len(self._workers.actors) // self._ranks_per_share)
 
     def _call_shares(self, method: str, arguments: Sequence[tuple[Any, ...]], **keywords: Any) -> list[Any]:
         if self._ranks_per_share > 1:  # they read one copy
@@ -115,20 +119,27 @@ class RayTrainer:
 
     def _reduced(self, method: str, samples: Sequence[Any], objective: Objective) -> Metrics:
         denominators = step_counts(objective, samples)
-        parts = [[samples[i] for i in share] for share in self._shares(samples)]
+        parts = [_argument(chosen(samples, share)) for share in self._shares(samples)]
         arguments = [(self._lease, part, objective, denominators) for part in parts]
         metrics: Metrics = reduce(self._call_shares(method, arguments))
         return metrics
 
-    def _ordered(self, method: str, samples: Sequence[Any], **keywords: Any) -> list[Any]:
+    def _ordered(self, method: str, samples: Sequence[Any], **keywords: Any) -> Sequence[Any]:
         shares = self._shares(samples)
-        parts = [[samples[i] for i in share] for share in shares]
+        parts = [_argument(chosen(samples, share)) for share in shares]
         results = self._call_shares(method, [(self._lease, part) for part in parts], **keywords)
+        if all(isinstance(part, Columns) for part in results):
+            return Columns.merged(results, [position for positions in shares for position in positions])
         ordered: list[Any] = [None] * len(samples)
         for positions, part in zip(shares, results, strict=True):
             for position, result in zip(positions, part, strict=True):
                 ordered[position] = result
         return ordered
+
+
+def _argument(samples: Sequence[Any]) -> Any:
+    """Return samples as an argument for a worker, those whose columns are held without these."""
+    return packed(samples) if holds(samples[:1]) else samples
 
 
 class RaySampler:

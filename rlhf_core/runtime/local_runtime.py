@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import SamplingError
-from rlhf_core.interfaces import EngineSampler, ModelSpec, Role, Runtime, Sampler, T, Trainer
+from rlhf_core.interfaces import EngineSampler, ModelSpec, P, Role, Runtime, Sampler, T, Trainer
 from rlhf_core.runtime.cluster import threads_per_worker, trainer_versions
 from rlhf_core.runtime.samplers import reopen_sampler
 
@@ -63,6 +63,10 @@ class LocalRuntime:
     def together(self, *work: Callable[[], T]) -> list[T]:
         """Return the results of calls, made one after the other."""
         return [one() for one in work]
+
+    def apart(self, function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
+        """Return what `function` makes of its arguments."""
+        return function(*arguments, **keywords)
 
     def prewarm(self, *, trainer: bool, sampler: bool) -> None:
         """Do nothing: importing here would block the caller."""

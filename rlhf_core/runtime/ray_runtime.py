@@ -10,13 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.columns import holds
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import SamplingError, TrainingError, WorkerLostError
-from rlhf_core.interfaces import ModelSpec, Role, Sampler, T, Trainer, Transfer
+from rlhf_core.interfaces import ModelSpec, P, Role, Sampler, T, Trainer, Transfer
 from rlhf_core.runtime.cluster import available_cores, threads_per_worker, worker_environment
 from rlhf_core.runtime.connection import RECONNECT_TIMEOUT_S, connect, connect_again, servers, until_possible
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
 from rlhf_core.runtime.liveness import CallHangs, RayWatch, within
+from rlhf_core.runtime.pieces import LEAVES_FROM, packed
 from rlhf_core.runtime.placement import GpuSharing, Placement, gpu_order, reserve
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.sample_worker import SampleWorker
@@ -42,8 +44,10 @@ class RayRuntime:
     >>> with runtime.trainer("policy", spec, optimizer) as trainer: ...           # doctest: +SKIP
     """
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, config: RuntimeConfig, *, leaves_from: int = LEAVES_FROM) -> None:
+        """Columns of a result that have `leaves_from` bytes stay with Ray until somebody reads them (`pieces`)."""
         self._config = config
+        self._leaves_from = leaves_from
         self._placement: Placement | None = None
         self._owns_ray = False
         self._watch: RayWatch | None = None
@@ -120,6 +124,14 @@ class RayRuntime:
             return [one() for one in work]
         with ThreadPoolExecutor(len(work)) as threads:
             return [one.result() for one in [threads.submit(one) for one in work]]
+
+    def apart(self, function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
+        """Return what `function` makes of its arguments: on a worker if they hold columns that are not here."""
+        if not holds(arguments):
+            return function(*arguments, **keywords)
+        workers = self._train_workers(self._config.pool_of("policy"))
+        made: T = workers.call_first("policy", "apart", function, packed(arguments), keywords)
+        return made
 
     def engines(self) -> dict[str, str]:
         """Return name -> version of the engines that served a lease, as the workers reported them."""
@@ -230,6 +242,7 @@ class RayRuntime:
             timeout_s=self._config.worker_timeout_s,
             log_folder=str(Path(ray._private.worker.global_worker.node.get_logs_dir_path())),
             ray_lost=lambda: watch.lost,
+            leaves_from=self._leaves_from,
         )
 
     def _place(self) -> Placement:

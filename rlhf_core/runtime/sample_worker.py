@@ -13,6 +13,7 @@ from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import DeviceSampler, EngineSampler, Probes, Transfer, TransferVerb, Weights
 from rlhf_core.processes.large_imports import large_imports
 from rlhf_core.runtime.connection import check_gpus, own_gpus
+from rlhf_core.runtime.pieces import Leaves
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.samplers import reopen_sampler, sampler_engine
 from rlhf_core.runtime.weight_sync import StoredWeights
@@ -48,7 +49,7 @@ def _give_way() -> None:
 # ---------------------------------------------------------------- The Ray actor that samples: one engine per process, kept warm between leases
 
 
-class SampleWorker:
+class SampleWorker(Leaves):
     """The host of one sampler. `open` reuses the engine if only the weights of the policy differ, else replaces it."""
 
     def __init__(self, config: AnySamplerConfig, threads: int, *, gpus_per_engine: float = 0.0) -> None:

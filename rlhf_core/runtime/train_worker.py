@@ -14,6 +14,7 @@ from rlhf_core.processes.identity import is_loopback, network
 from rlhf_core.processes.large_imports import large_imports
 from rlhf_core.runtime.cluster import free_port, trainer_versions
 from rlhf_core.runtime.connection import check_gpus, own_gpus
+from rlhf_core.runtime.pieces import Leaves, opened
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.weight_sync import DeviceSender, StoredWeights
 
@@ -40,7 +41,7 @@ def _of_lease(method: Callable[Concatenate[RankTrainer, P], T]) -> Callable[Conc
     """Return a worker method that takes the name of a lease and calls `method` of that lease's trainer."""
 
     def call(self: TrainWorker, lease: str, *arguments: P.args, **keywords: P.kwargs) -> T:
-        result: T = getattr(self._trainer(lease), method.__name__)(*arguments, **keywords)
+        result: T = getattr(self._trainer(lease), method.__name__)(*map(opened, arguments), **keywords)
         return result
 
     # Not functools.wraps: Ray would check calls against the wrapped signature, which has no lease.
@@ -48,7 +49,7 @@ def _of_lease(method: Callable[Concatenate[RankTrainer, P], T]) -> Callable[Conc
     return call
 
 
-class TrainWorker:
+class TrainWorker(Leaves):
     """One of `world` ranks. Every lease is one `LocalTrainer`; all ranks must receive the same calls in the same order.
 
     `join` sets the rank, which depends on the GPU that the process got. `gpus_per_worker` is the number requested.

@@ -14,6 +14,7 @@ from rlhf_core.errors import (
     WorkerLostError,
     explain,
 )
+from rlhf_core.runtime.pieces import LEAVES_FROM, LEAVING, RayPiece, opened
 from rlhf_core.runtime.ray_settings import ray
 
 LOOK_EVERY_S = 1.0
@@ -42,8 +43,12 @@ class WorkerGroup:
         timeout_s: float,
         log_folder: str,
         ray_lost: Callable[[], str],
+        leaves_from: int = LEAVES_FROM,
     ) -> None:
-        """`ray_lost` returns the lost part of Ray itself, "" while all of it is up."""
+        """`ray_lost` returns the lost part of Ray itself, "" while all of it is up.
+
+        The columns of a result that have `leaves_from` bytes stay in the object store (`pieces`).
+        """
         self.kind = kind
         self.actors = list(actors)
         self._killed = False
@@ -52,9 +57,12 @@ class WorkerGroup:
         self._timeout_s = timeout_s
         self._log_folder = log_folder
         self._ray_lost = ray_lost
+        self._leaves_from = leaves_from
         self._turn = threading.Lock()
         self._begun: dict[Any, float] = {}
         """Call that `begin` started -> when, by the monotonic clock."""
+        self._pieces: dict[Any, Any] = {}
+        """Call in progress -> its second result."""
 
     @property
     def broken(self) -> bool:
@@ -74,20 +82,28 @@ class WorkerGroup:
         with self._turn:
             self._check_alive(role, method)
             pairs = zip(self.actors, arguments, strict=True)
-            refs = dict(enumerate(getattr(actor, method).remote(*args, **keywords) for actor, args in pairs))
-            return list(self._gather(role, method, refs).values())
+            refs = dict(enumerate(self._start(actor, method, *args, **keywords) for actor, args in pairs))
+            try:
+                return list(self._gather(role, method, refs).values())
+            finally:
+                for ref in refs.values():
+                    self._pieces.pop(ref, None)
 
     def call_first(self, role: str, method: str, *arguments: Any) -> Any:
         """Call `method(*arguments)` on rank 0 alone; return its result."""
         with self._turn:
             self._check_alive(role, method)
-            return self._gather(role, method, {0: getattr(self.actors[0], method).remote(*arguments)})[0]
+            ref = self._start(self.actors[0], method, *arguments)
+            try:
+                return self._gather(role, method, {0: ref})[0]
+            finally:
+                self._pieces.pop(ref, None)
 
     def begin(self, role: str, method: str, rank: int, *arguments: Any) -> Any:
         """Start `method(*arguments)` on one actor and return a reference to its result, for `first`."""
         with self._turn:
             self._check_alive(role, method)
-            ref = getattr(self.actors[rank], method).remote(*arguments)
+            ref = self._start(self.actors[rank], method, *arguments)
             self._begun[ref] = time.monotonic()
             return ref
 
@@ -96,6 +112,7 @@ class WorkerGroup:
         with self._turn:
             self._check_alive(role, method)
             self._begun = {ref: self._begun[ref] for ref in running.values()}  # the others were given up
+            self._pieces = {ref: self._pieces[ref] for ref in running.values() if ref in self._pieces}
             return self._gather(role, method, running, enough=1)
 
     def put(self, value: Any) -> Any:
@@ -117,6 +134,14 @@ class WorkerGroup:
         if not self._ray_lost():  # or the call might hang, and no process is left to kill
             for actor in self.actors:
                 ray.kill(actor)
+
+    def _start(self, actor: Any, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Start a call, and return a reference to its result, of one that is `LEAVING` to the first of two."""
+        if method not in LEAVING:
+            return getattr(actor, method).remote(*arguments, **keywords)
+        ref, piece = actor.leave.options(num_returns=2).remote(self._leaves_from, method, *arguments, **keywords)
+        self._pieces[ref] = piece
+        return ref
 
     def _check_alive(self, role: str, method: str) -> None:
         self._check_ray(role, method)
@@ -155,8 +180,11 @@ class WorkerGroup:
             results = ray.get(done, timeout=max(LOOK_EVERY_S, deadline - time.monotonic()))
         except ray.exceptions.RayError as error:  # the result itself was lost in transit
             raise self._died(role, method, 0, error) from error
-        found = {ranks[ref]: result for ref, result in zip(done, results, strict=True)}
+        found = {ranks[ref]: self._taken(ref, result) for ref, result in zip(done, results, strict=True)}
         return dict(sorted(found.items()))
+
+    def _taken(self, ref: Any, result: Any) -> Any:
+        return opened(result, RayPiece(self._pieces.pop(ref))) if ref in self._pieces else result
 
     def _check(self, role: str, method: str, refs: Mapping[int, Any], rank: int) -> None:
         try:

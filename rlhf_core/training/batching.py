@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhf_core.columns import Rows
 from rlhf_core.models.micro_batches import row_count
 
 ROWS = "router/rows"
@@ -67,6 +68,6 @@ def step_counts(objective: Any, samples: Sequence[Any]) -> dict[str, float]:
 
     The objective's own number of token rows takes precedence, if any, because `samples` are then a part of the step.
     """
-    rows = float(sum(row_count(sample) for sample in samples))
+    rows = float(len(samples) if isinstance(samples, Rows) else sum(row_count(sample) for sample in samples))
     counts: dict[str, float] = {ROWS: rows, **objective.denominators(samples)}
     return counts

@@ -4,7 +4,7 @@ Shapes: B rollouts, T completion tokens (padded to the longest), P prompts, G sa
 rollouts of a prompt are consecutive.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,11 @@ from rlhf_core.algorithms.advantage.base import GroupAdvantage, GroupRewards, To
 from rlhf_core.algorithms.advantage.token import discounted_returns
 from rlhf_core.algorithms.policy.clip import PolicyMethod
 from rlhf_core.algorithms.token_math import explained_variance, k1, k3, masked_count, mismatch_metrics, whiten
-from rlhf_core.config.policy import Advantage, KLCredit
+from rlhf_core.columns import Columns
+from rlhf_core.config.policy import Advantage, KLCredit, KLInReward, PPOConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.interfaces import Metrics
-from rlhf_core.types import Column, PolicySample, Rollout, TokenSample, ValueSample, floats, joined, mask
+from rlhf_core.interfaces import Apart, Metrics
+from rlhf_core.types import Column, PolicySample, Rollout, TokenSample, ValueSample, floats, joined, zeros
 from rlhf_core.user_code.dependencies import UserFunction
 
 
@@ -28,19 +29,20 @@ from rlhf_core.user_code.dependencies import UserFunction
 class Experience:
     """Rollouts with the outputs of the models. Rows of `logprobs` and `values` cover the whole sequence (length L)."""
 
-    rollouts: tuple[Rollout, ...]
-    samples: tuple[TokenSample, ...]
-    old_logprobs: tuple[Column[float], ...]
-    ref_logprobs: tuple[Column[float], ...]
+    rollouts: Sequence[Rollout]
+    samples: Sequence[TokenSample]
+    old_logprobs: Sequence[Column[float]]
+    ref_logprobs: Sequence[Column[float]]
     """One row per sample, or empty if there is no reference."""
-    values: tuple[Column[float], ...]
+    values: Sequence[Column[float]]
     """One row per sample, or empty if there is no value model."""
     lessons: tuple["Lesson", ...] = ()
     """What each teacher makes of the samples, if there are any."""
 
     def __post_init__(self) -> None:
         for name in ("old_logprobs", "ref_logprobs", "values"):
-            object.__setattr__(self, name, tuple(map(floats, getattr(self, name))))
+            if not isinstance(given := getattr(self, name), Columns):
+                object.__setattr__(self, name, tuple(map(floats, given)))
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,25 @@ class Advantages:
     metrics: Metrics
 
 
-def token_sample(rollout: Rollout) -> TokenSample:
-    """Return prompt and completion as one sequence with a mask of the tokens that the policy sampled."""
-    prompt, completion = rollout.prompt_ids, rollout.completion
-    return TokenSample(joined(prompt, completion.token_ids), joined(mask(bytes(len(prompt))), completion.action_mask))
+def token_samples(rollouts: Sequence[Rollout], apart: Apart) -> Sequence[TokenSample]:
+    """Return prompts and completions as one sequence each, with a mask of the tokens that the policy sampled."""
+    completions = [one.completion for one in rollouts]
+    return apart(
+        sequences,
+        [one.prompt_ids for one in rollouts],
+        [one.token_ids for one in completions],
+        [one.action_mask for one in completions],
+    )
+
+
+def sequences(
+    prompts: Sequence[Column[int]], completions: Sequence[Column[int]], masks: Sequence[Column[int]]
+) -> list[TokenSample]:
+    """Return the samples of prompts and completions, with the `masks` of these."""
+    return [
+        TokenSample(joined(prompt, tokens), joined(zeros("B", len(prompt), beside=tokens), chosen))
+        for prompt, tokens, chosen in zip(prompts, completions, masks, strict=True)
+    ]
 
 
 def completion_tensor(rows: Sequence[Column[Any]], experience: Experience) -> Tensor:
@@ -161,6 +178,39 @@ def with_lessons(advantages: Advantages, experience: Experience, *, reward_weigh
     metrics["teacher/kl"] = float(-total_BT.sum() / masked_count(mask_BT))
     mixed_BT = total_BT + reward_weight * advantages.advantages_BT
     return Advantages(mixed_BT, advantages.returns_BT, advantages.metrics | metrics)
+
+
+def rows_to_train(
+    experience: Experience,
+    config: PPOConfig,
+    *,
+    function: UserFunction | None,
+    turn_weights: Mapping[str, float],
+    greedy: Sequence[float],
+    kl_coef: float,
+    seed: int,
+) -> tuple[Sequence[PolicySample], Sequence[ValueSample], Metrics]:
+    """Return the rows of the policy and of the value model, without masked answers and what the loss leaves out.
+
+    `turn_weights` are by source; `seed` is that of the loss's choice.
+    """
+    in_reward = config.kl if isinstance(config.kl, KLInReward) else None
+    advantages = estimate_advantages(
+        experience,
+        estimator=config.estimator,
+        group_size=config.samples_per_prompt,
+        kl_coef=kl_coef if in_reward else 0.0,
+        kl_credit=in_reward.credit if in_reward else "token",
+        turn_weights=[turn_weights[one.prompt.source] for one in experience.rollouts],
+        function=function,
+        greedy=greedy,
+    )
+    if config.distill:
+        advantages = with_lessons(advantages, experience, reward_weight=config.distill.reward_weight)
+    masks = config.truncated_answers == "mask"
+    experience, advantages = trained_on(experience, advantages, config.loss, masks=masks, seed=seed)
+    value_rows = value_samples(experience, advantages) if experience.values else []
+    return policy_samples(experience, advantages), value_rows, advantages.metrics
 
 
 def trained_on(
@@ -288,8 +338,9 @@ def value_samples(experience: Experience, advantages: Advantages) -> list[ValueS
 
 
 def _after_prompt(rollout: Rollout, values: Column[float] | NDArray[np.float32]) -> Column[float]:
-    before, answer = bytes(4 * len(rollout.prompt_ids)), floats(values[: len(rollout.completion.token_ids)])
-    return floats(memoryview(before + answer.data).cast("f"))
+    tokens = len(rollout.completion.token_ids)
+    answer = floats(values if len(values) == tokens else values[:tokens])
+    return joined(zeros("f", len(rollout.prompt_ids), beside=answer), answer)
 
 
 def _kl(experience: Experience, old_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Metrics]:

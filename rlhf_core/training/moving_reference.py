@@ -33,7 +33,7 @@ class AdaptersOff:
     def __init__(self, policy: Trainer) -> None:
         self._policy = policy
 
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[Column[float]]:
+    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> Sequence[Column[float]]:
         """Return the log-probs of the policy as it was before training."""
         return self._policy.logprobs(samples, temperature=temperature, adapters=False)
 
@@ -53,7 +53,7 @@ class MovingReference:
         self._trainer = self._opened(initial)
         self._moved = False
 
-    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> list[Column[float]]:
+    def logprobs(self, samples: Sequence[TokenSample], *, temperature: float) -> Sequence[Column[float]]:
         """Return the log-probs of the reference as it is now."""
         return self._trainer.logprobs(samples, temperature=temperature)
 

@@ -23,6 +23,7 @@ from rlhf_core.models.initialize import train_tokenizer
 from rlhf_core.rollouts.answers import WholeAnswers
 from rlhf_core.rollouts.prompts import BandOrder, ordered_prompts, sources_used, split_prompts
 from rlhf_core.runtime.local_runtime import LocalRuntime
+from rlhf_core.runtime.ray_runtime import RayRuntime
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.types import Completion, Generation, Message, PolicyRef, Prompt, PromptsRef, RewardModelRef, Rollout
 from stages.ppo import Models, PPOConfig, update
@@ -610,3 +611,39 @@ def test_a_source_of_which_all_prompts_are_held_out_is_refused() -> None:
     many = config(mixture={"sums": 0.5, "desk": 0.5}, evaluate={"prompts": 7})
     with pytest.raises(ConfigError, match=r"ppo\.evaluate\.prompts = 7: holds out all prompts of the source"):
         split_prompts(many, prompts, key="ppo")
+
+
+ELSEWHERE = {
+    "gae, penalty in the reward": {"kl": {"coef": 0.05, "in": "reward"}, "epochs": 2, "minibatches": 2},
+    "chosen tokens": {
+        "advantage": {"type": "reinforce++-baseline"},
+        "loss": {"type": "clip_cov", "fraction": 0.5, "cov_low": -1.0},
+        "truncated_answers": "mask",
+        "sampling": SamplingConfig(max_tokens=40),
+    },
+    "a teacher and a greedy baseline": {"distill": TAUGHT | {"reward_weight": 1.0}, "advantage": {"type": "remax"}},
+    "the sampler's own, a step ahead": {
+        "advantage": {"type": "grpo"},
+        "correction": {"pi_old": "sampler", "level": "off"},
+        "ahead": {"type": "staleness", "steps": 1},
+    },
+    "in parts": {"advantage": {"type": "rloo"}, "ahead": {"type": "partial", "tokens": 3}},
+}
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_what_the_workers_hold_is_trained_on_as_what_the_driver_holds(tmp_path, policy):
+    """Columns of any size are left where they were made, and read by the workers alone."""
+    made: dict[str, dict[str, str]] = {}
+    for where, leaves_from in {"driver": 2**30, "workers": 0}.items():
+        on_ray = RUNTIME.model_copy(update={"type": "ray", "cpu_threads": 1, "worker_timeout_s": 300.0})
+        runtime = RayRuntime(on_ray, leaves_from=leaves_from)
+        for name, changes in ELSEWHERE.items():
+            shop, inputs = shop_and_inputs(tmp_path / where / name, policy)
+            shop.runtime = runtime
+            teachers = {"teachers": {"a": inputs["policy"]}} if "distill" in changes else {}
+            ref, _ = shop.run("ppo", config(**(changes | {"steps": 2})), inputs | teachers)
+            made.setdefault(name, {})[where] = ref.digest
+        runtime.close()
+    assert {name: digests for name, digests in made.items() if digests["driver"] != digests["workers"]} == {}

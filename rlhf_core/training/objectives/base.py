@@ -27,6 +27,7 @@ from rlhf_core.algorithms.token_math import (
     sft_loss,
     step_loss,
 )
+from rlhf_core.columns import ones
 from rlhf_core.errors import DataError
 from rlhf_core.models.batches import TokenBatch, collate
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values, watching
@@ -260,7 +261,7 @@ def count_tokens(
     samples: Sequence[TokenSample] | Sequence[PolicySample] | Sequence[ValueSample] | Sequence[DistillationSample],
 ) -> float:
     """Return the number of masked tokens. Raises DataError if there are none to average over."""
-    tokens = sum(sample.loss_mask.count(1) for sample in samples)
+    tokens = ones(samples)
     if tokens == 0:
         rule = "an optimizer step needs at least one token to train on"
         raise DataError("loss_mask", f"0 tokens in {len(samples)} samples", rule, "drop the empty samples")

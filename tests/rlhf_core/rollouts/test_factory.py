@@ -15,7 +15,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.config.policy import PartialRollouts, PPOConfig, Staleness
 from rlhf_core.data.shards import RolloutLog
 from rlhf_core.errors import DataError, RewardError, SamplerLostError
-from rlhf_core.interfaces import Metrics
+from rlhf_core.interfaces import Metrics, here
 from rlhf_core.rollouts.scored_step import staleness
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import ActionSpan, Completion, Generation, Rollout, SamplingRequest
@@ -61,7 +61,10 @@ class Ahead:
         self.steps.load_weights(self.policy.weights, version=step)
         drawn = self.steps.generate(step)
         rollouts = self._scored(step, drawn)
-        parts: Any = SimpleNamespace(config=self.config, sampler=self.steps, ends=())
+        runtime = SimpleNamespace(apart=here)
+        parts: Any = SimpleNamespace(
+            config=self.config, sampler=self.steps, ends=(), context=SimpleNamespace(runtime=runtime)
+        )
         return rollouts, sampling_metrics(parts, step, drawn, rollouts)
 
 

@@ -16,6 +16,7 @@ from rlhf_core.algorithms.advantage.group import (
 from rlhf_core.algorithms.advantage.token import GAEAdvantage, ReinforcePPAdvantage
 from rlhf_core.algorithms.policy.clip import ClipCovLoss, ClipLoss
 from rlhf_core.errors import ConfigError
+from rlhf_core.interfaces import here
 from rlhf_core.training.experience import (
     Experience,
     Lesson,
@@ -23,7 +24,7 @@ from rlhf_core.training.experience import (
     estimate_advantages,
     policy_samples,
     token_rewards,
-    token_sample,
+    token_samples,
     trained_on,
     value_samples,
     with_lessons,
@@ -42,7 +43,7 @@ def rollout(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], reward: flo
 
 
 def experience(*rollouts: Rollout, old: float, ref: float, value: float) -> Experience:
-    samples = tuple(token_sample(item) for item in rollouts)
+    samples = token_samples(rollouts, here)
 
     def rows(number: float) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(number * mask for mask in sample.loss_mask) for sample in samples)
@@ -54,7 +55,7 @@ GAE = GAEAdvantage(gae_lambda=1.0, whiten=False)
 
 
 def test_a_rollout_becomes_one_sequence_whose_actions_are_the_completion():
-    sample = token_sample(rollout((1, 2), (3, 4, 5), 1.0))
+    (sample,) = token_samples([rollout((1, 2), (3, 4, 5), 1.0)], here)
     assert sample.token_ids == (1, 2, 3, 4, 5)
     assert sample.loss_mask == (0, 0, 1, 1, 1)
 
@@ -62,7 +63,7 @@ def test_a_rollout_becomes_one_sequence_whose_actions_are_the_completion():
 def test_an_environments_tokens_are_no_actions_and_the_score_stands_on_the_last_action():
     spans = (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))
     completion = Completion((3, 4, 5, 6), (-0.5, 0.0, -0.5, 0.0), "text", "stop", 0, 1, spans)
-    made = token_sample(Rollout(PROMPT, (1, 2), completion, 2.0, {}))
+    (made,) = token_samples([Rollout(PROMPT, (1, 2), completion, 2.0, {})], here)
     assert made.loss_mask == (0, 0, 1, 0, 1, 0)
     rewards_BT = token_rewards(torch.tensor([2.0]), torch.ones(1, 4), torch.tensor([[1, 0, 1, 0]]), kl_coef=0.1)
     assert rewards_BT.tolist() == [pytest.approx([-0.1, 0.0, 1.9, 0.0])]
