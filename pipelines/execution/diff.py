@@ -261,7 +261,7 @@ def _generations(side: Side) -> dict[str, GenerationsRef]:
     made = {ref.digest for ref in handles(records[-1].handle)} if records else set()
     for record in side.store.records():
         handle = record.handle
-        if isinstance(handle, GenerationsRef) and made & set(handle.parents) and side.store.folder(handle.uri).is_dir():
+        if isinstance(handle, GenerationsRef) and made & set(handle.parents) and side.store.holds(handle):
             found.setdefault(record.label, handle)
     return found
 

@@ -70,7 +70,7 @@ def plan(
     gates = Gatekeeper(config.gates, store, config.name)
     planner = Planner(store, config.name, until=until, force=frozenset(force), strict=strict, gates=gates)
     champion = champion_of(config, store)
-    with remembered_code(store.layout), suppress(ReachedUntil):
+    with store.snapshot(), remembered_code(store.layout), suppress(ReachedUntil):
         pipeline(
             config,
             Stages(

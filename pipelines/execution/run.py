@@ -10,8 +10,8 @@ import html
 import json
 import logging
 import urllib.request
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -152,6 +152,11 @@ def slack_text(event: Event, run: str, message: str, links: Mapping[str, str]) -
 R = TypeVar("R", bound=ArtifactRef)
 
 
+def free_slot(stage: str) -> AbstractContextManager[None]:
+    """Hold nothing: a stage that has no limit on the number of runs that compute it."""
+    return nullcontext()
+
+
 @dataclass
 class PipelineRun:
     """The state of one run. `results` holds the artifact of every finished stage, by label."""
@@ -173,6 +178,8 @@ class PipelineRun:
     """The result in a line, when the run has ended."""
     description: str = ""
     """The results and stages in Markdown, when the run has ended."""
+    slot: Callable[[str], AbstractContextManager[None]] = free_slot
+    """Holds a slot of a stage, by its name, that runs on one server share; it waits for one."""
     note: RunNote | None = None
     """Line of the run in `rlhf runs`; None for a run that it does not list."""
     gates: Gatekeeper = field(init=False)
@@ -253,7 +260,8 @@ class PipelineRun:
         return [outcome.decision.key for outcome in self.outcomes.values()]
 
     def _execute(self, spec: StageSpec, show_progress: Progress) -> StageOutcome:
-        with self.budget.spending(gpus_of(spec, self.context.config.runtime)) as spent:
+        gpus = gpus_of(spec, self.context.config.runtime)
+        with self.slot(spec.name), self.budget.spending(gpus) as spent:  # waiting costs nothing
             try:
                 outcome = self.executor.execute(spec, show_progress)
             except StageWaiting as waiting:

@@ -26,7 +26,14 @@ from pipelines.flows.profile_errors import check_removal, fields_of, first_error
 from pipelines.flows.profile_paths import relative_to_profile
 from pipelines.flows.prompt_sources import check_measured_sources, check_step_sources
 from pipelines.flows.recipe import GraphConfig, Step
-from pipelines.flows.run_rules import BudgetConfig, GateConfig, NotifyConfig, ProjectConfig, TrackConfig
+from pipelines.flows.run_rules import (
+    BudgetConfig,
+    DeploymentsConfig,
+    GateConfig,
+    NotifyConfig,
+    ProjectConfig,
+    TrackConfig,
+)
 from pipelines.flows.sections import POLICY_SECTIONS, DistillationConfig, EvaluationConfig
 from rlhf_core.config.former_names import FORMER, renamed
 from rlhf_core.config.monitors import is_named, remedy_of
@@ -52,6 +59,7 @@ class PipelineConfig(GraphConfig):
     notify: Annotated[NotifyConfig | None, OPERATIONAL] = added_option(None)
     """Notification when a run has ended or waits."""
     track: Annotated[TrackConfig, OPERATIONAL] = added_option(TrackConfig())
+    deployments: Annotated[DeploymentsConfig, OPERATIONAL] = added_option(DeploymentsConfig())
     project: Annotated[ProjectConfig, OPERATIONAL] = added_option(ProjectConfig())
 
     @property

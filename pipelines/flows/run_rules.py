@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from rlhf_core.errors import nearest
 from rlhf_core.schema.base import Config, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 from rlhf_core.types import FEWEST_PROMPTS
+from stages.table import STAGES
 
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -110,6 +112,21 @@ class ProjectConfig(Config):
     def tags(self) -> tuple[str, ...]:
         """Return the tags of its runs in Prefect."""
         return (f"project:{self.name}",) if self.name else ()
+
+
+class DeploymentsConfig(Config):
+    """What runs on one Prefect server share."""
+
+    limits: dict[str, Annotated[int, Field(ge=1)]] = {}
+    """Stage, such as `ppo` -> in how many runs at a time it is computed; further ones wait. On the server these are the
+    concurrency limits `stage:ppo`. Results that exist are reused without waiting."""
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> DeploymentsConfig:
+        for name in self.limits:
+            if name not in STAGES:
+                raise ValueError(f"limits.{name}: is no stage; {nearest(name, list(STAGES))}")
+        return self
 
 
 class TrackConfig(Config):

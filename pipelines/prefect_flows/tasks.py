@@ -7,7 +7,8 @@ outlive their owner.
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -16,6 +17,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import State
+from prefect.concurrency.sync import concurrency
 from prefect.context import FlowRunContext
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, PREFECT_UI_URL, temporary_settings
@@ -118,6 +120,7 @@ class TaskRunner:
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
+        run.slot = slots(run.context.config.deployments.limits)
         self._made: dict[str, State[bool]] = {}
         """Uri of an artifact -> the task that made or found it; outside a group, the group's."""
         self._ended: list[State[bool]] = []
@@ -190,6 +193,24 @@ class TaskRunner:
     def _before(self, refs: Iterable[ArtifactRef]) -> list[State[bool]]:
         """Return the tasks that made these artifacts, each once."""
         return list({self._made[ref.uri].id: self._made[ref.uri] for ref in refs if ref.uri in self._made}.values())
+
+
+def slots(limits: Mapping[str, int]) -> Callable[[str], AbstractContextManager[None]]:
+    """Set the concurrency limits of stages on the server; return what holds a slot of a stage while it is computed.
+
+    A slot of a killed process is free again after five minutes. A stage goes on if the server is away for a while.
+    """
+    if limits:
+        with get_client(sync_client=True) as client:
+            for name, limit in limits.items():
+                client.upsert_global_concurrency_limit_by_name(f"stage:{name}", limit)
+
+    def slot(name: str) -> AbstractContextManager[None]:
+        if name not in limits:
+            return nullcontext()
+        return concurrency(f"stage:{name}", strict=True, raise_on_lease_renewal_failure=False)
+
+    return slot
 
 
 def _of_group(stages: Sequence[State[bool]]) -> State[Any]:

@@ -159,7 +159,7 @@ def runs_with(home: Home, store: Path, stage: str) -> list[RunRecord]:
     """Return the runs that have a model of this stage, which is still in the store; newest first."""
     layout, root = StoreLayout(store), str(store.resolve())
     found = [one for one in run_records(home) if one.store == root and stage in one.policies]
-    return [one for one in found if layout.object(one.policies[stage]).is_dir()]
+    return [one for one in found if layout.holds(one.policies[stage])]
 
 
 def _with_closed(found: Sequence[RunRecord]) -> Iterator[RunRecord]:

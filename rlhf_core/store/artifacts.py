@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,6 +126,14 @@ class ArtifactStore:
             raise ArtifactError("uri", uri, "must begin with store:// or file://", "give another handle")
         digest, _, inside = uri.removeprefix(_STORE).partition("/")
         return self.layout.object(digest) / inside
+
+    def holds(self, ref: ArtifactRef) -> bool:
+        """Return whether `path` finds the artifact."""
+        return self.folder(ref.uri).is_dir() or (not self.is_external(ref) and self.layout.holds(object_digest(ref)))
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Read records as they are now: of a bucket all at once, instead of one by one."""
+        return nullcontext() if self._mirror is None else self._mirror.snapshot()
 
     def record(self, key: str) -> KeyRecord | None:
         """Return the record of a key if its object exists and all files have the right sizes, else None.

@@ -83,7 +83,7 @@ def rows(layout: StoreLayout) -> tuple[list[Row], list[Unreadable]]:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state of an object: its size in bytes, or None if it does not exist, and a description of its damage."""
+    """The state of an object: its size in bytes, or None if it does not exist here, and a description of its damage."""
 
     bytes: int | None
     damage: str
@@ -98,7 +98,7 @@ def states(layout: StoreLayout, digests: set[str]) -> dict[str, State]:
         entry = _manifest(folder, known.get(digest))
         if entry is not None:
             entries[digest] = entry
-        found[digest] = _state(folder, entry)
+        found[digest] = _state(folder, entry) if entry or not layout.holds(digest) else State(None, "")
     if entries != known:
         _save(layout, OBJECTS, entries)
     return found

@@ -47,6 +47,11 @@ class StoreLayout:
         """Return the folder of an immutable object."""
         return self.objects / digest[:2] / digest
 
+    def holds(self, digest: str) -> bool:
+        """Return whether the store has an object, here or in the bucket that this folder mirrors."""
+        mirror = mounted(self.root)
+        return self.object(digest).is_dir() or (mirror is not None and mirror.has(digest))
+
     def object_folders(self, digests: Iterable[str]) -> Iterator[tuple[str, str]]:
         """Yield each digest with the folder of its object as text: paths of thousands of objects take a second."""
         objects = str(self.objects)

@@ -25,7 +25,6 @@ from rlhf_core.store.layout import (
     StoreLayout,
     folder_bytes,
     fsync_path,
-    mounted,
     move_aside,
     object_of,
     remove_record,
@@ -117,9 +116,7 @@ def pin(layout: StoreLayout, target: str, note: str) -> None:
     """Protect the object or record that `target` (a digest, a key or a uri) names from `gc`."""
     name = object_of(target)
     with alone(layout.leases):  # `gc` removes nothing meanwhile
-        mirror = mounted(layout.root)
-        there = layout.object(name).is_dir() or layout.key(name).is_file() or (mirror is not None and mirror.has(name))
-        if not there:
+        if not (layout.holds(name) or layout.key(name).is_file()):
             raise ArtifactError("pin", target, "is neither an object nor a key of this store", "see `rlhf store ls`")
         write_pin(layout, name, note)
 

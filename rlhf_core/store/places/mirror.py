@@ -68,6 +68,8 @@ class Mirror:
     objects: BucketObjects = field(init=False)
     _fresh: dict[str, float] = field(default_factory=dict)
     """Name, or folder, -> when it was last read from the bucket, by the monotonic clock."""
+    _frozen: int = 0
+    """Number of snapshots that are being read."""
     _fences: dict[str, str | None] = field(default_factory=dict)
     """Name of a key record -> its version when this process took the lease of the key."""
     _manifests: set[str] = field(default_factory=set)
@@ -103,7 +105,7 @@ class Mirror:
     def bring(self, path: Path, *, now: bool = False) -> None:
         """Bring a shared file, or those in a folder, to the present state; `now` asks even if that was done just now."""
         name = path.relative_to(self.root).as_posix()
-        if not now and time.monotonic() - max(self._fresh.get(name, 0.0), self._fresh.get("", 0.0)) < FRESH_SECONDS:
+        if not now and (self._frozen or self._is_fresh(name)):
             return
         if path.suffix != ".json":
             self.refresh(f"{name}/")
@@ -114,6 +116,21 @@ class Mirror:
                 if (None if record is None else record.version) != self._version(name):
                     self._take(name, record, time.time())
                 self._fresh[name] = time.monotonic()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Bring all records once; inside the block they count as the present ones, but for what a lease needs."""
+        if not self._is_fresh(""):
+            self.refresh()
+        self._frozen += 1
+        try:
+            yield
+        finally:
+            self._frozen -= 1
+
+    def _is_fresh(self, name: str) -> bool:
+        read = [self._fresh[one] for one in (name, "") if one in self._fresh]
+        return bool(read) and time.monotonic() - max(read) < FRESH_SECONDS
 
     def publish(self, path: Path, table: Mapping[str, Any]) -> bool:
         """See `Mirrors`. Under a lease that this process took, a key record replaces only what was there at that time."""
@@ -232,11 +249,10 @@ class Mirror:
         folder = self.layout.object(digest)
         if digest in self._held and folder.is_dir():
             return
+        self._keep(digest)  # first: nobody evicts it from now on
         with _locked(self.root / "cache" / f"{digest}.fetch", fcntl.LOCK_EX):
             if not folder.is_dir() and self.has(digest):
                 self._download(digest, folder)
-        if folder.is_dir():
-            self._keep(digest)
 
     def drop(self, digest: str, problem: str) -> None:
         """Remove a damaged object from this folder; it is fetched again when it is next read."""

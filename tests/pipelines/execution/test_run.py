@@ -2,7 +2,8 @@ import json
 import multiprocessing
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,22 @@ def test_the_executor_gets_the_stages_that_are_not_in_the_store_or_are_forced(tm
     context = RunContext(config, RunOptions(), store_of(config, home), MemoryTracker(), Notes())
     run = PipelineRun(context, executor)
     assert run_stages(run, two_toys, run.directly, tags={}) == made and executor.asked == []
-    run = PipelineRun(replace(context, options=RunOptions(force=("second",))), executor)
+    slots: list[str] = []
+
+    @contextmanager
+    def slot(stage: str) -> Iterator[None]:
+        slots.append(stage)
+        yield
+
+    run = PipelineRun(replace(context, options=RunOptions(force=("second",))), executor, slot=slot)
     with pytest.raises(LookupError):
         run_stages(run, two_toys, run.directly, tags={})
-    assert executor.asked == ["second"]
+    assert executor.asked == ["second"] and slots == ["toy"], "only what is computed waits for a slot"
+
+
+def test_a_limit_of_a_stage_that_there_is_not_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"deployments.limits.pppo: is no stage; .*ppo"):
+        load_profile(write_mini(tmp_path, "[deployments]\nlimits = {pppo = 1}\n"))
 
 
 def own_data(folder: Path, *uses: str) -> list[str]:

@@ -365,3 +365,33 @@ def test_a_blocked_run_and_an_approval_from_a_form(prefect_home, tmp_path, monke
     assert body(return_state=True).is_completed()
     with pytest.raises(ParameterTypeError, match="decision: Input should be 'approve' or 'reject'"):
         approve(decision="maybe", **given)
+
+
+def test_a_stage_with_a_limit_waits_for_a_run_that_computes_it(prefect_home, tmp_path):
+    from pipelines.prefect_flows.tasks import slots
+
+    inside: list[str] = []
+    slot, order, go_on = slots({"toy": 1})("toy"), [], threading.Event()
+
+    def hold(name: str) -> None:
+        with slots({"toy": 1})("toy"):
+            order.append(name)
+            inside.append(name)
+            assert inside == [name]
+            go_on.wait(60)
+            inside.remove(name)
+
+    threads = [threading.Thread(target=hold, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(order) == 1, 60)
+    limit = api("/v2/concurrency_limits/stage:toy")
+    assert (limit["limit"], limit["active_slots"]) == (1, 1)
+    with slots({})("toy"):
+        assert len(order) == 1, "a run without the limit is free"
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(order) == ["a", "b"]
+    with slot:
+        assert inside == []

@@ -8,7 +8,7 @@ from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
 from rlhf_core.errors import ArtifactError, ConfigError
-from rlhf_core.store import attempts, mirror_upkeep
+from rlhf_core.store import attempts, index, mirror_upkeep
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.gate_decisions import GateDecisions, Question
@@ -213,3 +213,38 @@ def test_a_bucket_that_is_away_is_named():
 
 def test_a_store_on_a_disk_has_no_mirror(tmp_path):
     assert ArtifactStore(tmp_path)._mirror is None and mirror.store_root(str(tmp_path)) == Path(tmp_path)
+
+
+class _Counted:
+    """A client that counts what is asked of the server."""
+
+    def __init__(self, client: Any) -> None:
+        self._client, self.requests = client, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self._client, name)
+
+
+def test_a_plan_of_many_stages_takes_few_requests(nodes):
+    ada = nodes.store("ada")
+    for number in range(21):
+        commit_text(ada, f"{number}")
+    client = _Counted(nodes.bucket.client)
+    nodes.bucket = Bucket(URI, client)
+    ben = nodes.store("ben")
+    made, client.requests = client.requests, 0
+    for _ in range(2):
+        with ben.snapshot():
+            assert all(ben.record(sha256_text(f"{number}")) is not None for number in range(21))
+        assert client.requests <= 2, "of lists: nothing has changed"
+        client.requests = 0
+    assert made <= 21 + 12, "probes, lists, and each record once"
+    assert ben.record(sha256_text("1")) is not None and client.requests == 1, "outside of a snapshot, as it is now"
+
+
+def test_what_lies_in_the_bucket_alone_is_listed_as_sound(nodes):
+    ref = commit_text(nodes.store("ada"), "12")
+    ben = nodes.store("ben")
+    assert index.states(ben.layout, {ref.digest}) == {ref.digest: index.State(None, "")}
+    assert ben.holds(ref) and not ben.holds(ref.model_copy(update={"uri": f"store://{'0' * 64}"}))
