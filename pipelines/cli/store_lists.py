@@ -18,7 +18,7 @@ from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
 from rlhf_core.store import index
 from rlhf_core.store.layout import StoreLayout, check_schema
-from rlhf_core.store.places.mirror import mirror_of
+from rlhf_core.store.places.mirror import open_layout
 
 LONGEST_NAME, LONGEST_RESULT = 40, 60
 MOST_ASIDE = 10
@@ -136,5 +136,4 @@ def _layout(options: argparse.Namespace) -> StoreLayout:
     """Return the layout of the store that the options name."""
     root = Path(store_folder(options)).absolute()
     check_schema(root)
-    mirror_of(root)  # brings its records, if the folder mirrors a bucket
-    return StoreLayout(root)
+    return open_layout(root)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pipelines.execution.gates import SHORT_ID
 from pipelines.execution.opening import store_of
@@ -48,7 +47,7 @@ def place_of(run: str, store: str) -> tuple[ArtifactStore, str, str]:
         return ArtifactStore(store_root(store) if store else Home.here().store), run, ""
     config = load_profile(run)
     own = store_of(config, Home.here())
-    return (ArtifactStore(Path(store).expanduser()) if store else own), config.name, profile_digest(config)
+    return (ArtifactStore(store_root(store)) if store else own), config.name, profile_digest(config)
 
 
 def chosen(requests: Sequence[GateRequest], meant: Meant, *, run: str, profile: str = "") -> GateRequest:

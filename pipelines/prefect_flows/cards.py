@@ -30,7 +30,7 @@ from rlhf_core.stage.key import StageInput, StageSpec
 from rlhf_core.stage.stopping import RunHalted, StageWaiting
 from rlhf_core.store import attempts
 from rlhf_core.store.gate_decisions import Answer, GateDecisions, Question
-from rlhf_core.store.layout import StoreLayout
+from rlhf_core.store.places.mirror import open_layout
 from rlhf_core.types import ArtifactRef, kind_of, title
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ def show_halt(error: RunHalted, *, run: str) -> None:
     """Attach why a run waits or is blocked; the questions of gates with links to the form that answers them."""
     lines = [f"# {error.state}", "", str(error)]
     if isinstance(error, StageWaiting) and "questions" in error.condition:
-        decisions = GateDecisions(StoreLayout(Path(error.condition["store"])))
+        decisions = GateDecisions(open_layout(Path(error.condition["store"])))
         found = [one for one in map(decisions.find, error.condition["questions"]) if one is not None]
         form = _quietly(_form, key="the form for answers")
         if form:

@@ -415,6 +415,12 @@ def mirror_of(root: Path) -> Mirror | None:
     return mirror
 
 
+def open_layout(root: Path) -> StoreLayout:
+    """Return the paths of the store in a folder; if that mirrors a bucket, its records are brought, now and by later readers."""
+    mirror_of(root)
+    return StoreLayout(root)
+
+
 def place_of(root: Path) -> str:
     """Return what names the store in a folder on any node: the address of the bucket that it mirrors, or its path."""
     return str((read_json(root / MARKER) or {}).get("mirrors", root))
