@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import here, process_stat, process_state
 from rlhf_core.store.layout import mounted
-from rlhf_core.store.places import Conflict, Records
+from rlhf_core.store.places import Conflict, Records, Unreachable
 from rlhf_core.store.places.local import LocalRecords, alone
 
 logger = logging.getLogger(__name__)
@@ -215,10 +215,13 @@ def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) ->
 
 def _release(lease: Lease) -> None:
     records, name = records_of(lease.folder), name_of(lease.key)
-    holder, version = _held(records, name)
-    if holder is not None and holder.token == lease.owner.token:
-        with suppress(Conflict):  # taken over just now
-            records.drop(name, version or "")
+    try:
+        holder, version = _held(records, name)
+        if holder is not None and holder.token == lease.owner.token:
+            with suppress(Conflict):  # taken over just now
+                records.drop(name, version or "")
+    except Unreachable as error:  # what was done under it is done: others wait until it is silent
+        logger.warning("could not release lease %s: %s", lease.key[:12], error)
 
 
 class _Watch:

@@ -41,7 +41,7 @@ from rlhf_core.store.layout import (
     write_text,
 )
 from rlhf_core.store.places import Conflict, Versioned
-from rlhf_core.store.places.buckets import SCHEMES, Bucket, BucketObjects, BucketRecords, open_bucket, probe
+from rlhf_core.store.places.buckets import SCHEMES, Bucket, BucketObjects, BucketRecords, is_same, open_bucket, probe
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Mirror:
         with self._alone():
             found = {name: (version, at) for name, version, at in self.records.versions(under)}
             known = {name for name in self._mirrored() if name.startswith(under)}
-            changed = [name for name, (version, _) in found.items() if self._version(name) != version]
+            changed = [name for name, (version, _) in found.items() if not is_same(self._version(name), version)]
             with ThreadPoolExecutor(THREADS) as pool:
                 for name, record in zip(changed, pool.map(self.records.found, changed)):
                     self._take(name, record, found[name][1])
@@ -113,7 +113,7 @@ class Mirror:
         elif SHARED.fullmatch(name):
             with self._alone():
                 record = self.records.found(name)
-                if (None if record is None else record.version) != self._version(name):
+                if not is_same(None if record is None else record.version, self._version(name)):
                     self._take(name, record, time.time())
                 self._fresh[name] = time.monotonic()
 

@@ -248,3 +248,48 @@ def test_what_lies_in_the_bucket_alone_is_listed_as_sound(nodes):
     ben = nodes.store("ben")
     assert index.states(ben.layout, {ref.digest}) == {ref.digest: index.State(None, "")}
     assert ben.holds(ref) and not ben.holds(ref.model_copy(update={"uri": f"store://{'0' * 64}"}))
+
+
+def test_a_lease_that_cannot_be_released_fails_nothing(nodes, monkeypatch, caplog):
+    ada = nodes.store("ada")
+    with ada.lease(KEY):
+        monkeypatch.setattr(nodes.bucket.client.__class__, "get", _away)
+    assert "could not release lease" in caplog.text
+
+
+def _away(*_: Any, **__: Any) -> Any:
+    raise GenericError("Connection refused")
+
+
+class _Versioned:
+    """A bucket that keeps versions: answers name them, lists do not."""
+
+    def __init__(self) -> None:
+        self._memory = MemoryStore()
+
+    def put(self, *args: Any, mode: Any = None, **options: Any) -> Any:
+        tag = {"e_tag": mode["e_tag"]} if isinstance(mode, dict) else mode
+        return {**self._memory.put(*args, mode=tag, **options), "version": "v"}
+
+    def get(self, name: str) -> Any:
+        got = self._memory.get(name)
+        return SimpleNamespace(meta={**got.meta, "version": "v"}, bytes=got.bytes, stream=got.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+
+def test_a_bucket_that_keeps_versions_is_read_as_others(nodes):
+    client = _Counted(_Versioned())
+    nodes.bucket = Bucket(URI, client)
+    ada, ben = nodes.store("ada"), nodes.store("ben")
+    for text in ("1", "2", "3"):
+        commit_text(ada, text)
+    mirror_in(ben).refresh()
+    client.requests = 0
+    mirror_in(ben).refresh()
+    assert client.requests == 2, "two lists, and nothing has changed"
+    write_json(ben.layout.label("sft"), {"key": "1"})
+    write_json(ben.layout.label("sft"), {"key": "2"})
+    mirror_in(ada).refresh()
+    assert read_json(ada.layout.label("sft")) == {"key": "2"}
