@@ -172,16 +172,8 @@ def _finish(
         progress=progress,
         _run=run,
     )
-    try:
-        handle: ArtifactRef = stage_module(run.spec).run(run.spec.config, **run.spec.inputs, context=context)
-        _check_committed(store, run, handle)
-    except BaseException as error:
-        safe = hide_in(error)  # from here on the error is recorded and shown
-        context.checkpoints.settle_after(error)
-        _note_failure(folder, run, safe)
-        if safe is error:
-            raise
-        raise safe from None
+    with store.keeping(run.target.key, run.attempt.number, run.work):
+        handle = _call(store, run, context)
     try:
         context.checkpoints.settle()
     except Exception as error:  # the stage has committed: no attempt will resume from this checkpoint
@@ -191,7 +183,23 @@ def _finish(
     except ArtifactError as error:  # after the commit: the result exists, also for the process that took over
         logger.warning("%s: %s", run.spec.label, error)
     attempts.clear(folder, keep_metrics=True, until=run.attempt)
+    store.forget_work(run.target.key)
     attempts.give_way(folder, run.attempt)
+    return handle
+
+
+def _call(store: ArtifactStore, run: RunningAttempt, context: StageContext) -> ArtifactRef:
+    """Return what the stage has committed; its error is raised when its last checkpoint is whole and the attempt has ended."""
+    try:
+        handle: ArtifactRef = stage_module(run.spec).run(run.spec.config, **run.spec.inputs, context=context)
+        _check_committed(store, run, handle)
+    except BaseException as error:
+        safe = hide_in(error)  # from here on the error is recorded and shown
+        context.checkpoints.settle_after(error)
+        _note_failure(store.layout.attempt(run.target.key), run, safe)
+        if safe is error:
+            raise
+        raise safe from None
     return handle
 
 

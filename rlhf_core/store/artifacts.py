@@ -51,6 +51,7 @@ from rlhf_core.store.leases import Lease, Owner
 from rlhf_core.store.maintenance import Damage, GcReport
 from rlhf_core.store.mirror_upkeep import collect_mirror, verify_mirror
 from rlhf_core.store.object_check import object_damage, quarantine_object, set_aside_record
+from rlhf_core.store.places import unfinished
 from rlhf_core.store.places.local import alone
 from rlhf_core.store.places.mirror import Mirror, mirror_of
 from rlhf_core.store.records import KeyRecord, Provenance, parse_record
@@ -249,6 +250,15 @@ class ArtifactStore:
         self.create()
         held = leases.hold(self.layout.leases, key, on_wait=on_wait)
         return held if self._mirror is None else _fenced(held, self._mirror, key)
+
+    def keeping(self, key: str, number: int, work: Path) -> AbstractContextManager[None]:
+        """Let other nodes go on with the checkpoints that attempt `number` writes in the block; on a disk they can."""
+        return nullcontext() if self._mirror is None else unfinished.keeping(self._mirror, key, number, work)
+
+    def forget_work(self, key: str) -> None:
+        """Remove the work that `keeping` kept for other nodes."""
+        if self._mirror is not None:
+            unfinished.forget(self._mirror, key)
 
     def commit(
         self,
@@ -451,6 +461,7 @@ class ArtifactStore:
 def _fenced(held: AbstractContextManager[Lease], mirror: Mirror, key: str) -> Iterator[Lease]:
     with held as lease:
         mirror.fence(key)
+        unfinished.bring(mirror, key)
         yield lease
 
 

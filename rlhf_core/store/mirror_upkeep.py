@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_core.store.index import Unreadable
 from rlhf_core.store.layout import object_of
-from rlhf_core.store.maintenance import Damage, GcItem, GcReport, roots_of
+from rlhf_core.store.maintenance import KEEP_DAYS, Damage, GcItem, GcReport, roots_of
 from rlhf_core.store.object_check import object_damage, set_aside_record
 from rlhf_core.store.places.mirror import DAY_SECONDS, Mirror, files_of
 from rlhf_core.store.records import KeyRecord
@@ -39,6 +39,10 @@ def verify_mirror(mirror: Mirror, records: Sequence[KeyRecord], unreadable: Sequ
             labels = tuple(sorted({record.label for record in made}))
             damages.append(Damage(digest, lost or f"{problem} on this node; it is fetched again", labels))
     return damages
+
+
+def _work(mirror: Mirror, name: str) -> list[tuple[str, int, float]]:
+    return list(mirror.objects.listed(f"work/{Path(name).stem}/"))
 
 
 def _lost(mirror: Mirror, digest: str, blobs: dict[str, int]) -> str:
@@ -74,6 +78,12 @@ def collect_mirror(mirror: Mirror, records: Iterable[KeyRecord], found: GcReport
     for name, size, at in list(mirror.objects.listed("blobs/")):
         if Path(name).name not in needed and at <= young:
             items.append(GcItem("file", Path(name), size, "", "no object has it"))
+    kept_keys = {record.key for record in kept}
+    for name, _, at in list(mirror.unfinished.versions()):
+        if Path(name).stem in kept_keys or at < time.time() - KEEP_DAYS * DAY_SECONDS:
+            items += [
+                GcItem("work", Path(file), size, "", "nobody goes on with it") for file, size, _ in _work(mirror, name)
+            ]
     for item in () if found.dry_run else items:
         mirror.objects.delete(item.path.as_posix())
         mirror.forget(item.path.stem)

@@ -3,12 +3,13 @@
 Records are files here as there: `refresh` lists those of the bucket and gets what has changed; a change is published by
 compare-and-set before it is written here. Leases live in the bucket alone. Objects are a cache: fetched when they are first
 read, each file checked against its SHA-256, read-only, and evicted by last use when they take more than `RLHF_CACHE_GIB`.
-Unfinished work (`attempts/<key>/work-N`) belongs to the node.
+Unfinished work (`attempts/<key>/work-N`) is of the node; its newest checkpoint is uploaded (`rlhf_core.store.places.unfinished`).
 
     records/<path of the file>      key records, history of attempts, decisions, labels, pins
     leases/<key>.json
     objects/<digest>.json           the manifest, written when all of its files are there
     blobs/<sha256>                  each content once
+    unfinished/<key>.json, work/<key>/<sha256>
 """
 
 import fcntl
@@ -65,6 +66,7 @@ class Mirror:
     cache_bytes: float
     records: BucketRecords = field(init=False)
     leases: BucketRecords = field(init=False)
+    unfinished: BucketRecords = field(init=False)
     objects: BucketObjects = field(init=False)
     _fresh: dict[str, float] = field(default_factory=dict)
     """Name, or folder, -> when it was last read from the bucket, by the monotonic clock."""
@@ -81,6 +83,7 @@ class Mirror:
     def __post_init__(self) -> None:
         self.records = BucketRecords(self.bucket, "records/")
         self.leases = BucketRecords(self.bucket, "leases/")
+        self.unfinished = BucketRecords(self.bucket, "unfinished/")
         self.objects = BucketObjects(self.bucket)
         self.layout = StoreLayout(self.root)
 
