@@ -65,6 +65,10 @@ class Weights:
 class WeightsInParts(Protocol):
     """Name -> tensor of all weights, one at a time (`rlhf_core.models.lora.WeightStream`, declared without torch)."""
 
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Return name -> meta tensor of the dtype and shape of each weight, in the order of iteration."""
+
     def __iter__(self) -> Iterator[tuple[str, Any]]: ...
 
     def digest(self) -> str:

@@ -213,9 +213,7 @@ class RaySampler:
 
     def _receive(self, trainers: WorkerGroup, ticket: int) -> None:
         try:
-            trainers.call_first(
-                "policy", "send_weights", ticket, self._workers.actors, self._transfer, self._tensor_parallel
-            )
+            trainers.call("policy", "send_weights", ticket, self._workers.actors, self._transfer, self._tensor_parallel)
         except RlhfError:
             # The update is half received, or an engine still waits in a broadcast: the engines cannot be used again.
             self._workers.kill()

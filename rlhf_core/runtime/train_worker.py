@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -16,7 +17,7 @@ from rlhf_core.runtime.cluster import free_port, trainer_versions
 from rlhf_core.runtime.connection import check_gpus, own_gpus
 from rlhf_core.runtime.pieces import Leaves, opened
 from rlhf_core.runtime.ray_settings import ray
-from rlhf_core.runtime.weight_sync import DeviceSender, StoredWeights
+from rlhf_core.runtime.weight_sync import DeviceSender, StagedWeights, StoredWeights
 
 if TYPE_CHECKING:
     from rlhf_core.runtime.hosted_models import HostedModels
@@ -37,10 +38,17 @@ class MeetingPoint(NamedTuple):
     network: str
 
 
-def _of_lease(method: Callable[Concatenate[RankTrainer, P], T]) -> Callable[Concatenate[TrainWorker, str, P], T]:
-    """Return a worker method that takes the name of a lease and calls `method` of that lease's trainer."""
+def _of_lease(
+    method: Callable[Concatenate[RankTrainer, P], T], *, changes: bool = False
+) -> Callable[Concatenate[TrainWorker, str, P], T]:
+    """Return a worker method that takes the name of a lease and calls `method` of that lease's trainer.
+
+    Weights that are still to be sent are copied before a method that `changes` them.
+    """
 
     def call(self: TrainWorker, lease: str, *arguments: P.args, **keywords: P.kwargs) -> T:
+        if changes:
+            self._keep_staged(lease)
         result: T = getattr(self._trainer(lease), method.__name__)(*map(opened, arguments), **keywords)
         return result
 
@@ -63,7 +71,9 @@ class TrainWorker(Leaves):
         self._threads = threads
         self._config = config
         self._ticket = 0
-        self._staged: Any = None
+        self._staged: StagedWeights | None = None
+        self._staged_lease = ""
+        """Lease whose model the staged weights are a stream of; "" for a copy of them."""
         self._sender: DeviceSender | None = None
         self._sender_engines: list[Any] = []
 
@@ -137,6 +147,7 @@ class TrainWorker(Leaves):
 
     def release(self, lease: str) -> None:
         """Free the model of `lease`, and its GPU memory for other processes too."""
+        self._keep_staged(lease)
         self._models.release(lease)
 
     # ------------------------------------------------------------ shared GPU
@@ -146,6 +157,8 @@ class TrainWorker(Leaves):
 
         Return how many bytes of the models were moved to host memory.
         """
+        if offload:
+            self._keep_staged(self._staged_lease)
         return self._models.rest(offload)
 
     def wake(self) -> None:
@@ -158,7 +171,7 @@ class TrainWorker(Leaves):
     # ------------------------------------------------------------ Trainer, one shard each; `weights` is below
 
     forward_backward = _of_lease(RankTrainer.forward_backward)
-    optim_step = _of_lease(RankTrainer.optim_step)
+    optim_step = _of_lease(RankTrainer.optim_step, changes=True)
     logprobs = _of_lease(RankTrainer.logprobs)
     top_logprobs = _of_lease(RankTrainer.top_logprobs)
     values = _of_lease(RankTrainer.values)
@@ -166,7 +179,7 @@ class TrainWorker(Leaves):
     step_scores = _of_lease(RankTrainer.step_scores)
     loss = _of_lease(RankTrainer.loss)
     save = _of_lease(RankTrainer.save)
-    load = _of_lease(RankTrainer.load)
+    load = _of_lease(RankTrainer.load, changes=True)
     export = _of_lease(RankTrainer.export)
 
     # ------------------------------------------------------------ weights
@@ -178,24 +191,38 @@ class TrainWorker(Leaves):
         return Weights(payload=StoredWeights(refs), digest=digest) if self._rank == 0 else None
 
     def stage_weights(self, lease: str) -> tuple[int, str] | None:
-        """Gather the full weights on all ranks; rank 0 keeps them to be sent and returns their ticket and digest."""
-        weights = self._trainer(lease).weights()
-        if self._rank != 0:
-            return None
+        """Note on all ranks that the weights are to be sent; rank 0 returns their ticket and digest.
+
+        They are streamed from the model when they are sent, and only copied if they change, or the model leaves the GPU,
+        before that.
+        """
+        stream = self._trainer(lease).stream()
         self._ticket += 1
-        self._staged = weights.payload
-        return self._ticket, weights.digest
+        self._staged, self._staged_lease = stream, lease
+        digest = stream.digest()
+        return (self._ticket, digest) if self._rank == 0 else None
+
+    def _keep_staged(self, lease: str) -> None:
+        if self._staged is not None and lease and lease == self._staged_lease:
+            kept: Any = self._trainer(lease).weights().payload
+            self._staged, self._staged_lease = kept, ""
 
     def send_weights(self, ticket: int, engines: Sequence[Any], transfer: Transfer, tensor_parallel: int) -> None:
-        """Send the weights of `ticket` to `engines`, GPU to GPU. Only the newest can be sent, and only once."""
+        """Send the weights of `ticket` to `engines`, GPU to GPU. Only the newest can be sent, and only once.
+
+        All ranks make each weight whole, and rank 0 sends it.
+        """
         if ticket != self._ticket or self._staged is None:
             remedy = "load weights before requesting newer ones"
             raise TrainingError("weights", ticket, f"is not the newest ticket, {self._ticket}", remedy)
-        staged, self._staged = self._staged, None
+        staged, self._staged, self._staged_lease = self._staged, None, ""
+        if self._rank != 0:
+            deque(iter(staged), maxlen=0)
+            return
         if self._sender is None or self._sender_engines != list(engines) or not self._sender.fits(staged):
             self._sender_engines = list(engines)
             self._sender = DeviceSender(
-                transfer, engines, tensor_parallel=tensor_parallel, host=self._host(), tensors=staged
+                transfer, engines, tensor_parallel=tensor_parallel, host=self._host(), weights=staged
             )
         self._sender.send(staged)
         del staged

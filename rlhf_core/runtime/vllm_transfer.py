@@ -10,25 +10,29 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from rlhf_core.interfaces import Probes, Transfer
 from rlhf_core.runtime.cluster import free_port
+from rlhf_core.runtime.weight_sync import StagedWeights, described
 from rlhf_core.sampling.vllm_worker import probe_weights
 
 
-class MappingSource(WeightSource):
-    """vLLM's source of weights over a mapping that is set before each send; tensors go to the GPU one by one."""
+class StagedSource(WeightSource):
+    """vLLM's source of weights over a stream, or a copy of one, that is set before each send; they reach `device` one by one.
 
-    def __init__(self) -> None:
-        self.tensors: Mapping[str, Any] = {}
+    `probes` are rows of the tensors of the last pass, with which an engine checks its weights.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.weights: StagedWeights = {}
+        self.probes: Probes = {}
+        self._device = device
 
     def metadata(self) -> list[Any]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+        return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in described(self.weights).items()]
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        for name, tensor in self.tensors.items():
-            yield name, tensor.to("cuda")
-
-    def probes(self) -> Probes:
-        """Return rows of the tensors, with which an engine checks its weights."""
-        return probe_weights(self.tensors)
+        self.probes = probes = dict[str, Any]()
+        for name, tensor in self.weights.items() if isinstance(self.weights, Mapping) else self.weights:
+            probes |= probe_weights({name: tensor})
+            yield name, tensor.to(self._device)
 
 
 def init_info(transfer: Transfer, *, world: int, host: str, buffer_bytes: int) -> Any:
@@ -38,6 +42,6 @@ def init_info(transfer: Transfer, *, world: int, host: str, buffer_bytes: int) -
     return NCCLTrainerInitInfo(master_address=host, master_port=free_port(), world_size=world, packed=True, rank=0)
 
 
-def open_transfer(info: Any, *, client: Any, source: MappingSource) -> Any:
+def open_transfer(info: Any, *, client: Any, source: StagedSource) -> Any:
     """Return vLLM's trainer side, with the engines of `client` joined to it."""
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)

@@ -8,9 +8,9 @@ trainer and engine share a GPU, else by an NCCL broadcast. In both cases the dig
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from rlhf_core.interfaces import Probes, Transfer, TransferVerb
+from rlhf_core.interfaces import Probes, Transfer, TransferVerb, WeightsInParts
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.worker_group import WorkerGroup
 
@@ -24,10 +24,19 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class DeviceWeights:
-    """Payload of `Weights` that rank 0 of `trainers` keeps for sending. Only the newest `ticket` can be sent."""
+    """Payload of `Weights` that the ranks of `trainers` will send. Only the newest `ticket` can be sent."""
 
     trainers: WorkerGroup
     ticket: int
+
+
+StagedWeights: TypeAlias = "Mapping[str, Any] | WeightsInParts"
+"""Weights to be sent: a stream of those that a trainer has, or a copy, name -> CPU tensor."""
+
+
+def described(weights: StagedWeights) -> Mapping[str, Any]:
+    """Return name -> tensor, on the meta device for a stream, with the dtype and shape of each weight."""
+    return weights if isinstance(weights, Mapping) else weights.metadata
 
 
 def choose_transfer(train_gpus: Sequence[str], engine_gpus: Sequence[Sequence[str]]) -> Transfer:
@@ -52,7 +61,7 @@ def choose_transfer(train_gpus: Sequence[str], engine_gpus: Sequence[Sequence[st
 class DeviceSender:
     """Rank 0's end of the transfer; opened at the first `send` and kept, since an NCCL group takes seconds to form.
 
-    The buffer is sized for `tensors`, the first that will be sent.
+    The buffer is sized for `weights`, the first that will be sent.
     """
 
     def __init__(
@@ -62,31 +71,32 @@ class DeviceSender:
         *,
         tensor_parallel: int,
         host: str,
-        tensors: Mapping[str, Any],
+        weights: StagedWeights,
+        device: str = "cuda",
     ) -> None:
         # Importing vLLM takes 15 to 40 s, which only weights that travel from GPU to GPU are worth.
-        from rlhf_core.runtime.vllm_transfer import MappingSource, init_info, open_transfer
+        from rlhf_core.runtime.vllm_transfer import StagedSource, init_info, open_transfer
 
         self._client = EngineClient(engines, tensor_parallel=tensor_parallel)
-        self._source = MappingSource()
+        self._source = StagedSource(device)
         self._ipc = transfer == "ipc"
-        self._buffer_bytes = ipc_buffer_bytes(tensors)
+        self._buffer_bytes = ipc_buffer_bytes(described(weights))
         world = 1 + len(engines) * tensor_parallel
         info = init_info(transfer, world=world, host=host, buffer_bytes=self._buffer_bytes)
         self._engine = open_transfer(info, client=self._client, source=self._source)
 
-    def fits(self, tensors: Mapping[str, Any]) -> bool:
-        """Return whether the buffer is large enough for `tensors`."""
-        return not self._ipc or _largest(tensors) <= self._buffer_bytes
+    def fits(self, weights: StagedWeights) -> bool:
+        """Return whether the buffer is large enough for `weights`."""
+        return not self._ipc or _largest(described(weights)) <= self._buffer_bytes
 
-    def send(self, tensors: Mapping[str, Any]) -> None:
-        """Send name -> CPU tensor to all engines, which check them. Raises SamplingError if it differs."""
-        self._source.tensors = tensors
+    def send(self, weights: StagedWeights) -> None:
+        """Send weights to all engines, which check them, one at a time. Raises SamplingError if one differs."""
+        self._source.weights = weights
         try:
             self._engine.send_weights()
-            self._client.check(self._source.probes())
+            self._client.check(self._source.probes)
         finally:
-            self._source.tensors = {}
+            self._source.weights, self._source.probes = {}, {}
 
 
 class EngineClient:

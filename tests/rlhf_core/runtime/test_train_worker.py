@@ -1,11 +1,14 @@
 """The worker as a plain object; on Ray it is tested by `test_ray_runtime` and `test_handles`."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec
+from rlhf_core.models.lora import weights_digest
 from rlhf_core.processes.identity import network
 from rlhf_core.runtime.train_worker import MeetingPoint, TrainWorker
 from rlhf_core.training.objectives.base import SftObjective
@@ -89,6 +92,51 @@ def test_only_the_newest_staged_weights_can_be_sent(policies):
     assert first[1] == second[1]  # the same weights have the same digest
     with pytest.raises(TrainingError, match="weights = 1: is not the newest ticket, 2"):
         worker.send_weights(1, [], "nccl", 1)
+
+
+class Sender:
+    """What rank 0 opens to send; it notes the weights."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, torch.Tensor]] = []
+
+    def fits(self, weights: Any) -> bool:
+        return True
+
+    def send(self, weights: Any) -> None:
+        pairs = weights.items() if isinstance(weights, dict) else weights
+        self.sent.append({name: tensor.clone() for name, tensor in pairs})
+
+
+def test_weights_are_sent_as_they_were_when_they_were_staged(policies, tmp_path):
+    worker = TrainWorker(1, 1, TrainerConfig(engine="torch"))
+    optimizer = OptimizerConfig(learning_rate=1e-2, schedule="constant")
+    for lease in ("policy-1", "value_model-2"):
+        worker.open(lease, ModelSpec(str(policies[0]), "lm", None, 0), optimizer)
+    worker._sender = sender = Sender()
+
+    def step(lease: str) -> None:
+        objective = SftObjective(pack_to=None)
+        worker.forward_backward(lease, [SAMPLE], objective, objective.denominators([SAMPLE]))
+        worker.optim_step(lease, learning_rate=1e-2)
+
+    step("policy-1")
+    worker.save("policy-1", tmp_path / "saved")
+    for before_sending in (
+        lambda: None,
+        lambda: step("value_model-2"),
+        lambda: step("policy-1"),
+        lambda: worker.load("policy-1", tmp_path / "saved"),
+        lambda: worker.rest(offload=True),
+        lambda: worker.release("policy-1"),
+    ):
+        staged = worker.stage_weights("policy-1")
+        assert staged is not None
+        before_sending()
+        worker.send_weights(staged[0], [], "nccl", 1)
+        assert weights_digest(sender.sent[-1]) == staged[1]
+        worker.wake()
+    assert len({weights_digest(sent) for sent in sender.sent}) == 2  # before and after the step of the policy
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])

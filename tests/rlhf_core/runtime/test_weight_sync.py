@@ -1,13 +1,21 @@
 """How weights travel: packed through the object store, or from GPU to GPU."""
 
+import json
+import os
 import pickle
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rlhf_core.config.engines import InitModel
+from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.runtime.weight_sync import DeviceSender, choose_transfer, ipc_buffer_bytes
 from rlhf_core.runtime.weights import buckets, pack, unpack
@@ -134,3 +142,37 @@ def test_buckets_keep_every_tensor_in_order_and_stay_below_the_limit_unless_one_
     received = {name: tensor for part in parts for name, tensor in unpack(pack(part)).items()}
     assert weights_digest(received) == weights_digest(tensors)
     assert list(buckets([])) == []
+
+
+SHAPE = InitModel(
+    vocab_size=320, hidden_size=128, layers=1, heads=2, kv_heads=2, intermediate_size=192, max_positions=96
+)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor_parallel", "wrong", "error"),
+    [
+        (
+            1,
+            "order",
+            r"ValueError: WeightSource metadata\(\) disagrees with iteration at index 5: declared 'model\.layers\.0",
+        ),
+        (2, "fails", "RuntimeError: the rank was lost"),
+    ],
+)
+def test_vllms_own_transfer_takes_the_stream_of_a_trainer(tmp_path, tensor_parallel, wrong, error):
+    """Over TCP in place of NCCL, which needs GPUs; a break in the middle is an error, and nobody waits for the rest."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    folders = [tmp_path / "policy", tmp_path / "other"]
+    for seed, folder in enumerate(folders):
+        train_tokenizer(["What is 12 + 30? It is 42."] * 5, vocab_size=320, folder=folder)
+        initialize_llama(SHAPE, folder, seed=seed)
+    program, out = Path(__file__).parent / "device_transfer_program.py", tmp_path / "made.json"
+    command = [sys.executable, program, *folders, str(tensor_parallel), wrong, out]
+    root = str(Path(__file__).parents[3])
+    subprocess.run(command, check=True, timeout=550, cwd=root, env=os.environ | {"PYTHONPATH": root})
+    made = json.loads(out.read_text())
+    assert made["streamed"] == made["copied"] == made["host"] != made["first"]
+    assert re.match(error, made["error"])
