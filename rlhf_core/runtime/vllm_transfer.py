@@ -1,6 +1,6 @@
 """Open the trainer's side of vLLM's weight transfer. Imports vLLM, so only a rank that sends to GPUs imports this."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -10,7 +10,6 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from rlhf_core.interfaces import Probes, Transfer
 from rlhf_core.runtime.cluster import free_port
-from rlhf_core.runtime.weight_sync import StagedWeights, described
 from rlhf_core.sampling.vllm_worker import probe_weights
 
 
@@ -21,16 +20,18 @@ class StagedSource(WeightSource):
     """
 
     def __init__(self, device: str) -> None:
-        self.weights: StagedWeights = {}
+        self.pairs: Iterable[tuple[str, Any]] = ()
+        self.described: Mapping[str, Any] = {}
+        """Name -> tensor of the dtype and shape of each weight."""
         self.probes: Probes = {}
         self._device = device
 
     def metadata(self) -> list[Any]:
-        return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in described(self.weights).items()]
+        return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in self.described.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         self.probes = probes = dict[str, Any]()
-        for name, tensor in self.weights.items() if isinstance(self.weights, Mapping) else self.weights:
+        for name, tensor in self.pairs:
             probes |= probe_weights({name: tensor})
             yield name, tensor.to(self._device)
 

@@ -91,12 +91,16 @@ class DeviceSender:
 
     def send(self, weights: StagedWeights) -> None:
         """Send weights to all engines, which check them, one at a time. Raises SamplingError if one differs."""
-        self._source.weights = weights
+        source = self._source
+        source.pairs, source.described = (
+            weights.items() if isinstance(weights, Mapping) else weights,
+            described(weights),
+        )
         try:
             self._engine.send_weights()
-            self._client.check(self._source.probes)
+            self._client.check(source.probes)
         finally:
-            self._source.weights, self._source.probes = {}, {}
+            source.pairs, source.described, source.probes = (), {}, {}
 
 
 class EngineClient:
