@@ -18,6 +18,7 @@ from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import here, is_running
 from rlhf_core.store.fingerprint import list_files, sha256_text
 from rlhf_core.store.sharing import is_shared
+from rlhf_core.types import encodable
 
 SCHEMA = 1
 """Version of the store's folder layout and file formats that this code writes."""
@@ -29,6 +30,8 @@ _TEMPORARY = re.compile(r"-(\d+)-[0-9a-f]{6}$")
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # the quota of a user is a full disk, too
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _HARDLY_ANY_BYTES = 1 << 20  # less free space than this means that the disk was full when the write failed
+_LONGEST_NAME = 255
+"""Largest number of characters in a file name on any file system."""
 _DURABLE: set[Path] = set()
 """Folders that this process knows to be on the disk."""
 
@@ -136,6 +139,17 @@ class StoreLayout:
                 case {"handle": {"fields": {"uri": str(uri)}}}:
                     lines += self.set_aside(object_of(uri))
         return lines
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a name in a manifest is a valid path of a file inside its folder."""
+    parts = name.split("/")
+    return (
+        "\0" not in name
+        and name == encodable(name)
+        and not {"", ".", ".."} & set(parts)
+        and max(map(len, parts)) <= _LONGEST_NAME
+    )
 
 
 def object_of(uri: str) -> str:

@@ -13,12 +13,17 @@ from pathlib import Path
 
 from rlhf_core.store import attempts
 from rlhf_core.store.fingerprint import FileEntry, hash_files, list_files, tree_digest
-from rlhf_core.store.layout import MANIFEST, StoreLayout, move_aside, object_of, read_json, remove_record, write_json
+from rlhf_core.store.layout import (
+    MANIFEST,
+    StoreLayout,
+    is_inside,
+    move_aside,
+    object_of,
+    read_json,
+    remove_record,
+    write_json,
+)
 from rlhf_core.store.records import KeyRecord, parse_record
-from rlhf_core.types import encodable
-
-_LONGEST_NAME = 255
-"""Largest number of characters in a file name on any file system."""
 
 
 def object_damage(folder: Path, *, deep: bool) -> str:
@@ -34,7 +39,7 @@ def object_damage(folder: Path, *, deep: bool) -> str:
         files = {path: FileEntry(int(item["size"]), str(item["sha256"])) for path, item in manifest["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return f"{folder} has no readable {MANIFEST}"
-    if not all(map(_is_inside, files)):
+    if not all(map(is_inside, files)):
         return f"{folder} has no readable {MANIFEST}"
     written = []
     try:
@@ -48,17 +53,6 @@ def object_damage(folder: Path, *, deep: bool) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return f"{path} is missing"
     return _content_damage(folder, files) if deep else _changed_content(folder, files, written)
-
-
-def _is_inside(name: str) -> bool:
-    """Return whether a name in a manifest is a valid path of a file inside its object."""
-    parts = name.split("/")
-    return (
-        "\0" not in name
-        and name == encodable(name)
-        and not {"", ".", ".."} & set(parts)
-        and max(map(len, parts)) <= _LONGEST_NAME
-    )
 
 
 def _changed_content(folder: Path, files: Mapping[str, FileEntry], paths: Sequence[str]) -> str:

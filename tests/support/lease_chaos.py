@@ -1,7 +1,7 @@
 """Compute keys as a run does, with short leases: `python -m tests.support.lease_chaos STORE LOGS NUMBER SKEW KEY...`.
 
-Writes a line for each key that this process has committed to NUMBER.log in the folder LOGS. If the store is a bucket, this
-process is a node of its own, with a folder of its own that mirrors it.
+Writes a line for each key that this process has committed to NUMBER.log in the folder LOGS. If the store is a bucket, the
+processes are on `NODES` nodes, each with a folder that mirrors it.
 """
 
 import os
@@ -19,6 +19,7 @@ from rlhf_core.types import PolicyRef
 from tests.support.records import provenance, write_files
 
 TTL_S, BEAT_S = 1.5, 0.25
+NODES = 3
 
 
 def hurry() -> None:
@@ -53,8 +54,9 @@ def main(place: str, logs: str, number: str, skew: str, *keys: str) -> None:
     now = time.time
     time.time = lambda: now() + float(skew)
     if "://" in place:
-        os.environ["RLHF_CACHE"] = f"{logs}/node-{number}"
-        leases.here = lambda: (f"node-{number}", "boot", "pids")
+        node = f"node-{int(number) % NODES}"
+        os.environ["RLHF_CACHE"] = f"{logs}/{node}"
+        leases.here = lambda: (node, "boot", "pids")
     store = ArtifactStore(store_root(place))
     log = Path(logs) / f"{number}.log"
     log.touch()

@@ -135,7 +135,10 @@ class BucketRecords:
                     return _version(done)
             except (AlreadyExistsError, PreconditionError):
                 is_sure = True
-            except FileNotFoundError:  # some servers say so of a record to be changed that is not there
+            except FileNotFoundError:  # of a record to be changed that is not there; a new one needs its bucket alone
+                if expected is None:
+                    rule, remedy = "there is no such bucket", "create it, or name another one"
+                    raise Unreachable(explain("store", shown(self.bucket.uri), rule, remedy)) from None
                 is_sure = True
             except Unreachable as error:
                 if "409" not in str(error):

@@ -35,6 +35,7 @@ from rlhf_core.store.layout import (
     StoreLayout,
     as_text,
     folder_bytes,
+    is_inside,
     make_read_only,
     mount,
     read_json,
@@ -92,7 +93,8 @@ class Mirror:
     def refresh(self, under: str = "") -> None:
         """Bring the records whose path begins with `under` to the state of the bucket, and what is known of its objects."""
         with self._alone():
-            found = {name: (version, at) for name, version, at in self.records.versions(under)}
+            there = self.records.versions(under)
+            found = {name: (version, at) for name, version, at in there if SHARED.fullmatch(name) and is_inside(name)}
             known = {name for name in self._mirrored() if name.startswith(under)}
             changed = [name for name, (version, _) in found.items() if not is_same(self._version(name), version)]
             with ThreadPoolExecutor(THREADS) as pool:
@@ -157,6 +159,8 @@ class Mirror:
             if version is not None:
                 self._put(name, lambda known: self.records.drop(name, known or ""), version)
             self._take(name, self.records.found(name), time.time())
+            if name in self._fences:  # what this process removes under its lease, it may make again
+                self._fences[name] = self._version(name)
         return True
 
     def fence(self, key: str) -> None:
@@ -379,7 +383,13 @@ def _locked(path: Path, how: int) -> Iterator[None]:
 def files_of(manifest: Path) -> dict[str, tuple[int, str]]:
     """Return path -> size and SHA-256 of the files in a manifest."""
     table = read_json(manifest) or {"files": {}}
-    return {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in table["files"].items()}
+    files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in table["files"].items()}
+    outside = [name for name in files if not is_inside(name)]
+    if outside:
+        raise ArtifactError(
+            "manifest", str(manifest), f"names a file outside of its object: {outside[0]!r}", "run again"
+        )
+    return files
 
 
 # ---------------------------------------------------------------- opening

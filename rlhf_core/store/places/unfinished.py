@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store.fingerprint import hash_file, list_files
-from rlhf_core.store.layout import CHECKPOINTS, remove_tree
+from rlhf_core.store.layout import CHECKPOINTS, is_inside, remove_tree
 from rlhf_core.store.places import Conflict, Unreachable
 from rlhf_core.store.places.mirror import THREADS, Mirror
 
@@ -144,6 +144,8 @@ def bring(mirror: Mirror, key: str) -> None:
 def _download(mirror: Mirror, key: str, files: Mapping[str, str], part: Path) -> None:
     def get(item: tuple[str, str]) -> None:
         name, digest = item
+        if not is_inside(name):
+            raise ArtifactError("checkpoint", name, "is no path inside a work folder", "the stage starts anew")
         path = part / name
         path.parent.mkdir(parents=True, exist_ok=True)
         mirror.objects.get_file(f"work/{key}/{digest}", path)

@@ -1,3 +1,4 @@
+import json
 import stat
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,3 +294,36 @@ def test_a_bucket_that_keeps_versions_is_read_as_others(nodes):
     write_json(ben.layout.label("sft"), {"key": "2"})
     mirror_in(ada).refresh()
     assert read_json(ada.layout.label("sft")) == {"key": "2"}
+
+
+def test_a_record_that_is_set_aside_under_the_lease_may_be_made_again(nodes):
+    ada = nodes.store("ada")
+    ref = commit_text(ada, "12")
+    with ada.lease(KEY) as lease:
+        mirror_in(ada).condemn(ref.digest, sha256_text("12"), "rotten")
+        assert ada.layout.object(ref.digest).exists() and mirror_in(ada).evict() == []
+        release(ada)
+        mirror_in(ada).drop(ref.digest, "gone")
+        assert ada.record(KEY) is None
+        out = write_files(ada.layout.attempts / "out", {"a.txt": "12"})
+        assert ada.commit(KEY, out, PolicyRef, children={}, record=provenance(), lease=lease) == ref
+    assert (nodes.store("ben").path(ref) / "a.txt").read_text() == "12"
+
+
+def test_names_in_a_bucket_lead_nowhere_outside_of_the_mirror(nodes):
+    ref = commit_text(nodes.store("ada"), "12")
+    nodes.bucket.client.put("records/other.json", b"{}")
+    manifest = {"files": {"../../../evil": {"size": 2, "sha256": sha256_text("12")}}}
+    nodes.bucket.client.put(f"objects/{ref.digest}.json", json.dumps(manifest).encode())
+    ben = nodes.store("ben")
+    with pytest.raises(ArtifactError, match=r"names a file outside of its object: '\.\./\.\./\.\./evil'"):
+        ben.path(ref)
+    assert list(nodes.folder.rglob("*evil*")) == [] and not (ben.root / "other.json").exists()
+
+
+def test_a_bucket_that_is_not_there_is_named():
+    def missing(*_: Any, **__: Any) -> Any:
+        raise FileNotFoundError("NoSuchBucket")
+
+    with pytest.raises(Unreachable, match=r"store = 's3://team/x': there is no such bucket; create it"):
+        probe(Bucket("s3://team/x", SimpleNamespace(put=missing, get=missing, list=lambda *_, **__: [])))
