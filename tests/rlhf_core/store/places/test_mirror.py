@@ -9,7 +9,7 @@ from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
 from rlhf_core.errors import ArtifactError, ConfigError
-from rlhf_core.store import attempts, index, mirror_upkeep
+from rlhf_core.store import attempts, index, leases, mirror_upkeep
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.fingerprint import sha256_text
 from rlhf_core.store.gate_decisions import GateDecisions, Question
@@ -214,6 +214,21 @@ def test_a_bucket_that_is_away_is_named():
 
 def test_a_store_on_a_disk_has_no_mirror(tmp_path):
     assert ArtifactStore(tmp_path)._mirror is None and mirror.store_root(str(tmp_path)) == Path(tmp_path)
+
+
+def test_a_step_asks_for_its_lease_once_a_second(nodes, monkeypatch):
+    ada, asked = nodes.store("ada"), []
+    with ada.lease(KEY) as lease:
+        get = mirror_in(ada).leases.__class__.get
+        monkeypatch.setattr(
+            mirror_in(ada).leases.__class__, "get", lambda self, name: asked.append(name) or get(self, name)
+        )
+        assert all(lease.may_be_ours() for _ in range(100)) and len(asked) == 1
+        monkeypatch.setattr(leases, "LOOK_SECONDS", 0.0)
+        mirror_in(nodes.store("ben")).leases.drop(
+            f"{KEY}.json", (get(mirror_in(ada).leases, f"{KEY}.json") or asked).version
+        )
+        assert not lease.may_be_ours()
 
 
 class _Counted:
