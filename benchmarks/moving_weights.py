@@ -1,10 +1,12 @@
-"""Measure what loading, handing out and exporting a model add to the memory of a rank under ZeRO 3, beside its targets.
+"""Measure what loading, handing out, exporting and resuming a model add to the memory of a rank, beside their targets.
 
     python -m benchmarks.moving_weights --ranks 1 2 4
 
-A random Llama of 168M parameters with an LM head of its own is opened frozen. Peaks are those of anonymous memory
-(`RssAnon`), on the rank that has most: files that are mapped and the object store are shared, and not counted. A load
-counts from the process before, the others from what the model keeps.
+A random Llama of 168M parameters with an LM head of its own is opened frozen under ZeRO 3. Peaks are those of anonymous
+memory (`RssAnon`), on the rank that has most: files that are mapped and the object store are shared, and not counted. A
+load counts from the process before, the others from what the model keeps. For `resume` a model of 68M parameters is
+trained under each stage of `--stages`, saved and opened anew; its peak counts from what it keeps when it is restored.
+`reads` is how much one process reads to find damage in that checkpoint: the driver, and the rank that reads most.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ SHAPE = {
     "max_position_embeddings": 256,
 }
 LARGE, SMALL = {"vocab_size": 32_000, **SHAPE}, {"vocab_size": TOKENS, **SHAPE, "num_hidden_layers": 1}
+TRAINED = {"vocab_size": 8192, **SHAPE, "num_hidden_layers": 4}
 EVERY_S = 0.002
 """Seconds between two looks at the memory."""
 
@@ -39,20 +42,46 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], metavar="R")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--stages", nargs="*", type=int, default=[0, 1, 3], metavar="ZERO")
     parser.add_argument("--one-rank", nargs=2, metavar=("FOLDER", "DTYPE"), help=argparse.SUPPRESS)
+    parser.add_argument("--resume", type=int, metavar="ZERO", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one_rank:
-        return run_rank(Path(options.one_rank[0]), options.one_rank[1])
+        folder, dtype = options.one_rank
+        return run_rank(Path(folder), dtype) if options.resume is None else resume(Path(folder), dtype, options.resume)
     print("| ranks | moment | MiB above | target MiB |\n|--:|---|--:|--:|", flush=True)
     with tempfile.TemporaryDirectory() as place:
-        for name, shape in (("small", SMALL), ("large", LARGE)):
+        for name, shape in (("small", SMALL), ("large", LARGE), ("trained", TRAINED)):
             make_model(Path(place) / name, shape, options.dtype)
         for ranks in options.ranks:
             found = measured(Path(place), options.dtype, ranks)
             for moment, target in targets(found[0], ranks).items():
                 most = max(rank[moment] for rank in found)
                 print(f"| {ranks} | {moment} | {most:,.0f} | {target:,.0f} |", flush=True)
+            for stage in options.stages:
+                for line in resumed(Path(place), options.dtype, ranks, stage):
+                    print(f"| {ranks} | ZeRO {stage}: {line} |", flush=True)
     return 0
+
+
+def resumed(folder: Path, dtype: str, ranks: int, stage: int) -> Iterator[str]:
+    """Yield the lines of a resume under a ZeRO stage."""
+    from rlhf_core.store.checkpoints import Checkpoints
+
+    found = measured(folder, dtype, ranks, "--resume", str(stage))
+    yield f"resume | {max(rank['resume'] for rank in found):,.0f} | {found[0]['whole'] / 10:,.0f}"
+    before = read_bytes()
+    checkpoint = Checkpoints(folder / f"steps_{stage}_of_{ranks}").to_resume(lambda path: "")
+    read = (read_bytes() - before) / MIB
+    assert checkpoint is not None
+    yield f"the driver reads | {read:,.2f} | 1"
+    largest = max(file.stat().st_size for file in checkpoint.path.rglob("*.pt")) / MIB
+    yield f"a rank reads | {max(rank['read'] for rank in found):,.0f} | {largest:,.0f} and what else it loads"
+
+
+def read_bytes() -> int:
+    """Return the bytes that this process has read, from the page cache or a disk."""
+    return int(Path("/proc/self/io").read_text(encoding="utf-8").split()[1])
 
 
 def targets(sizes: Mapping[str, float], ranks: int) -> dict[str, float]:
@@ -61,11 +90,21 @@ def targets(sizes: Mapping[str, float], ranks: int) -> dict[str, float]:
     return {"load": whole / ranks + largest + 150, "sync": 2 * largest + bucket, "export": whole}
 
 
-def measured(folder: Path, dtype: str, ranks: int) -> list[dict[str, float]]:
+def measured(folder: Path, dtype: str, ranks: int, *more: str) -> list[dict[str, float]]:
     """Return what each rank saw."""
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.moving_weights", "--one-rank", str(folder), dtype]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.moving_weights",
+        "--one-rank",
+        str(folder),
+        dtype,
+        *more,
+    ]
     processes = [
         subprocess.Popen(
             command, env=os.environ | settings | group | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
@@ -122,6 +161,55 @@ def run_rank(folder: Path, dtype: str) -> int:
     moments["export"], _ = above(lambda: trainer.export(folder / f"exported_of_{os.environ['WORLD_SIZE']}"))
     sizes = [weight.numel() * weight.element_size() / MIB for _, weight in trainer.stream()]
     print(json.dumps(moments | {"whole": sum(sizes), "largest": max(sizes), "bucket": BUCKET_BYTES / MIB}))
+    trainer.close()
+    return 0
+
+
+def resume(folder: Path, dtype: str, stage: int) -> int:
+    """Print how far the memory of one rank rises, above what it keeps then, when a trained model is restored."""
+    from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+    from rlhf_core.interfaces import ModelSpec
+    from rlhf_core.store.checkpoints import Checkpoints, wait_for_parts
+    from rlhf_core.training.objectives.base import SftObjective
+    from rlhf_core.training.trainer import LocalTrainer
+    from rlhf_core.types import TokenSample, ids, mask
+
+    config, rank = TrainerConfig(zero_stage=stage, dtype=dtype), int(os.environ["RANK"])
+    row = TokenSample(ids(range(10, 42)), mask([0] + [1] * 31))
+
+    def opened(name: str) -> Any:
+        return LocalTrainer(ModelSpec(str(folder / name), "lm", None, 1), OptimizerConfig(), config)
+
+    def saved(name: str, place: Path) -> None:
+        trainer = opened(name)
+        trainer.forward_backward([row], SftObjective(pack_to=None))
+        trainer.optim_step(learning_rate=1e-4)
+        trainer.save(place)
+        trainer.stream().digest()  # all ranks have saved
+        wait_for_parts(place)
+        trainer.close()
+
+    root = folder / f"steps_{stage}_of_{os.environ['WORLD_SIZE']}"
+    saved("small", root / "small")
+    restored = opened("small")
+    restored.load(root / "small")  # imports
+    restored.close()
+    saved("trained", root / "trained")
+    trainer = opened("trained")
+    before = read_bytes()
+    assert trainer.damage(root / "trained") == ""
+    read = (read_bytes() - before) / MIB
+    least = anonymous()
+    most, _ = above(lambda: trainer.load(root / "trained"))
+    gc.collect()
+    kept = anonymous()
+    whole = sum(weight.numel() * weight.element_size() / MIB for _, weight in trainer.stream())
+    if rank == 0:
+        checkpoints = Checkpoints(root)
+        with checkpoints.saving(1, {}) as place:
+            (root / "trained").rename(place / "policy")
+        checkpoints.settle()
+    print(json.dumps({"resume": least + most - kept, "read": read, "whole": whole}))
     trainer.close()
     return 0
 

@@ -143,6 +143,9 @@ class Trainer(Protocol):
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote."""
 
+    def damage(self, folder: Path) -> str:
+        """Return which file of that state is not what was written, or ""; each rank reads the files that it loads."""
+
     def export(self, folder: Path) -> None:
         """Write the model in Hugging Face layout (safetensors, LoRA merged), with its tokenizer."""
 

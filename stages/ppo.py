@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.algorithms.distillation import normalized_weights
@@ -568,7 +570,7 @@ def start_or_resume(parts: Parts) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
     there is none.
     """
     config, context, models, guard = parts.config, parts.context, parts.models, parts.guard
-    checkpoint = context.checkpoints.to_resume()
+    checkpoint = context.checkpoints.to_resume(partial(damage, models))
     if checkpoint is None:
         kl: FixedKL | AdaptiveKL = FixedKL(coef=config.kl.coef)
         if config.kl.target > 0:
@@ -581,6 +583,12 @@ def start_or_resume(parts: Parts) -> tuple[int, FixedKL | AdaptiveKL, Metrics]:
     guard.decide()
     kl = restored(parts, checkpoint)
     return checkpoint.step, kl, dict(checkpoint.state["metrics"])
+
+
+def damage(models: Models, folder: Path) -> str:
+    """Return which file of a checkpoint is not what was written, or ""."""
+    value = models.value_model
+    return models.policy.damage(folder / "policy") or (value.damage(folder / "value_model") if value else "")
 
 
 def restored(parts: Parts, checkpoint: Checkpoint) -> FixedKL | AdaptiveKL:

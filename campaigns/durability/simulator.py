@@ -38,6 +38,7 @@ from rlhf_core.stage.key import StageSpec
 from rlhf_core.stage.run import execute
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
+from rlhf_core.store.checkpoints import damaged_archive
 from rlhf_core.store.gate_decisions import GateDecisions, Question
 from rlhf_core.store.layout import MANIFEST, StoreLayout
 from rlhf_core.types import PolicyRef
@@ -147,7 +148,7 @@ class CountingConfig(Config):
 def run(config: CountingConfig, *, context: StageContext) -> PolicyRef:
     """Count to `steps` with a checkpoint at each step, and return an artifact of two files."""
     promises = _promises
-    checkpoint = context.checkpoints.to_resume()
+    checkpoint = context.checkpoints.to_resume(damaged_archive)
     done, (saved, at) = checkpoint.step if checkpoint else 0, promises.saved.get(context.key, (0, 0.0))
     if done < saved and promises.counts(at):
         promises.broken.append(f"the checkpoint of step {saved} is lost")

@@ -28,7 +28,7 @@ from rlhf_core.stage.decision import remember, target_of
 from rlhf_core.stage.key import StageSpec, Strictness
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.store.layout import MANIFEST, write_json
 from rlhf_core.store.leases import lease_file, ourselves
 from rlhf_core.store.object_check import set_aside_record
@@ -118,7 +118,7 @@ class Target:
         store.external(ArtifactRef, self._outside)
         for folder in sorted(store.layout.attempts.glob("*")):
             checkpoints = Checkpoints(attempts.checkpoints(folder), keep_best=1)
-            checkpoints.to_resume()
+            checkpoints.to_resume(damaged_archive)
             checkpoints.best()
 
     def _check_sound(self, touched: Sequence[Path]) -> None:

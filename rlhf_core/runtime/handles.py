@@ -7,6 +7,7 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from rlhf_core.columns import Columns, chosen, held_lengths, holds
@@ -93,6 +94,10 @@ class RayTrainer:
     save = _on_all(Trainer.save)
     load = _on_all(Trainer.load)
     export = _on_all(Trainer.export)
+
+    def damage(self, folder: Path) -> str:
+        """Return what the first rank that found damage in its files says, or ""."""
+        return next(filter(None, self._call("damage", folder)), "")
 
     def weights(self) -> Weights:
         """Return a reference to the full weights, in the object store, or on rank 0 if GPUs will send them."""

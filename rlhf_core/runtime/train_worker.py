@@ -180,6 +180,7 @@ class TrainWorker(Leaves):
     loss = _of_lease(RankTrainer.loss)
     save = _of_lease(RankTrainer.save)
     load = _of_lease(RankTrainer.load, changes=True)
+    damage = _of_lease(RankTrainer.damage)
     export = _of_lease(RankTrainer.export)
 
     # ------------------------------------------------------------ weights

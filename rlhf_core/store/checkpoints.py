@@ -201,12 +201,15 @@ class Checkpoints:
                 return checkpoint
         return None
 
-    def to_resume(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint after verifying every byte; damaged ones are skipped with a warning."""
+    def to_resume(self, damage: Callable[[Path], str]) -> Checkpoint | None:
+        """Return the newest complete checkpoint after verifying every byte; damaged ones are skipped with a warning.
+
+        `damage` returns what is wrong with the large archives of a checkpoint, which this does not read, or "".
+        """
         self.settle()
         for folder in sorted(self._folders(), reverse=True):
             checkpoint = _read(folder)
-            if checkpoint is not None and not _warned(folder, _damage(folder)):
+            if checkpoint is not None and not _warned(folder, damage(folder)):
                 return checkpoint
         return None
 
@@ -375,11 +378,14 @@ def _is_archive(path: str, size: int) -> bool:
     return path.endswith(".pt") and size > _SMALL_BYTES
 
 
-def _damage(folder: Path) -> str:
-    """Return which large file is damaged, by the checksums that torch writes into its archives, or an empty string."""
+def damaged_archive(folder: Path, reads: Callable[[str], bool] = lambda path: True) -> str:
+    """Return which large file is damaged, by the checksums that torch writes into its archives, or an empty string.
+
+    `reads` says of a relative path whether it is to be read.
+    """
     for path in list_files(folder):
         file = folder / path
-        if not _is_archive(path, file.stat().st_size):
+        if not _is_archive(path, file.stat().st_size) or not reads(path):
             continue
         try:
             with zipfile.ZipFile(file) as archive:

@@ -94,4 +94,5 @@ class DistillationTrainer:
     weights = _of_student(Trainer.weights)
     save = _of_student(Trainer.save)
     load = _of_student(Trainer.load)
+    damage = _of_student(Trainer.damage)
     export = _of_student(Trainer.export)

@@ -90,7 +90,7 @@ def fit(
     carried = look_ahead if isinstance(look_ahead, Carried) else None
     evaluated_ahead = carried.evaluated if carried else look_ahead
     checkpoints = context.checkpoints.keeping(best=loop.keep_best)
-    checkpoint = checkpoints.to_resume()
+    checkpoint = checkpoints.to_resume(trainer.damage)
     if checkpoint is None:
         first, initial, skipped_in_a_row = 0, _evaluate(trainer, evaluation, objective, evaluated_ahead), 0
         context.metrics(0, initial)

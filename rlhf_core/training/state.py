@@ -12,6 +12,7 @@ import copy
 import json
 import os
 import random
+import re
 import socket
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -75,6 +76,15 @@ def load_training_state(file: Path, module: nn.Module, optimizer: Optimizer) -> 
     for name, parameter in own.items():
         parameter.copy_(state["parameters"][name])
     optimizer.load_state_dict(state["optimizer"])
+    keep_in_memory(optimizer)
+
+
+def keep_in_memory(optimizer: Optimizer) -> None:
+    """Copy the states of an optimizer, one by one, from the file that they are mapped from."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                state[name] = value.clone()
 
 
 def trained_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -140,12 +150,31 @@ def load_random_state(file: Path) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
+def is_read_by(place: tuple[int, int], settings: Mapping[str, int], path: str) -> bool:
+    """Return whether the rank of `place` (rank, number of ranks) checks a file of a checkpoint: the one that loads it.
+
+    DeepSpeed numbers its files by the ranks that have other parts (`pp`), and by those of tensor parallelism (`mp`). What
+    all ranks load, the first one checks.
+
+    >>> is_read_by((3, 4), {"tensor_parallel": 2}, "zero/state/zero_pp_rank_1_mp_rank_01_optim_states.pt")
+    True
+    >>> is_read_by((1, 2), {}, "training_state.pt"), is_read_by((1, 2), {}, "zero_pp_rank_3_mp_rank_00_optim_states.pt")
+    (False, True)
+    """
+    numbers = {kind: int(number) for kind, number in re.findall(r"(pp|mp)_rank_(\d+)", path)}
+    rank, world = place
+    return (numbers.get("pp", 0) * settings.get("tensor_parallel", 1) + numbers.get("mp", 0)) % world == rank
+
+
 def load_state(file: Path) -> Any:
-    """Return the tensors and values that `write_states` wrote to `file`. Raises TrainingError if it is missing."""
+    """Return the tensors and values that `write_states` wrote to `file`; tensors stay in the file until they are used.
+
+    Raises TrainingError if it is missing.
+    """
     if not file.is_file():
         rule = "the checkpoint lacks this file"
         raise TrainingError("checkpoint", str(file), rule, "resume with as many workers as wrote it")
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
 
 
 # ---------------------------------------------------------------- Determine the rank of this train worker and join the process group

@@ -26,16 +26,19 @@ from rlhf_core.models.forward import model_rules, sequence_scores, step_scores, 
 from rlhf_core.models.loading import export_model
 from rlhf_core.models.lora import WeightStream, weights_digest, without_adapters
 from rlhf_core.models.micro_batches import Row, micro_batches
-from rlhf_core.store.checkpoints import wait_for_parts, write_part
+from rlhf_core.store.checkpoints import damaged_archive, wait_for_parts, write_part
 from rlhf_core.training.batching import is_maximum
 from rlhf_core.training.engines.base import Engine, open_engine
 from rlhf_core.training.engines.offload import HostCopies, keep_freed_memory, release_cached, release_if_short
 from rlhf_core.training.objectives.base import PlacedModel, RoutedObjective, SftObjective, TrainingObjective, unmasked
 from rlhf_core.training.objectives.distillation import top_logprobs
 from rlhf_core.training.state import (
+    engine_settings,
+    is_read_by,
     load_state,
     random_file,
     random_state,
+    rank_and_world,
     resume_random_state,
     trained_parameters,
     write_states,
@@ -260,6 +263,10 @@ class LocalTrainer:
         if self._average:
             self._average.restore(load_state(folder / AVERAGE_FILE))
         resume_random_state(folder, self._engine.rank, seed=self._spec.seed)
+
+    def damage(self, folder: Path) -> str:
+        """Return which file of a saved state is not what was written, among those that this rank loads, or ""."""
+        return damaged_archive(folder, partial(is_read_by, rank_and_world(), engine_settings(folder)))
 
     def export(self, folder: Path) -> None:
         """Write the model in Hugging Face layout with its tokenizer. Every rank must call it, and rank 0 writes.

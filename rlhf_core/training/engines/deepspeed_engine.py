@@ -56,7 +56,9 @@ from rlhf_core.training.state import (
     copied,
     engine_settings,
     join,
+    keep_in_memory,
     largest,
+    load_state,
     load_training_state,
     rank_and_world,
     refuse_engine_settings,
@@ -355,11 +357,12 @@ class DeepSpeedEngine:
             load_training_state(folder / STATE_FILE, self.module, self._engine.optimizer)
             self._engine.zero_grad()
             return
-        with quiet(), _weights_only():
+        with quiet(), _weights_only(), _mapping(self._engine):
             if written == self._settings():
                 self._engine.load_checkpoint(str(folder / ZERO_FOLDER), tag=ZERO_TAG, load_module_strict=False)
             else:
                 load_universal(self._engine, folder / ZERO_FOLDER, tag=ZERO_TAG, rank=self.rank)
+        keep_in_memory(self._engine.basic_optimizer)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the weights or this rank's parts of them, gradients, and the optimizer states of a trained model."""
@@ -486,6 +489,17 @@ def _taking(engine: Any, states: dict[Path, Any]) -> Iterator[None]:
         yield
     finally:
         del writer.save
+
+
+@contextmanager
+def _mapping(engine: Any) -> Iterator[None]:
+    """Make DeepSpeed's `engine` map the files of a checkpoint, whose tensors it copies, in place of reading them whole."""
+    reader = engine.checkpoint_engine
+    reader.load = lambda path, map_location=None: load_state(Path(path))
+    try:
+        yield
+    finally:
+        del reader.load
 
 
 @contextmanager

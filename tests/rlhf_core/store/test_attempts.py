@@ -10,7 +10,7 @@ from rlhf_core.errors import ArtifactError
 from rlhf_core.stage.run import find
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.store.layout import sweep_temporaries, write_json
 from rlhf_core.store.leases import lease_file
 from tests.support.toy_stage import run_toy, toy_spec
@@ -48,14 +48,14 @@ def test_an_attempt_goes_on_in_a_folder_of_its_own_which_the_one_before_cannot_t
     stale.settle()
     begin(tmp_path, resumed_from=1)
     mine = Checkpoints(attempts.checkpoints(tmp_path))
-    found = mine.to_resume()
+    found = mine.to_resume(damaged_archive)
     assert found is not None and (found.step, (found.path / "weights").read_text()) == (1, "1")
     with mine.saving(2, {"n": 2}) as folder:
         with pytest.raises(FileNotFoundError), stale.saving(2, {"n": -2}):
             raise AssertionError("there is nowhere to save to")
         (folder / "weights").write_text("2")
     mine.settle()
-    latest = mine.to_resume()
+    latest = mine.to_resume(damaged_archive)
     assert latest is not None and (latest.step, latest.state, stale.latest()) == (2, {"n": 2}, None)
     assert not attempts.work(tmp_path, first).exists()
 

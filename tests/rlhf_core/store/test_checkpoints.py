@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ArtifactError, ConfigError
-from rlhf_core.store.checkpoints import Checkpoints, wait_for_parts, write_part
+from rlhf_core.store.checkpoints import Checkpoints, damaged_archive, wait_for_parts, write_part
 
 FORK = multiprocessing.get_context("fork")
 
@@ -238,12 +238,12 @@ def test_a_run_is_not_resumed_from_flipped_bytes_but_from_the_checkpoint_before(
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     _with_an_archive(checkpoints, 1)
     newest = _with_an_archive(checkpoints, 2)
-    sound = checkpoints.to_resume()
+    sound = checkpoints.to_resume(damaged_archive)
     assert sound is not None and sound.step == 2
     content = bytearray((newest / name).read_bytes())
     content[1 << 20] ^= 1
     (newest / name).write_bytes(content)
-    sound = checkpoints.to_resume()
+    sound = checkpoints.to_resume(damaged_archive)
     assert sound is not None and sound.step == 1
     assert f"{name} is not what was written" in caplog.text
 
@@ -256,9 +256,9 @@ def test_a_damaged_table_of_contents_is_damage_too(tmp_path):
         harmed = bytearray(content)
         harmed[-place] ^= 0xFF
         file.write_bytes(harmed)
-        checkpoints.to_resume()  # found or harmless, never an exception
+        checkpoints.to_resume(damaged_archive)  # found or harmless, never an exception
     file.write_bytes(content[:-40] + b"\0" * 40)
-    assert checkpoints.to_resume() is None
+    assert checkpoints.to_resume(damaged_archive) is None
 
 
 # ---------------------------------------------------------------- kills
@@ -323,7 +323,7 @@ def test_a_checkpoint_with_values_of_other_types_is_skipped(name, changes, tmp_p
     if name == "state.json":  # its digest is in the marker, which a version that writes other types would write too
         sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "COMPLETE"}
         (folder / "COMPLETE").write_text(json.dumps({"sizes": sizes}))
-    for found in (checkpoints.latest(), checkpoints.to_resume(), checkpoints.best()):
+    for found in (checkpoints.latest(), checkpoints.to_resume(damaged_archive), checkpoints.best()):
         assert found is not None and found.step == 1
 
 

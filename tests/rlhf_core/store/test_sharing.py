@@ -13,7 +13,7 @@ import pytest
 from rlhf_core.errors import ArtifactError
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.store.layout import remove_tree
 from rlhf_core.store.sharing import is_shared, share
 from rlhf_core.types import PolicyRef
@@ -118,7 +118,7 @@ def test_a_user_goes_on_with_what_another_left(shared):
 
     def go_on(store: ArtifactStore) -> None:
         work = store.layout.attempt(KEY)
-        checkpoint = Checkpoints(work / "ckpt").to_resume()
+        checkpoint = Checkpoints(work / "ckpt").to_resume(damaged_archive)
         assert checkpoint is not None and (checkpoint.path / "folder" / "other").read_text() == "1"
         with (work / "shard").open("a") as stream:
             stream.write("2")

@@ -20,6 +20,7 @@ from rlhf_core.errors import ArtifactError, ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec, here
 from rlhf_core.models.loading import load_model
 from rlhf_core.models.lora import weights_digest
+from rlhf_core.store import checkpoints
 from rlhf_core.store.checkpoints import wait_for_parts
 from rlhf_core.training.batching import reduce
 from rlhf_core.training.engines.base import TorchEngine, open_engine
@@ -283,6 +284,25 @@ def test_a_full_disk_is_told_to_who_waits_for_the_checkpoint(policy_spec, optimi
     LocalTrainer(policy_spec, optimizer, TORCH).save(tmp_path)
     with pytest.raises(ArtifactError, match="the disk is full; free space"):
         wait_for_parts(tmp_path)
+
+
+def test_a_flipped_byte_is_found_by_the_rank_that_loads_the_file(policy_spec, optimizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_SMALL_BYTES", 0)  # of smaller files the marker has digests
+    trainer = LocalTrainer(policy_spec, optimizer, TORCH)
+    trainer.save(tmp_path)
+    wait_for_parts(tmp_path)
+    assert trainer.damage(tmp_path) == ""
+    for name, rank in (("training_state.pt", 0), ("random_state_00000.pt", 0)):
+        content = bytearray((tmp_path / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (tmp_path / name).write_bytes(content)
+        assert trainer.damage(tmp_path).startswith("random_state" if "random" in name else name)
+        for number in (0, 1):
+            group = {"RANK": number, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+            with monkeypatch.context() as patch:
+                for variable, value in group.items():
+                    patch.setenv(variable, str(value))
+                assert bool(trainer.damage(tmp_path)) == (number == rank)
 
 
 def test_policy_and_value_model_resume_bitwise_from_one_checkpoint(
