@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
-from rlhf_core.store.checkpoints import Checkpoints
+from rlhf_core.store.checkpoints import Checkpoints, damaged_archive
 from rlhf_core.store.places import mirror, unfinished
 from rlhf_core.store.places.buckets import BucketObjects
 from rlhf_core.store.places.unfinished import Keeper
@@ -86,7 +86,7 @@ def test_work_of_a_later_attempt_is_never_replaced_nor_are_a_nodes_own_later_fil
     for store, works in ((ada, {"work-1", "work-2"}), (cyd, {"work-2"})):
         unfinished.bring(mirror_in(store), KEY)
         assert {path.name for path in store.layout.attempt(KEY).glob("*")} == works
-        found = Checkpoints(attempts.checkpoints(store.layout.attempt(KEY))).to_resume()
+        found = Checkpoints(attempts.checkpoints(store.layout.attempt(KEY))).to_resume(damaged_archive)
         assert found is not None and (found.path / "weights").read_text() == "2 5"
 
 
