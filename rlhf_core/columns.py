@@ -150,8 +150,10 @@ def unpickled(kind: str, data: bytes) -> Column[Any]:
 def joined(first: Column[N], *others: Sequence[N]) -> Column[N]:
     """Return columns and other sequences one after the other, in the kind of the first."""
     kind: str = first.kind
-    parts = (first, *(one if isinstance(one, Column) and one.kind == kind else Column(kind, one) for one in others))
-    joint = Joint(kind, sum(map(len, parts)), parts)
+    given = (first, *(one if isinstance(one, Column) and one.kind == kind else Column(kind, one) for one in others))
+    # The parts of one that was joined before, since an answer may grow hundreds of times: by a round, or a turn.
+    parts = tuple(part for one in given for part in (one.source.parts if isinstance(one.source, Joint) else (one,)))
+    joint = Joint(kind, sum(map(len, given)), parts)
     return Column.elsewhere(joint) if any(part.held for part in parts) else unpickled(kind, joint.read())
 
 

@@ -27,6 +27,8 @@ LEAVES_FROM = 2**17
 LEAVING = frozenset({"logprobs", "values", "generate", "advance", "apart"})
 """Methods of workers whose results have columns."""
 ALIGNED = 8
+READ_TIMEOUT_S = 600.0
+"""Seconds in which a piece has to arrive from another node: one of some GB takes a few."""
 
 
 class RayPiece:
@@ -37,12 +39,14 @@ class RayPiece:
         self._bytes: NDArray[np.uint8] | None = None
 
     def bytes(self) -> NDArray[np.uint8]:
-        """Return the array, mapped where it is on this node. WorkerLostError if its node is gone."""
+        """Return the array, mapped where it is on this node. WorkerLostError if its node, or Ray, is gone."""
         if self._bytes is None:
             try:
-                self._bytes = ray.get(self._ref)
+                if not ray.is_initialized():  # `ray.get` would start another Ray
+                    raise ray.exceptions.RaySystemError("Ray has been stopped")
+                self._bytes = ray.get(self._ref, timeout=READ_TIMEOUT_S)
             except ray.exceptions.RayError as error:
-                rule, remedy = "the node that held them is gone", "run again to resume from the last checkpoint"
+                rule, remedy = "Ray holds them no more", "run again to resume from the last checkpoint"
                 raise WorkerLostError(explain("columns", "of a step", rule, remedy)) from error
         return self._bytes
 
@@ -86,7 +90,10 @@ class _Reducers(dict[type, Any]):
     def __missing__(self, kind: type) -> Any:
         if not is_dataclass(kind) or "__slots__" not in kind.__dict__:
             raise KeyError(kind)
-        values = attrgetter(*(one.name for one in fields(kind)))
+        names = [one.name for one in fields(kind)]
+        if len(names) < 2:  # `attrgetter` returns no tuple then
+            raise KeyError(kind)
+        values = attrgetter(*names)
         self[kind] = lambda value: (_filled, (kind, values(value)))
         return self[kind]
 
@@ -101,8 +108,9 @@ def _filled(kind: type, values: tuple[Any, ...]) -> Any:
 class _Pickler(pickle.Pickler):
     """Notes the pieces of a value; if it `leaves`, it collects the numbers of columns, too, for a piece of their own."""
 
-    def __init__(self, file: io.BytesIO, *, leaves: bool) -> None:
-        super().__init__(file, protocol=5)
+    def __init__(self, *, leaves: bool) -> None:
+        self._file = io.BytesIO()
+        super().__init__(self._file, protocol=5)
         self.dispatch_table = _Reducers(dispatch_table)
         self.dispatch_table[Column] = self._of_column if leaves else self._of_held
         self.dispatch_table[RayPiece] = lambda piece: (_piece, (self._at(piece),))
@@ -115,6 +123,14 @@ class _Pickler(pickle.Pickler):
         self.pieces: list[Piece] = []
         self._numbers: dict[int, int] = {}
         self._own = 1 if leaves else 0
+
+    def pickled(self, value: Any) -> bytes:
+        """Return the pickle of a value; what is in it is freed with this pickler, and does not wait for the collector of cycles."""
+        try:
+            self.dump(value)
+        finally:
+            del self.dispatch_table  # its functions refer to this pickler
+        return self._file.getvalue()
 
     def _at(self, piece: Piece) -> int:
         """Return the number of a piece; 0 is that which is being made."""
@@ -145,10 +161,8 @@ class _Pickler(pickle.Pickler):
 
 def packed(value: Any) -> Any:
     """Return a value with columns as an argument for a worker, which `opened` reads."""
-    file = io.BytesIO()
-    pickler = _Pickler(file, leaves=False)
-    pickler.dump(value)
-    return Packed(file.getvalue(), tuple(pickler.pieces))
+    pickler = _Pickler(leaves=False)
+    return Packed(pickler.pickled(value), tuple(pickler.pieces))
 
 
 def opened(value: Any, *own: Piece) -> Any:
@@ -164,9 +178,8 @@ def opened(value: Any, *own: Piece) -> Any:
 
 def leave(value: Any, at_least: int) -> tuple[Any, NDArray[np.uint8] | None]:
     """Return `value` for the driver and the piece with its columns; itself and None if they have fewer bytes than that."""
-    file = io.BytesIO()
-    pickler = _Pickler(file, leaves=True)
-    pickler.dump(_in_arrays(value, pickler))
+    pickler = _Pickler(leaves=True)
+    pickled = pickler.pickled(_in_arrays(value, pickler))
     if pickler.size < at_least and not pickler.pieces:
         return value, None
     piece = np.zeros(pickler.size, np.uint8)
@@ -174,7 +187,7 @@ def leave(value: Any, at_least: int) -> tuple[Any, NDArray[np.uint8] | None]:
     for data in pickler.columns:
         piece[start : start + data.nbytes] = np.frombuffer(data, np.uint8)
         start += -(-data.nbytes // ALIGNED) * ALIGNED
-    return Packed(file.getvalue(), tuple(pickler.pieces)), piece
+    return Packed(pickled, tuple(pickler.pieces)), piece
 
 
 class _Own:
@@ -189,13 +202,13 @@ class _Own:
 
 def _in_arrays(value: Any, pickler: _Pickler) -> Any:
     """Return `value` with lists of columns, and of samples that have nothing else, as `Columns` and `Rows`."""
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return tuple(_in_arrays(one, pickler) for one in value)
     if not isinstance(value, list) or not value:
         return value
     first, kinds = value[0], {type(one) for one in value}
     if kinds == {Column}:
-        return _columns(value, pickler)
+        return _columns(value, pickler) if len({one.kind for one in value}) == 1 else value
     if (
         len(kinds) > 1
         or not is_dataclass(first)

@@ -1,6 +1,9 @@
 """What a worker leaves in a piece is what the driver and other workers read, and nothing is copied into a pickle."""
 
+import gc
 import pickle
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -8,10 +11,15 @@ import pytest
 
 from rlhf_core.columns import Column, Columns, Rows, Runs, chosen, held_lengths, holds, ones
 from rlhf_core.runtime.pieces import Packed, RayPiece, leave, opened, packed
-from rlhf_core.types import Completion, TokenSample, floats, ids, mask
+from rlhf_core.types import Completion, TokenSample, floats, ids, joined, mask
 
 SAMPLES = [TokenSample(range(at, at + 3 + at), (0, *[1] * (2 + at))) for at in range(5)]
 COMPLETIONS = [Completion((at, 7), (-0.5, -at / 8), f"text {at}", "stop", 0, at) for at in range(3)]
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    number: int
 
 
 def left(value: Any) -> Any:
@@ -57,7 +65,17 @@ def test_other_values_keep_their_columns_elsewhere_and_refer_to_pieces_that_they
     assert [one.loss_mask for one in arrived(again)] == [(0, 1)] * 3
 
 
-@pytest.mark.parametrize("value", [[], [1.5], [TokenSample((1, 2), (0, 1)), 7], {"columns": ids((1, 2))}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        [1.5],
+        [Single(7)],
+        [TokenSample((1, 2), (0, 1)), 7],
+        {"columns": ids((1, 2))},
+        [ids((1, 2)), mask((0, 1))],
+    ],
+)
 def test_what_is_small_or_of_other_kinds_comes_as_it_is(value):
     made, array = leave(value, at_least=2**17)
     assert made is value and array is None and opened(value) is value
@@ -77,3 +95,24 @@ def test_a_column_counts_and_measures_what_it_does_not_read():
     sample = unread[2]
     assert (len(sample.token_ids + sample.token_ids), sample.loss_mask.count(1)) == (10, 4)
     assert len(Column.elsewhere(Runs("f", 9))) == 9
+
+
+def test_an_answer_may_grow_in_any_number_of_parts():
+    (part,) = left([ids((4, 9))])
+    grown, expected = ids(()), []
+    for _ in range(2000):
+        grown, expected = grown + part, [*expected, 4, 9]
+    assert opened(packed(grown)) == expected == left((grown,))[0]
+    assert len(joined(ids((1,)), grown[1:])) == 4000
+
+
+def test_what_was_packed_is_freed_without_the_collector_of_cycles():
+    gc.disable()
+    try:
+        rows = left(SAMPLES)
+        piece = weakref.ref(rows.columns["token_ids"].pieces[0])
+        assert opened(packed(rows)) == list(left(list(rows))) and piece() is not None
+        del rows
+        assert piece() is None
+    finally:
+        gc.enable()
