@@ -18,7 +18,6 @@ from rlhf_core.errors import ArtifactError
 from rlhf_core.processes.identity import here, is_running
 from rlhf_core.store.fingerprint import list_files, sha256_text
 from rlhf_core.store.sharing import is_shared
-from rlhf_core.types import encodable
 
 SCHEMA = 1
 """Version of the store's folder layout and file formats that this code writes."""
@@ -146,10 +145,18 @@ def is_inside(name: str) -> bool:
     parts = name.split("/")
     return (
         "\0" not in name
-        and name == encodable(name)
+        and _has_utf8(name)
         and not {"", ".", ".."} & set(parts)
         and max(map(len, parts)) <= _LONGEST_NAME
     )
+
+
+def _has_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        return False
+    return True
 
 
 def object_of(uri: str) -> str:
