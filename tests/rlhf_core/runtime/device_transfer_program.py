@@ -34,6 +34,9 @@ class Wire:
     def broadcast(self, tensor: torch.Tensor, *, src: int, stream: object) -> None:
         tensor.copy_(self._group.broadcast(tensor, src))
 
+    def destroy(self) -> None:
+        """Nothing is left to free."""
+
 
 def without_gpus() -> None:
     """Replace the wire, and what asks for a GPU."""
