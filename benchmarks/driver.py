@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 PROMPT = 256
 RANKS = 2
@@ -119,53 +119,65 @@ class Noise:
 
 def walk(answers: int, tokens: int) -> dict[str, tuple[float, float]]:
     """Return microseconds and bytes a token of each part of a step with `answers` answers of up to `tokens` tokens."""
-    import numpy as np
     import ray
     import torch
 
-    from rlhf_core.config.engines import SamplingConfig
-    from rlhf_core.data.shards import RolloutLog
     from rlhf_core.errors import SamplingError, TrainingError
     from rlhf_core.runtime.connection import connect
     from rlhf_core.runtime.handles import RaySampler, RayTrainer
     from rlhf_core.runtime.worker_group import WorkerGroup
-    from rlhf_core.training import experience as steps
-    from rlhf_core.training.objectives.base import PolicyObjective, ValueObjective
-    from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest
 
     torch.set_num_threads(1)
     worker: Any = Noise
-    try:
-        from rlhf_core.runtime.pieces import Leaves
-
-        worker = type("LeavingNoise", (Leaves, Noise), {})
-    except ImportError:  # a revision whose workers leave nothing
-        worker = Noise
+    apart: Any = _here
     connect(RANKS)
-    groups = []
+    groups: list[WorkerGroup] = []
+    try:
+        from rlhf_core.columns import holds
+        from rlhf_core.runtime.pieces import Leaves, packed
+    except ImportError:  # a revision whose workers leave nothing
+        pass
+    else:
+        worker = type("LeavingNoise", (Leaves, Noise), {})
+
+        def apart(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+            if not holds(arguments):
+                return function(*arguments, **keywords)
+            return groups[1].call_first("policy", "apart", function, packed(arguments), keywords)
+
     for kind, error in (("sampler", SamplingError), ("trainer", TrainingError)):
         actors = [ray.remote(worker).options(num_cpus=0).remote() for _ in range(RANKS)]
         groups.append(WorkerGroup(kind, actors, error, timeout_s=600.0, log_folder="", ray_lost=str))
         groups[-1].call("any", "pid")
     sampler = RaySampler(groups[0], transfer="", tensor_parallel=1)
     trainer = RayTrainer(groups[1], "policy", "lease", transfer="")
-    leaves = worker is not Noise
+    for warm in ((16, 64), (64, 8192)):  # the first step of a kind imports
+        step(sampler, trainer, apart, *warm)
+    parts = step(sampler, trainer, apart, answers, tokens)
+    ray.shutdown()
+    return parts
 
-    def apart(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        if leaves:
-            from rlhf_core.runtime.pieces import packed
 
-            return groups[1].call_first("policy", "apart", function, packed(arguments), keywords)
-        return function(*arguments, **keywords)
+def _here(function: Any, *arguments: Any, **keywords: Any) -> Any:
+    return function(*arguments, **keywords)
+
+
+def step(sampler: Any, trainer: Any, apart: Any, answers: int, tokens: int) -> dict[str, tuple[float, float]]:
+    """Make a step as `stages/ppo.py` does; return its figures."""
+    import numpy as np
+
+    from rlhf_core.config.engines import SamplingConfig
+    from rlhf_core.data.shards import RolloutLog
+    from rlhf_core.training import experience as made
+    from rlhf_core.training.objectives.base import PolicyObjective, ValueObjective
+    from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest
 
     dice = np.random.default_rng(0)
     asked = [tuple(dice.integers(0, VOCABULARY, PROMPT).tolist()) for _ in range(answers // 8)]
     requests: Any = [SamplingRequest(asked[at // 8], at) for at in range(answers)]  # type: ignore[arg-type]
-    sampling = SamplingConfig(max_tokens=tokens)
     lengths = sum(int(np.random.default_rng(at).integers(tokens // 2, tokens + 1)) for at in range(answers))
-    trainer.values([])  # the first call of a kind imports
     clock = Clock(lengths)
-    completions = sampler.generate(requests, sampling)
+    completions = sampler.generate(requests, SamplingConfig(max_tokens=tokens))
     rollouts = [
         Rollout(Prompt(str(at // 8), (Message("user", "q"),), "", ""), requests[at].prompt_ids, one, float(at % 3), {})
         for at, one in enumerate(completions)
@@ -174,22 +186,21 @@ def walk(answers: int, tokens: int) -> dict[str, tuple[float, float]]:
     with tempfile.TemporaryDirectory() as folder:
         apart(RolloutLog(Path(folder)).write, 0, rollouts, {}, policy="p")
     clock.ended("write the log of rollouts")
-    if leaves:
-        samples: Any = steps.token_samples(rollouts, cast("Any", apart))
+    if hasattr(made, "token_samples"):
+        samples: Any = made.token_samples(rollouts, apart)
     else:
-        samples = tuple(map(steps.token_sample, rollouts))  # type: ignore[attr-defined]
+        samples = tuple(map(made.token_sample, rollouts))  # type: ignore[attr-defined]
     clock.ended("rows to measure")
     old, ref = (trainer.logprobs(samples, temperature=1.0) for _ in range(2))
     values = trainer.values(samples)
     clock.ended("measure them with policy, reference and value model")
-    experience = steps.Experience(rollouts, samples, old, ref, values)
-    rows = apart(rows_of, experience)
+    rows = apart(rows_of, made.Experience(rollouts, samples, old, ref, values))
     clock.ended("advantages, and the rows of policy and value model")
     objectives = policy_objective(PolicyObjective), ValueObjective(clip=None)
     read = [trainer.forward_backward(each, objective)["read"] for each, objective in zip(rows, objectives, strict=True)]
     clock.ended("count, deal and send them, each once")
-    assert read == [6.0 * sum(len(one.token_ids) for one in samples), 4.0 * sum(len(one.token_ids) for one in samples)]
-    ray.shutdown()
+    whole = sum(len(one.token_ids) for one in samples)
+    assert read == [6.0 * whole, 4.0 * whole]
     return clock.parts
 
 
