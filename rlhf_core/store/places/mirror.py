@@ -259,7 +259,10 @@ class Mirror:
         self._keep(digest)  # first: nobody evicts it from now on
         with _locked(self.root / "cache" / f"{digest}.fetch", fcntl.LOCK_EX):
             if not folder.is_dir() and self.has(digest):
-                self._download(digest, folder)
+                try:
+                    self._download(digest, folder)
+                except FileNotFoundError:  # another node has removed it since it was listed
+                    self.forget(digest)
 
     def drop(self, digest: str, problem: str) -> None:
         """Remove a damaged object from this folder; it is fetched again when it is next read."""

@@ -74,6 +74,16 @@ def test_a_damaged_file_in_the_bucket_is_never_read_and_made_again(nodes):
     assert (nodes.store("cyd").path(ref) / "a.txt").read_text() == "12"
 
 
+def test_an_object_that_another_node_has_removed_since_is_missing(nodes):
+    ada = nodes.store("ada")
+    ref = commit_text(ada, "12")
+    ben = nodes.store("ben")
+    mirror_in(ada).condemn(ref.digest, sha256_text("12"), "rotten")
+    with pytest.raises(ArtifactError, match=r"is not in .*run the pipeline again"):
+        ben.path(ref)
+    assert ben.record(KEY) is None and not ben.holds(ref)
+
+
 def test_a_result_of_a_node_that_lost_its_lease_unseen_replaces_nothing(nodes):
     ada, ben = nodes.store("ada"), nodes.store("ben")
     with ada.lease(KEY) as lease:
