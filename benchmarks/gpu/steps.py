@@ -125,6 +125,7 @@ def train(place: Place, figures: Figures) -> None:
         "float32": {"engine": "torch"},
         "bfloat16": {"engine": "torch", **bf16},
         **{f"ZeRO {stage}": {"zero_stage": stage, **bf16} for stage in (1, 2, 3)},
+        "ZeRO 3, offloaded": {"zero_stage": 3, "offload_optimizer": True, **bf16},
         "ZeRO 1, checkpointed": {"zero_stage": 1, "gradient_checkpointing": True, **bf16},
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -187,6 +187,9 @@ class TrainerConfig(Config):
     """Whether the LM head of a policy multiplies in float32 under `dtype = "bfloat16"`. Set it for the sampler, too:
     bfloat16 logits are the largest part of the difference between the log-probabilities of the two (arXiv 2506.13585).
     Takes a float32 copy of the head's weight. Scores and values are always computed in float32."""
+    fp32_reduce: bool = added_option(False)
+    """Whether train workers sum their gradients in float32 under `dtype = "bfloat16"` on DeepSpeed, which sends twice the
+    bytes. In bfloat16 each sum of two workers' gradients is rounded to 8 bits."""
     gradient_checkpointing: Annotated[bool, OPERATIONAL] = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel. `sdpa` is refused for architectures with an attention cap or sinks (Gemma 2, gpt-oss)."""
@@ -210,6 +213,15 @@ class TrainerConfig(Config):
     def ranks_per_share(self) -> int:
         """Return the number of neighboring train workers that get the same samples."""
         return self.sequence_parallel * self.tensor_parallel
+
+    @model_validator(mode="after")
+    def _check_reduce(self) -> Self:
+        for name, needed in (("engine", "deepspeed"), ("dtype", "bfloat16")) if self.fp32_reduce else ():
+            if getattr(self, name) != needed:
+                raise ValueError(
+                    f"fp32_reduce = true: has no effect with {name} = {getattr(self, name)!r}; remove it, or set {name} to {needed!r}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_parallelism(self) -> Self:

@@ -165,7 +165,8 @@ def _flat(role: Role, config: TrainerConfig, ranks: int, stage: int) -> RankMemo
     else:
         kept = size * trained if stage < 2 else 4.0 * trained / parts
         part = {"gradients of a part": 0.0 if config.offload_optimizer or not stage else 4.0 * trained / parts}
-        bucket = float(size * min(BUCKET, trained)) if ranks > 1 or stage == 2 else 0.0
+        reduced = size + 4 if config.fp32_reduce else size
+        bucket = float(reduced * min(BUCKET, trained)) if ranks > 1 or stage == 2 else 0.0
         train = {"gradients": kept} | larger({"bucket": bucket} | work, part)
     moments: dict[str, Bytes] = {
         "open": {},
@@ -202,7 +203,7 @@ def _partitioned(role: Role, config: TrainerConfig, ranks: int, on_cpu: bool) ->
         else:
             resident |= states
         resident["bucket"] = float(size * min(BUCKET, trained if on_cpu else 2 * trained))
-        sent = {"gradients being sent": float(size * min(BUCKET, trained))}
+        sent = {"gradients being sent": float((size + 4 if config.fp32_reduce else size) * min(BUCKET, trained))}
         received = {"gradients in float32": 4.0 * min(BUCKET, trained) / ranks if size == 2 else 0.0}
         copied = {"Gloo's copy": sent["gradients being sent"] if on_cpu else 0.0}
         sent |= larger(received, copied)

@@ -102,7 +102,8 @@ def deepspeed_config(
         if stage == 0:
             key, remedy = "runtime.trainer.offload_optimizer", "set zero_stage to 1, 2 or 3"
             raise ConfigError(key, True, "ZeRO stage 0 keeps the optimizer on its device", remedy)
-        zero["offload_optimizer"] = {"device": "cpu"}
+        # A GPU reads and writes pinned memory at several times the rate of any other.
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     settings: dict[str, Any] = {
         # The trainer sets batch sizes. DeepSpeed only requires consistent numbers.
         "train_micro_batch_size_per_gpu": 1,
@@ -118,6 +119,8 @@ def deepspeed_config(
     if config.dtype == "bfloat16":
         settings["bf16"] = {"enabled": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        if config.fp32_reduce:
+            settings["communication_data_type"] = "fp32"
     return settings
 
 
@@ -277,7 +280,7 @@ class DeepSpeedEngine:
                 _gather_heads_as_one(module)
             self._engine: Any = deepspeed.initialize(
                 model=carrier,
-                optimizer=None if optimizer is None else self._client_optimizer(optimizer, config),
+                optimizer=None if optimizer is None else self._client_optimizer(optimizer),
                 config=settings,
                 dist_init_required=False,
             )[0]
@@ -391,12 +394,12 @@ class DeepSpeedEngine:
         settings = {"zero_stage": self._stage, "workers": self._world}
         return settings | ({"tensor_parallel": self._parallel} if self._parallel > 1 else {})
 
-    def _client_optimizer(self, optimizer: OptimizerConfig, config: TrainerConfig) -> torch.optim.AdamW:
-        fused = not config.offload_optimizer
+    def _client_optimizer(self, optimizer: OptimizerConfig) -> torch.optim.AdamW:
+        # Fused on CPUs, too, where offloaded states are updated: as fast as DeepSpeedCPUAdam, which takes minutes to compile.
         if self._stage > 0:
-            return adamw(self.module, optimizer, fused=fused)
+            return adamw(self.module, optimizer, fused=True)
         groups = parameter_groups(self.module, weight_decay=optimizer.weight_decay)
-        return ClippedAdamW(groups, optimizer, fused=fused)
+        return ClippedAdamW(groups, optimizer, fused=True)
 
 
 def partition(module: nn.Module, settings: dict[str, Any], *, device: torch.device) -> None:

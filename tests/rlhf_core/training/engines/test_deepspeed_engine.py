@@ -256,8 +256,18 @@ def test_offloading_needs_a_partitioned_optimizer():
     assert deepspeed_config(OptimizerConfig(), config, stage=2, trained=10**9)["zero_optimization"] == {
         "stage": 2,
         "reduce_bucket_size": 200_000_000,
-        "offload_optimizer": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
     }
+
+
+def test_gradients_are_summed_in_the_precision_that_is_asked_for():
+    for config, dtype in (
+        (TrainerConfig(dtype="bfloat16"), None),
+        (TrainerConfig(dtype="bfloat16", fp32_reduce=True), "fp32"),
+    ):
+        assert deepspeed_config(OptimizerConfig(), config, stage=1, trained=1).get("communication_data_type") == dtype
+    with pytest.raises(ValueError, match="fp32_reduce = true: has no effect with dtype = 'float32'; remove it"):
+        TrainerConfig(fp32_reduce=True)
 
 
 def test_groups_keep_their_weight_decay_and_parameters_count_their_own_steps():
