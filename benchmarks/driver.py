@@ -143,7 +143,7 @@ def walk(answers: int, tokens: int) -> dict[str, tuple[float, float]]:
         def apart(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
             if not holds(arguments):
                 return function(*arguments, **keywords)
-            return groups[1].call_first("policy", "apart", function, packed(arguments), keywords)
+            return groups[1].call_first("policy", "apart", function, packed((arguments, keywords)))
 
     for kind, error in (("sampler", SamplingError), ("trainer", TrainingError)):
         actors = [ray.remote(worker).options(num_cpus=0).remote() for _ in range(RANKS)]

@@ -247,6 +247,7 @@ class Leaves:
         """Return the value of a method and the piece with its columns, see `leave`."""
         return leave(getattr(self, method)(*map(opened, arguments), **keywords), at_least)
 
-    def apart(self, function: Callable[..., T], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> T:
-        """Return what a function makes of columns that are held."""
+    def apart(self, function: Callable[..., T], given: tuple[tuple[Any, ...], dict[str, Any]]) -> T:
+        """Return what a function makes of columns that are held, in its arguments and keywords."""
+        arguments, keywords = given
         return function(*arguments, **keywords)

@@ -127,10 +127,11 @@ class RayRuntime:
 
     def apart(self, function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
         """Return what `function` makes of its arguments: on a worker if they hold columns that are not here."""
-        if not holds(arguments):
+        if not holds((arguments, *keywords.values())):
             return function(*arguments, **keywords)
         workers = self._train_workers(self._config.pool_of("policy"))
-        made: T = workers.call_first("policy", "apart", function, packed(arguments), keywords)
+        given = packed((arguments, keywords))
+        made: T = workers.call_first("policy", "apart", function, given, named=getattr(function, "__qualname__", ""))
         return made
 
     def engines(self) -> dict[str, str]:

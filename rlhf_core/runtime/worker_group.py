@@ -89,13 +89,13 @@ class WorkerGroup:
                 for ref in refs.values():
                     self._pieces.pop(ref, None)
 
-    def call_first(self, role: str, method: str, *arguments: Any) -> Any:
-        """Call `method(*arguments)` on rank 0 alone; return its result."""
+    def call_first(self, role: str, method: str, *arguments: Any, named: str = "") -> Any:
+        """Call `method(*arguments)` on rank 0 alone; return its result. Errors call it `named`."""
         with self._turn:
             self._check_alive(role, method)
             ref = self._start(self.actors[0], method, *arguments)
             try:
-                return self._gather(role, method, {0: ref})[0]
+                return self._gather(role, named or method, {0: ref})[0]
             finally:
                 self._pieces.pop(ref, None)
 
