@@ -1,5 +1,6 @@
 """Call a group of Ray workers with a deadline; errors name the worker, the role and the remedy."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -190,6 +191,8 @@ class WorkerGroup:
         try:
             ray.get(refs[rank], timeout=self._timeout_s)
         except ray.exceptions.RayTaskError as error:
+            with contextlib.suppress(ray.exceptions.RayError):  # or Ray prints the error again, of the second result
+                ray.get(self._pieces.pop(refs[rank], []), timeout=self._timeout_s)
             cause = error.cause
             if isinstance(cause, ray.exceptions.RayError):  # it lost another worker, or the weights that one held
                 raise self._died(role, method, rank, cause) from error

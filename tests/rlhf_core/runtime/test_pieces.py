@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from rlhf_core.columns import Column, Columns, Rows, Runs, chosen, held_lengths, holds, ones
+from rlhf_core.errors import WorkerLostError
 from rlhf_core.runtime.pieces import Packed, RayPiece, leave, opened, packed
+from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.types import Completion, TokenSample, floats, ids, joined, mask
 
 SAMPLES = [TokenSample(range(at, at + 3 + at), (0, *[1] * (2 + at))) for at in range(5)]
@@ -116,3 +118,9 @@ def test_what_was_packed_is_freed_without_the_collector_of_cycles():
         assert piece() is None
     finally:
         gc.enable()
+
+
+def test_nobody_reads_a_piece_after_ray_has_ended_and_none_is_started_for_it(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(WorkerLostError, match=r"columns = 'of a step': Ray holds them no more; run again"):
+        RayPiece(None).bytes()

@@ -5,6 +5,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from operator import truediv
 
 import pytest
 
@@ -17,12 +18,13 @@ from rlhf_core.errors import (
     WorkerLostError,
 )
 from rlhf_core.runtime.connection import connect
+from rlhf_core.runtime.pieces import Leaves, packed
 from rlhf_core.runtime.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.engine
 
 
-class Worker:
+class Worker(Leaves):
     def double(self, value: int) -> int:
         return 2 * value
 
@@ -36,6 +38,8 @@ class Worker:
 
     def refuse(self) -> None:
         raise DataError("rows = 3: too few; add some")
+
+    values = refuse
 
     def fail_or_die_later(self, dies: bool) -> None:
         if dies:
@@ -134,10 +138,18 @@ def test_the_calls_of_several_threads_reach_all_actors_in_one_order(monkeypatch)
     assert actors[0].note.seen == actors[1].note.seen == actors[2].note.seen
 
 
-def test_our_own_errors_pass_as_they_are_and_others_name_role_worker_and_cause(new_group):
+def test_our_own_errors_pass_as_they_are_and_others_name_role_worker_and_cause(new_group, monkeypatch):
+    import ray
+
+    printed: list[str] = []
+    monkeypatch.setattr(ray._private.worker.logger, "error", printed.append)
     group = new_group(1)
-    with pytest.raises(DataError, match="rows = 3: too few; add some"):
-        group.call("policy", "refuse")
+    for method in ("refuse", "values"):  # of one and of two results
+        with pytest.raises(DataError, match="rows = 3: too few; add some"):
+            group.call("policy", method)
+    assert printed == []
+    with pytest.raises(TrainingError, match=r"trainer\.policy = 'truediv on worker 0': ZeroDivisionError"):
+        group.call_first("policy", "apart", truediv, packed(((1, 0), {})), named=truediv.__qualname__)
     with pytest.raises(TrainingError, match=r"trainer\.policy = 'divide on worker 0': ZeroDivisionError"):
         group.call("policy", "divide")
     with pytest.raises(TrainingError, match=r"out of memory; lower runtime\.trainer\.micro_batch") as raised:
