@@ -6,7 +6,7 @@ trainer and engine share a GPU, else by an NCCL broadcast. In both cases the dig
 `Trainer.weights()`, and the engine compares the weights that it then holds with rows of those that were sent.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -37,6 +37,21 @@ StagedWeights: TypeAlias = "Mapping[str, Any] | WeightsInParts"
 def described(weights: StagedWeights) -> Mapping[str, Any]:
     """Return name -> tensor, on the meta device for a stream, with the dtype and shape of each weight."""
     return weights if isinstance(weights, Mapping) else weights.metadata
+
+
+def in_stream_order(pairs: Iterable[tuple[str, Any]], device: str) -> Iterator[tuple[str, Any]]:
+    """Yield weights for a consumer that takes them on several streams of a GPU in turn, as vLLM's packing does for NCCL.
+
+    Each stream waits for the one before it, which may still be making the rest of a layer: gathering it from other ranks,
+    or splitting fused experts.
+    """
+    import torch  # with the weights that are sent, it is here already
+
+    for pair in pairs:
+        made_on = torch.cuda.current_stream() if device == "cuda" else None
+        yield pair
+        if made_on is not None:
+            torch.cuda.current_stream().wait_stream(made_on)
 
 
 def choose_transfer(train_gpus: Sequence[str], engine_gpus: Sequence[Sequence[str]]) -> Transfer:
@@ -78,6 +93,7 @@ class DeviceSender:
         from rlhf_core.runtime.vllm_transfer import StagedSource, init_info, open_transfer
 
         self._client = EngineClient(engines, tensor_parallel=tensor_parallel)
+        self._device = device
         self._source = StagedSource(device)
         self._ipc = transfer == "ipc"
         self._buffer_bytes = ipc_buffer_bytes(described(weights))
@@ -92,10 +108,8 @@ class DeviceSender:
     def send(self, weights: StagedWeights) -> None:
         """Send weights to all engines, which check them, one at a time. Raises SamplingError if one differs."""
         source = self._source
-        source.pairs, source.described = (
-            weights.items() if isinstance(weights, Mapping) else weights,
-            described(weights),
-        )
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        source.pairs, source.described = in_stream_order(pairs, self._device), described(weights)
         try:
             self._engine.send_weights()
             self._client.check(source.probes)

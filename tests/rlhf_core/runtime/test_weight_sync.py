@@ -17,7 +17,7 @@ import torch
 from rlhf_core.config.engines import InitModel
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.lora import weights_digest
-from rlhf_core.runtime.weight_sync import DeviceSender, choose_transfer, ipc_buffer_bytes
+from rlhf_core.runtime.weight_sync import DeviceSender, choose_transfer, in_stream_order, ipc_buffer_bytes
 from rlhf_core.runtime.weights import buckets, pack, unpack
 
 EMBEDDING = (152_064, 3584)
@@ -113,6 +113,46 @@ def test_a_sender_says_when_a_larger_model_needs_a_new_buffer():
     assert not sender.fits({"b": torch.ones(9)})
     sender._ipc = False  # by NCCL, chunks grow with their tensors
     assert sender.fits({"b": torch.ones(9)})
+
+
+class Stream:
+    """What the streams of a GPU are asked to do, in order."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: "Stream") -> None:
+        if other is not self:
+            self._log.append(f"{self.name} waits for {other.name}")
+
+
+def test_the_rest_of_a_layer_that_one_stream_makes_is_taken_by_the_next_stream_when_it_is_made(monkeypatch):
+    log: list[str] = []
+    streams = [Stream("first", log), Stream("second", log)]
+    now = [streams[0]]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now[0])
+
+    def layers() -> Iterator[tuple[str, int]]:
+        for layer in range(2):
+            log.append(f"{now[0].name} makes layer {layer}")
+            for name in ("up", "down"):
+                log.append(f"{now[0].name} yields {name}")
+                yield name, layer
+
+    pairs = in_stream_order(layers(), "cuda")
+    for stream in (0, 1, 1, 0):  # a buffer may be full in the middle of a layer
+        now[0] = streams[stream]
+        next(pairs)
+    assert log == [
+        "first makes layer 0",
+        "first yields up",
+        "second waits for first",
+        "second yields down",
+        "second makes layer 1",
+        "second yields up",
+        "first waits for second",
+        "first yields down",
+    ]
 
 
 def test_packed_weights_come_back_bit_for_bit_with_dtype_shape_and_order():
