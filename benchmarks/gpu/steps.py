@@ -342,6 +342,21 @@ def sync(place: Place, figures: Figures) -> None:
         figures |= synced(Path(name), place, transfer="ipc" if place.on_gpu else "")
 
 
+def experts(place: Place, figures: Figures) -> None:
+    """Send a trained mixture of experts, whose weights an engine joins and packs."""
+    import torch
+    from transformers import LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    with tempfile.TemporaryDirectory() as name:
+        dense = LlamaConfig.from_pretrained(small_policy(Path(name)))
+        torch.manual_seed(17)
+        shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+        shape |= {"head_dim": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+        tokens = {kind: getattr(dense, kind) for kind in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(max_position_embeddings=96, **shape, **tokens)).save_pretrained(name)
+        figures |= synced(Path(name), place, transfer="ipc" if place.on_gpu else "")
+
+
 def synced(policy: Path, place: Place, *, transfer: str, gpus: float = 0.5, engines: int = 1) -> dict[str, float]:
     """Train and send twice; return the seconds, and the largest difference of log-probabilities that was left."""
     from rlhf_core.config.engines import SamplingConfig
@@ -535,6 +550,7 @@ STEPS: dict[str, Step] = {
             for graphs in (False, True)
         ),
         Step("sync", "weights by CUDA IPC, a tensor above 1 GiB", sync, never_on_cpu="CUDA IPC"),
+        Step("experts", "weights of a mixture of experts", experts, never_on_cpu="CUDA IPC"),
         Step("sleep", "an engine gives its memory to a trainer and back", sleep, never_on_cpu="sleep and wake"),
         Step("throughput", "a training step at a vocabulary of 128k, with MFU", throughput, 900.0, never_on_cpu="real sizes"),
         Step("grpo", "GRPO in bfloat16, engine and trainer on one GPU", partial(policy_steps, settings={}), 1800.0, never_on_cpu="one GPU for both"),

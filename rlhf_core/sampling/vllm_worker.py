@@ -44,14 +44,18 @@ class WeightReload:
         return [f"{name} has other values than those sent" for name in self.mismatched_weights(probe_weights(tensors))]
 
     def repack_heads(self) -> None:
-        """Repack the LM head from its weight.
+        """Repack the LM head, and experts, from their weights; to be called once after each reload.
 
         On CPU a head computes with a packed copy, which vLLM makes when it loads the head's weight. A head tied to the
-        embedding has no weight to load: without this call it would keep using the old copy after a reload.
+        embedding has no weight to load: without this call it would keep using the old copy after a reload. Experts are
+        packed in place, but by vLLM 0.32 at the first load alone, and would be read in the wrong layout.
         """
         for layer in self.model_runner.get_model().modules():
             if hasattr(layer, "cpu_linear") and layer.weight.numel() > 0:
                 layer.quant_method.process_weights_after_loading(layer)
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None and layer.w13_weight.device.type == "cpu":
+                kernel.fused_experts.process_weights_after_loading(layer)
 
     def mismatched_weights(self, probes: Probes) -> list[str]:
         """Return the names of tensors that differ from `probes`, among those that this worker stores unchanged.
