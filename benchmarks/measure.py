@@ -517,7 +517,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--because", metavar="REASON", default="", help="with --hold: write what is worse, too")
     parser.add_argument("--json", action="store_true", help="print the figures as one line of JSON")
     given = parser.parse_args(arguments)
-    logging.disable()
     if given.json:
         print(json.dumps(figures(given.root)))
         return 0
@@ -531,4 +530,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable()
     sys.exit(main())

@@ -21,7 +21,7 @@ def profile_schema() -> dict[str, Any]:
     table may be the bare name of its type.
 
     >>> sorted(profile_schema()["properties"])[:4]
-    ['budget', 'conditional_sft', 'distill', 'dpo']
+    ['budget', 'conditional_sft', 'deployments', 'distill']
     """
     schema: dict[str, Any] = _as_written(PipelineConfig.model_json_schema())
     schema["properties"] = {"extends": EXTENDS} | schema["properties"]

@@ -10,6 +10,7 @@ from prefect.exceptions import CancelledRun
 
 from pipelines.cli import command_flow
 from pipelines.cli.run_command import run_options
+from pipelines.flows.run_rules import ProjectConfig
 from pipelines.services.running import ServiceError
 from rlhf_core.stage.stopping import StageWaiting
 
@@ -44,7 +45,7 @@ def run_flow() -> None:
     run: Any = SimpleNamespace(
         started=0, headline="", context=SimpleNamespace(options=SimpleNamespace(profile="tiny/full"))
     )
-    config: Any = SimpleNamespace(name="night")
+    config: Any = SimpleNamespace(name="night", project=ProjectConfig())
     command_flow.run_flow(run, config, OPTIONS, None)
 
 
