@@ -3,6 +3,7 @@
 test_invariants.py has them for the plain engine and transformers. One runtime for all tests of this file.
 """
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import PolicyRef, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
-from tests.support.training import prompts, untimed
+from tests.support.training import prompts, series, shop_and_inputs, untimed
 from tests.support.workshop import Workshop
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -181,3 +182,40 @@ def test_twin_runs_have_identical_curves(runtime, tmp_path, policy):
         curves.append(untimed(shop.tracker.points))
     assert len(curves[0]) == 2
     assert curves[0] == curves[1]
+
+
+def mixture_of_experts(folder: Path) -> None:
+    """Turn a policy into one with four experts in each layer, of which a token asks two."""
+    from transformers import LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    dense = LlamaConfig.from_pretrained(folder)
+    torch.manual_seed(17)
+    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    shape |= {"head_dim": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    tokens = {name: getattr(dense, name) for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(max_position_embeddings=96, **shape, **tokens)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("variant", ["an engine of two, ZeRO 3 with states on the host", "a mixture of experts"])
+def test_after_an_update_the_sampler_says_what_the_trainer_says(tmp_path, policy, variant):
+    folder = tmp_path / "policy"
+    shutil.copytree(policy, folder)
+    config = CONFIG
+    if variant == "a mixture of experts":
+        mixture_of_experts(folder)
+    else:
+        trainer = {"zero_stage": 3, "offload_optimizer": True}
+        parts = {"trainer": CONFIG.trainer.model_copy(update=trainer)}
+        parts["sampler"] = CONFIG.sampler.model_copy(update={"tensor_parallel": 2})
+        config = CONFIG.model_copy(update=parts)
+    shop, inputs = shop_and_inputs(tmp_path, folder)
+    shop.runtime = runtime = RayRuntime(config)
+    terms = {"short": {"type": "function", "function": "tests.stages.test_ppo:short_is_good"}}
+    settings = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_tokens": 6}}
+    settings |= {"advantage": {"type": "grpo"}, "optimizer": FAST, "rewards": {"terms": terms}, "kl": {"coef": 0.0}}
+    shop.run("ppo", PPOConfig.model_validate(settings), inputs)
+    runtime.close()
+    moved = [values["ppo/policy/grad_norm"] for _, values in shop.tracker.points if "ppo/policy/grad_norm" in values]
+    assert len(moved) == 3 and min(moved) > 0
+    # As above: some tens of roundings. A step of 3e-3 moves log-probs by hundredths.
+    assert max(series(shop, "mismatch/log_q_max")) < 1e-4
