@@ -7,8 +7,11 @@ Legend: B rows of a batch (or pairs), L positions, N masked tokens, M models of 
 from __future__ import annotations
 
 import importlib
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
+from operator import add
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, assert_never
 
 from pydantic import Field, model_validator
@@ -85,10 +88,16 @@ def whiten(values: Tensor, loss_mask: Tensor) -> Tensor:
     Population variance, as in lm-human-preferences (arXiv 1909.08593). Pass the whole batch of the step at once. An
     empty mask gives zeros.
     """
-    count = masked_count(loss_mask)
-    mean = masked_sum(values, loss_mask) / count
-    centered_BL = masked(values - mean, loss_mask)
-    return centered_BL * (centered_BL.square().sum() / count + WHITEN_EPS).rsqrt()  # (x - mean) / sqrt(var + eps)
+    return whitened([values], [loss_mask])[0]
+
+
+def whitened(blocks: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors of a step [B, L] with mean 0 and variance 1 over the masked tokens of all of them."""
+    count = reduce(add, ((mask_BL != 0).sum() for mask_BL in masks)).clamp(min=1)
+    mean = reduce(add, map(masked_sum, blocks, masks)) / count
+    centered = [masked(x_BL - mean, mask_BL) for x_BL, mask_BL in zip(blocks, masks)]
+    scale = (reduce(add, (x_BL.square().sum() for x_BL in centered)) / count + WHITEN_EPS).rsqrt()
+    return [x_BL * scale for x_BL in centered]  # (x - mean) / sqrt(var + eps)
 
 
 # ---------------------------------------------------------------- KL divergence to a reference
@@ -235,28 +244,113 @@ class CorrectionConfig(Config):
         return masked(weights_BL, loss_mask_BL), selected_BL & ~kept_BL
 
 
-def mismatch_metrics(old_logprobs_BL: Tensor, rollout_logprobs_BL: Tensor, loss_mask_BL: Tensor) -> dict[str, float]:
-    """Return how far trainer and sampler disagree over the masked tokens; compute it over the whole batch, not parts.
+@dataclass(frozen=True)
+class Moments:
+    """Number, mean and sum of squared distances from the mean of numbers; those of two sets add up (Chan et al., 1979).
 
-    `log_q_mean`, `log_q_max`: of |log q|; `exp_abs_log_q`: E[exp |log q|], alarm above 1.05; `k3`: KL(mu || pi_old);
-    `ess`: (sum q)^2 / (N sum q^2), in (0, 1]; `correlation`: Pearson's, of the two probabilities (1.0 when they are
-    equal, 0.0 when one is constant). Raises DataError on an empty mask.
+    >>> import torch
+    >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([6.0])
+    >>> Moments.of(one) + Moments.of(other)
+    Moments(count=3, mean=3.0, squares=14.0)
     """
-    selected_BL = loss_mask_BL != 0
-    if not bool(selected_BL.any()):
-        rule = f"loss_mask of shape {tuple(loss_mask_BL.shape)} selects no token"
-        raise DataError(f"{rule}; drop empty completions first")
-    old_N, rollout_N = old_logprobs_BL[selected_BL].double(), rollout_logprobs_BL[selected_BL].double()
-    log_q_N = bounded(old_N - rollout_N)
-    q_N = log_q_N.exp()
-    return {
-        "log_q_mean": log_q_N.abs().mean().item(),
-        "log_q_max": log_q_N.abs().max().item(),
-        "exp_abs_log_q": log_q_N.abs().exp().mean().item(),
-        "k3": schulman_k3(-log_q_N).mean().item(),
-        "ess": (q_N.sum().square() / (len(q_N) * q_N.square().sum())).item(),
-        "correlation": _correlation(old_N.exp(), rollout_N.exp()),
-    }
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, x_N: Tensor) -> Moments:
+        """Return those of the numbers of a tensor, in float64."""
+        if len(x_N) == 0:
+            return cls()
+        x_N = x_N.double()
+        return cls(len(x_N), x_N.mean().item(), x_N.var(correction=0).item() * len(x_N))
+
+    def __add__(self, other: Moments) -> Moments:
+        count, apart = self.count + other.count, other.mean - self.mean
+        share = other.count / max(1, count)
+        return Moments(
+            count, self.mean + apart * share, self.squares + other.squares + apart * apart * share * self.count
+        )
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """How far trainer and sampler disagree over masked tokens; what parts of a step disagree adds up."""
+
+    count: int
+    log_q: float
+    """Means over the tokens: of |log q|, exp |log q| and k3."""
+    exp_abs_log_q: float
+    k3: float
+    log_q_max: float
+    q: float
+    """Sums over the tokens: of q and q^2."""
+    squared_q: float
+    trainer: Moments
+    """Of the probabilities of both, and the sum of the products of their distances from their means."""
+    sampler: Moments
+    products: float
+    equal: bool
+
+    @classmethod
+    def of(cls, old_logprobs_BL: Tensor, rollout_logprobs_BL: Tensor, loss_mask_BL: Tensor) -> Mismatch:
+        """Return that of the masked tokens. Raises DataError on an empty mask."""
+        selected_BL = loss_mask_BL != 0
+        if not bool(selected_BL.any()):
+            rule = f"loss_mask of shape {tuple(loss_mask_BL.shape)} selects no token"
+            raise DataError(f"{rule}; drop empty completions first")
+        old_N, rollout_N = old_logprobs_BL[selected_BL].double(), rollout_logprobs_BL[selected_BL].double()
+        log_q_N = bounded(old_N - rollout_N)
+        q_N, p_N, mu_N = log_q_N.exp(), old_N.exp(), rollout_N.exp()
+        return cls(
+            count=len(q_N),
+            log_q=log_q_N.abs().mean().item(),
+            exp_abs_log_q=log_q_N.abs().exp().mean().item(),
+            k3=schulman_k3(-log_q_N).mean().item(),
+            log_q_max=log_q_N.abs().max().item(),
+            q=q_N.sum().item(),
+            squared_q=q_N.square().sum().item(),
+            trainer=Moments.of(p_N),
+            sampler=Moments.of(mu_N),
+            products=((p_N - p_N.mean()) * (mu_N - mu_N.mean())).sum().item(),
+            equal=p_N.equal(mu_N),
+        )
+
+    def __add__(self, other: Mismatch) -> Mismatch:
+        count = self.count + other.count
+        mine, its = self.count / count, other.count / count
+        apart = (other.trainer.mean - self.trainer.mean) * (other.sampler.mean - self.sampler.mean)
+        return Mismatch(
+            count=count,
+            log_q=mine * self.log_q + its * other.log_q,
+            exp_abs_log_q=mine * self.exp_abs_log_q + its * other.exp_abs_log_q,
+            k3=mine * self.k3 + its * other.k3,
+            log_q_max=max(self.log_q_max, other.log_q_max),
+            q=self.q + other.q,
+            squared_q=self.squared_q + other.squared_q,
+            trainer=self.trainer + other.trainer,
+            sampler=self.sampler + other.sampler,
+            products=self.products + other.products + apart * mine * other.count,
+            equal=self.equal and other.equal,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics.
+
+        `log_q_mean`, `log_q_max`: of |log q|; `exp_abs_log_q`: E[exp |log q|], alarm above 1.05; `k3`: KL(mu || pi_old);
+        `ess`: (sum q)^2 / (N sum q^2), in (0, 1]; `correlation`: Pearson's, of the two probabilities (1.0 when they are
+        equal, 0.0 when one is constant).
+        """
+        scale = math.sqrt(self.trainer.squares) * math.sqrt(self.sampler.squares)
+        return {
+            "log_q_mean": self.log_q,
+            "log_q_max": self.log_q_max,
+            "exp_abs_log_q": self.exp_abs_log_q,
+            "k3": self.k3,
+            "ess": self.q * self.q / (self.count * self.squared_q),
+            "correlation": 1.0 if self.equal else 0.0 if scale == 0 else self.products / scale,
+        }
 
 
 def _ratio(log_q_BL: Tensor, selected_BL: Tensor, *, level: Literal["token", "sequence", "geometric"]) -> Tensor:
@@ -267,14 +361,6 @@ def _ratio(log_q_BL: Tensor, selected_BL: Tensor, *, level: Literal["token", "se
             unit_B1 = unit_B1 / selected_BL.sum(dim=-1, keepdim=True).clamp(min=1)  # of its geometric mean
         log_q_BL = unit_B1.expand_as(log_q_BL)
     return bounded(log_q_BL).exp()  # bounded after the sum: a clamp per token would bend the sequence ratio
-
-
-def _correlation(x_N: Tensor, y_N: Tensor) -> float:
-    if x_N.equal(y_N):
-        return 1.0
-    x_N, y_N = x_N - x_N.mean(), y_N - y_N.mean()
-    scale = x_N.norm() * y_N.norm()
-    return 0.0 if scale == 0 else ((x_N * y_N).sum() / scale).item()
 
 
 # ---------------------------------------------------------------- the result of a loss
@@ -346,18 +432,17 @@ def clipped_value_loss(
     return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
 
 
-def explained_variance(values_BL: Tensor, returns_BL: Tensor, loss_mask_BL: Tensor) -> float:
-    """Return 1 - Var(R - V) / Var(R) over the masked tokens: 1 is perfect, 0 is no better than a constant.
+def explained_variance(blocks: Iterable[tuple[Tensor, Tensor, Tensor]]) -> float:
+    """Return 1 - Var(R - V) / Var(R) over the masked tokens of a step: 1 is perfect, 0 is no better than a constant.
 
-    0.0 when the returns do not vary: there is nothing to explain.
+    `blocks` are values, returns and masks [B, L]. 0.0 when the returns do not vary: there is nothing to explain.
     """
-    selected_BL = loss_mask_BL != 0
-    returns_N = returns_BL[selected_BL].double()
-    residual_N = returns_N - values_BL[selected_BL].double()
-    if len(returns_N) == 0:
-        return 0.0
-    variance = returns_N.var(correction=0).item()
-    return 0.0 if variance == 0 else 1 - residual_N.var(correction=0).item() / variance
+    returns, residual = Moments(), Moments()
+    for values_BL, returns_BL, mask_BL in blocks:
+        returns_N = returns_BL[mask_BL != 0].double()
+        returns += Moments.of(returns_N)
+        residual += Moments.of(returns_N - values_BL[mask_BL != 0].double())
+    return 0.0 if returns.squares == 0 else 1 - residual.squares / returns.squares
 
 
 # ---------------------------------------------------------------- supervised fine-tuning

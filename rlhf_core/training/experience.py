@@ -6,6 +6,9 @@ rollouts of a prompt are consecutive.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import accumulate, pairwise
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -13,16 +16,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_core.algorithms.advantage.base import GroupAdvantage, GroupRewards, TokenRewards, zero_variance_groups
+from rlhf_core.algorithms.advantage.base import (
+    GroupAdvantage,
+    GroupRewards,
+    TokenAdvantage,
+    TokenRewards,
+    zero_variance_groups,
+)
 from rlhf_core.algorithms.advantage.token import discounted_returns
 from rlhf_core.algorithms.policy.clip import PolicyMethod
-from rlhf_core.algorithms.token_math import explained_variance, k1, k3, masked_count, mismatch_metrics, whiten
+from rlhf_core.algorithms.token_math import Mismatch, explained_variance, k1, k3, masked_count, whitened
 from rlhf_core.columns import Columns
 from rlhf_core.config.policy import Advantage, KLCredit, KLInReward, PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Apart, Metrics
 from rlhf_core.types import Column, PolicySample, Rollout, TokenSample, ValueSample, floats, joined, zeros
 from rlhf_core.user_code.dependencies import UserFunction
+
+BLOCK = 2**24
+"""Padded places (answers by tokens of the longest one) that are computed at once: 64 MiB in each of some dozen tensors."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,11 @@ class Experience:
     """One row per sample, or empty if there is no value model."""
     lessons: tuple["Lesson", ...] = ()
     """What each teacher makes of the samples, if there are any."""
+
+    def part(self, start: int, end: int) -> "Experience":
+        """Return some consecutive rollouts of a step without lessons."""
+        rows = {name: getattr(self, name)[start:end] for name in ("rollouts", "samples", "old_logprobs")}
+        return Experience(**rows, ref_logprobs=self.ref_logprobs[start:end], values=self.values[start:end])
 
     def __post_init__(self) -> None:
         for name in ("old_logprobs", "ref_logprobs", "values"):
@@ -123,39 +140,129 @@ def estimate_advantages(
     reinforce++-baseline whitens the result. `function` is that of a custom estimator, `greedy` the rewards of greedy
     answers, for remax; without an `estimator` advantages are 0. Raises ConfigError for groups of fewer than two, and for a penalty without a reference.
     """
-    mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
-    old_BT = completion_tensor(experience.old_logprobs, experience)
-    scores_B = torch.tensor([rollout.reward for rollout in experience.rollouts], dtype=torch.float32)
-    kl_BT, distance = _kl(experience, old_BT, mask_BT)
+    settings: dict[str, Any] = {"estimator": estimator, "group_size": group_size, "kl_coef": kl_coef}
+    settings["kl_credit"] = kl_credit
+    [one], metrics = estimate_in_blocks(
+        [experience], **settings, turn_weights=turn_weights, function=function, greedy=greedy
+    )
+    return replace(one, metrics=metrics)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some answers of a step: the tokens that the policy sampled, log pi_old and k1, 0 without a reference."""
+
+    experience: Experience
+    mask_BT: Tensor
+    old_BT: Tensor
+    kl_BT: Tensor
+
+    @classmethod
+    def of(cls, experience: Experience) -> "Block":
+        mask_BT = completion_tensor([sample.loss_mask for sample in experience.samples], experience)
+        old_BT = completion_tensor(experience.old_logprobs, experience)
+        if not experience.ref_logprobs:
+            return cls(experience, mask_BT, old_BT, torch.zeros_like(old_BT))
+        ref_BT = completion_tensor(experience.ref_logprobs, experience)
+        return cls(experience, mask_BT, old_BT, k1(old_BT, ref_BT) * mask_BT)  # k1 = log pi_old - log pi_ref
+
+    def estimate(
+        self,
+        estimator: TokenAdvantage,
+        *,
+        kl_coef: float,
+        turn_weights: Sequence[float],
+        greedy: Sequence[float],
+        alone: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return advantages and returns of an estimator from token rewards, not whitened unless it is `alone` in its step."""
+        scores_B = torch.tensor([one.reward for one in self.experience.rollouts], dtype=torch.float32)
+        rewards_BT = token_rewards(scores_B, self.kl_BT, self.mask_BT, kl_coef=kl_coef)
+        if any(turn_weights):
+            move_to_turns(rewards_BT, self.experience.rollouts, turn_weights)
+        greedy_B = torch.tensor(greedy, dtype=torch.float32) if greedy else None
+        values_BT = self.values_BT if estimator.uses_values else None
+        tokens = TokenRewards(rewards=rewards_BT, loss_mask=self.mask_BT, values=values_BT, greedy=greedy_B)
+        return estimator.estimate(tokens) if alone else estimator.by_answer(tokens)
+
+    @property
+    def values_BT(self) -> Tensor:
+        return completion_tensor(self.experience.values, self.experience)
+
+
+def estimate_in_blocks(
+    parts: Sequence[Experience],
+    *,
+    estimator: Advantage | None,
+    group_size: int,
+    kl_coef: float,
+    kl_credit: KLCredit = "token",
+    turn_weights: Sequence[float] = (),
+    function: UserFunction | None = None,
+    greedy: Sequence[float] = (),
+) -> tuple[list[Advantages], Metrics]:
+    """Return `estimate_advantages` of a step part by part, each padded to its own longest answer, and the step's metrics."""
+    blocks = [Block.of(part) for part in parts]
+    masks = [block.mask_BT for block in blocks]
+    rollouts = [one for part in parts for one in part.rollouts]
+    scores_B = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
     rewards = {"reward/mean": float(scores_B.mean()), "reward/std": float(scores_B.std(correction=0))}
-    metrics = rewards | _rollout_metrics(experience, old_BT, mask_BT) | distance
+    distance = _distance(blocks)
+    metrics = rewards | _rollout_metrics(rollouts, blocks) | distance
     if kl_coef and not distance:
         rule = "the log-probs of a reference are missing"
         raise ConfigError("ppo.kl.coef", kl_coef, rule, "compute them, or set it to 0")
     if estimator is None:
-        advantages_BT = returns_BT = torch.zeros_like(old_BT)
+        made = [(torch.zeros_like(mask_BT),) * 2 for mask_BT in masks]
     elif isinstance(estimator, GroupAdvantage):
         # Computed from the scores, not from sums of token rewards, whose rounding errors look like a spread of the group.
-        answers_B = scores_B - kl_coef * kl_BT.sum(dim=1) if kl_credit == "answer" else scores_B  # R - kl_coef * sum k1
-        returns_BT = _compared(estimator, answers_B, mask_BT, group_size, function)
+        penalties_B = torch.cat([block.kl_BT.sum(dim=1) for block in blocks])  # sum k1
+        answers_B = scores_B - kl_coef * penalties_B if kl_credit == "answer" else scores_B  # R - kl_coef * sum k1
+        compared_B = _compared(
+            estimator, answers_B, torch.cat([each.sum(dim=1) for each in masks]), group_size, function
+        )
+        rows = compared_B.split([len(mask_BT) for mask_BT in masks])
+        returns = [one_B.reshape(-1, 1) * mask_BT for one_B, mask_BT in zip(rows, masks, strict=True)]
         if kl_credit == "token":
-            returns_BT = returns_BT - kl_coef * discounted_returns(kl_BT, mask_BT, gamma=1.0)
-        advantages_BT = whiten(returns_BT, mask_BT) if estimator.whitened else returns_BT
+            of_penalty = (discounted_returns(block.kl_BT, block.mask_BT, gamma=1.0) for block in blocks)
+            returns = [one_BT - kl_coef * penalty_BT for one_BT, penalty_BT in zip(returns, of_penalty, strict=True)]
+        made = list(zip(whitened(returns, masks) if estimator.whitened else returns, returns, strict=True))
         # Counted on the scores, because with a KL penalty no two rewards are equal.
         metrics["reward/zero_variance_groups"] = float(zero_variance_groups(scores_B.reshape(-1, group_size)))
     else:
-        rewards_BT = token_rewards(scores_B, kl_BT, mask_BT, kl_coef=kl_coef)
-        if any(turn_weights):
-            move_to_turns(rewards_BT, experience.rollouts, turn_weights)
-        values_BT = completion_tensor(experience.values, experience) if estimator.uses_values else None
-        greedy_B = torch.tensor(greedy, dtype=torch.float32) if greedy else None
-        if greedy_B is not None:
-            metrics["reward/greedy"] = float(greedy_B.mean())
-        tokens = TokenRewards(rewards=rewards_BT, loss_mask=mask_BT, values=values_BT, greedy=greedy_B)
-        advantages_BT, returns_BT = estimator.estimate(tokens)
-        if values_BT is not None:
-            metrics["value/explained_variance"] = float(explained_variance(values_BT, returns_BT, mask_BT))
-    return Advantages(advantages_BT, returns_BT, metrics)
+        if greedy:
+            metrics["reward/greedy"] = float(torch.tensor(greedy, dtype=torch.float32).mean())
+        ends = [0, *accumulate(len(mask_BT) for mask_BT in masks)]
+        alone = len(blocks) == 1
+        made = [
+            block.estimate(
+                estimator, kl_coef=kl_coef, turn_weights=turn_weights[start:end], greedy=greedy[start:end], alone=alone
+            )
+            for block, (start, end) in zip(blocks, pairwise(ends), strict=True)
+        ]
+        if estimator.whitens and not alone:
+            white = whitened([advantages_BT for advantages_BT, _ in made], masks)
+            made = [(one, one if raw is of else of) for one, (raw, of) in zip(white, made, strict=True)]
+        if estimator.uses_values:
+            triples = ((one.values_BT, of, one.mask_BT) for one, (_, of) in zip(blocks, made, strict=True))
+            metrics["value/explained_variance"] = explained_variance(triples)
+    return [Advantages(*each, {}) for each in made], metrics
+
+
+def in_blocks(experience: Experience, config: PPOConfig) -> list[Experience]:
+    """Return a step in parts of whole groups with at most `BLOCK` places each; as it is where it cannot be divided."""
+    estimator, count = config.estimator, len(experience.rollouts)
+    lengths = [len(one.completion.token_ids) for one in experience.rollouts]
+    own = isinstance(estimator, TokenAdvantage) and type(estimator).by_answer is TokenAdvantage.by_answer
+    if count * max(lengths, default=0) <= BLOCK or own or config.distill or config.loss.chooses_tokens:
+        return [experience]
+    starts, longest = [0], 0
+    for at in range(0, count, config.samples_per_prompt):
+        longest = max(longest, *lengths[at : at + config.samples_per_prompt])
+        if (at + config.samples_per_prompt - starts[-1]) * longest > BLOCK and at > starts[-1]:
+            starts.append(at)
+            longest = max(lengths[at : at + config.samples_per_prompt])
+    return [experience.part(start, end) for start, end in pairwise([*starts, count])]
 
 
 def with_lessons(advantages: Advantages, experience: Experience, *, reward_weight: float) -> Advantages:
@@ -195,8 +302,9 @@ def rows_to_train(
     `turn_weights` are by source; `seed` is that of the loss's choice.
     """
     in_reward = config.kl if isinstance(config.kl, KLInReward) else None
-    advantages = estimate_advantages(
-        experience,
+    parts = in_blocks(experience, config)
+    estimated, metrics = estimate_in_blocks(
+        parts,
         estimator=config.estimator,
         group_size=config.samples_per_prompt,
         kl_coef=kl_coef if in_reward else 0.0,
@@ -205,12 +313,21 @@ def rows_to_train(
         function=function,
         greedy=greedy,
     )
-    if config.distill:
-        advantages = with_lessons(advantages, experience, reward_weight=config.distill.reward_weight)
-    masks = config.truncated_answers == "mask"
-    experience, advantages = trained_on(experience, advantages, config.loss, masks=masks, seed=seed)
-    value_rows = value_samples(experience, advantages) if experience.values else []
-    return policy_samples(experience, advantages), value_rows, advantages.metrics
+    policy_rows, value_rows = list[PolicySample](), list[ValueSample]()
+    masked_answers = 0.0
+    for part, advantages in zip(parts, estimated, strict=True):
+        if config.distill:
+            advantages = with_lessons(advantages, part, reward_weight=config.distill.reward_weight)
+        kept, advantages = trained_on(
+            part, advantages, config.loss, masks=config.truncated_answers == "mask", seed=seed
+        )
+        policy_rows += policy_samples(kept, advantages)
+        value_rows += value_samples(kept, advantages) if part.values else []
+        masked_answers += advantages.metrics.get("rollout/masked", 0.0) * len(part.rollouts) / len(experience.rollouts)
+        metrics |= advantages.metrics
+    if "rollout/masked" in metrics:
+        metrics["rollout/masked"] = masked_answers
+    return policy_rows, value_rows, metrics
 
 
 def trained_on(
@@ -263,18 +380,18 @@ def without_truncated(experience: Experience, advantages: Advantages) -> tuple[E
 
 
 def _compared(
-    estimator: GroupAdvantage, answers_B: Tensor, mask_BT: Tensor, group_size: int, function: UserFunction | None
+    estimator: GroupAdvantage, answers_B: Tensor, lengths_B: Tensor, group_size: int, function: UserFunction | None
 ) -> Tensor:
-    """Return the advantage of each answer, repeated on all of its tokens [B, T]."""
+    """Return the advantage of each answer [B]."""
     if group_size < 2:
         rule = f"the estimator {estimator.type!r} compares the samples of a prompt and needs at least 2"
         raise ConfigError("ppo.samples_per_prompt", group_size, rule, "raise it, or use gae or reinforce++")
     groups = GroupRewards(
         rewards=answers_B.reshape(-1, group_size),
-        lengths=mask_BT.sum(dim=1).reshape(-1, group_size),
+        lengths=lengths_B.reshape(-1, group_size),
         function=None if function is None else function.load(key="advantage.function"),
     )
-    return estimator.compare(groups).reshape(-1, 1) * mask_BT
+    return estimator.compare(groups).reshape(-1)
 
 
 def token_rewards(scores_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, *, kl_coef: float) -> Tensor:
@@ -343,27 +460,32 @@ def _after_prompt(rollout: Rollout, values: Column[float] | NDArray[np.float32])
     return joined(zeros("f", len(rollout.prompt_ids), beside=answer), answer)
 
 
-def _kl(experience: Experience, old_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Metrics]:
-    """Return k1 of every token and the metrics of the policy's distance from the reference; 0 and {} without one."""
-    if not experience.ref_logprobs:
-        return torch.zeros_like(old_BT), {}
-    ref_BT = completion_tensor(experience.ref_logprobs, experience)
-    kl_BT = k1(old_BT, ref_BT) * mask_BT  # k1 = log pi_old - log pi_ref
-    tokens = mask_BT.sum()
-    return kl_BT, {
-        "kl/per_token": float(kl_BT.sum() / tokens),
-        "kl/per_sequence": float(kl_BT.sum(dim=1).mean()),
-        "kl/k3": float((k3(old_BT, ref_BT) * mask_BT).sum() / tokens),  # k3 = exp(-k1) - 1 + k1, never negative
+def _distance(blocks: Sequence[Block]) -> Metrics:
+    """Return the metrics of the policy's distance from the reference; {} without one."""
+    if not blocks[0].experience.ref_logprobs:
+        return {}
+    tokens = sum(block.mask_BT.sum() for block in blocks)
+    k3s = [
+        (k3(block.old_BT, completion_tensor(block.experience.ref_logprobs, block.experience)) * block.mask_BT).sum()
+        for block in blocks
+    ]
+    return {
+        "kl/per_token": float(sum(block.kl_BT.sum() for block in blocks) / tokens),
+        "kl/per_sequence": float(torch.cat([block.kl_BT.sum(dim=1) for block in blocks]).mean()),
+        "kl/k3": float(sum(k3s) / tokens),  # k3 = exp(-k1) - 1 + k1, never negative
     }
 
 
-def _rollout_metrics(experience: Experience, old_BT: Tensor, mask_BT: Tensor) -> Metrics:
-    rollouts = experience.rollouts
-    sampled_BT = completion_tensor(sampled_logprobs(rollouts), experience)
-    mismatch = mismatch_metrics(old_BT, sampled_BT, mask_BT)
+def _rollout_metrics(rollouts: Sequence[Rollout], blocks: Sequence[Block]) -> Metrics:
+    masks = [block.mask_BT for block in blocks]
+    sampled = (completion_tensor(sampled_logprobs(one.experience.rollouts), one.experience) for one in blocks)
+    parts = [Mismatch.of(block.old_BT, mu_BT, block.mask_BT) for block, mu_BT in zip(blocks, sampled, strict=True)]
+    entropy = -sum((block.old_BT * block.mask_BT).sum() for block in blocks)  # a sample of H = -E log pi
     return {
-        "rollout/length": float(mask_BT.sum(dim=1).mean()),  # tokens that the policy sampled
+        "rollout/length": float(
+            torch.cat([mask_BT.sum(dim=1) for mask_BT in masks]).mean()
+        ),  # tokens that were sampled
         "rollout/truncated": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
-        "rollout/entropy": float(-(old_BT * mask_BT).sum() / mask_BT.sum()),  # a sample of H = -E log pi
-        **{f"mismatch/{name}": float(value) for name, value in mismatch.items()},
+        "rollout/entropy": float(entropy / sum(mask_BT.sum() for mask_BT in masks)),
+        **{f"mismatch/{name}": value for name, value in reduce(add, parts).metrics().items()},
     }

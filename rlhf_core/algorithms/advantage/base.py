@@ -61,6 +61,18 @@ class TokenAdvantage(AdvantageMethod):
         """Return advantages and returns [B, L], 0 outside the mask."""
         raise NotImplementedError
 
+    def by_answer(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+        """Return what `estimate` does before it whitens over the step, if no answer's depends on another's.
+
+        Steps too large for one tensor are computed in blocks of answers by it; others are computed whole.
+        """
+        raise NotImplementedError
+
+    @property
+    def whitens(self) -> bool:
+        """Return whether `estimate` whitens the advantages over the step."""
+        return False
+
 
 class GroupAdvantage(AdvantageMethod):
     """An estimator that compares the completions of a prompt, at least two."""

@@ -28,7 +28,15 @@ class GAEAdvantage(TokenAdvantage):
 
     uses_values: ClassVar[bool] = True
 
+    @property
+    def whitens(self) -> bool:
+        return self.whiten
+
     def estimate(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+        advantages_BL, returns_BL = self.by_answer(tokens)
+        return (whiten(advantages_BL, tokens.loss_mask) if self.whiten else advantages_BL), returns_BL
+
+    def by_answer(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
         assert tokens.values is not None
         rewards_BL, values_BL = masked(tokens.rewards, tokens.loss_mask), masked(tokens.values, tokens.loss_mask)
         action_BL = tokens.loss_mask != 0
@@ -43,8 +51,7 @@ class GAEAdvantage(TokenAdvantage):
             next_advantage_B = advantage_B.where(action_LB[t], next_advantage_B)
             advantages_LB[t] = advantage_B
         advantages_BL = masked(advantages_LB.t().contiguous(), tokens.loss_mask)
-        returns_BL = advantages_BL + values_BL
-        return (whiten(advantages_BL, tokens.loss_mask) if self.whiten else advantages_BL), returns_BL
+        return advantages_BL, advantages_BL + values_BL
 
 
 class ReinforcePPAdvantage(TokenAdvantage):
@@ -57,11 +64,18 @@ class ReinforcePPAdvantage(TokenAdvantage):
     type: Literal["reinforce++"] = "reinforce++"
     gamma: float = Field(1.0, gt=0, le=1)
 
+    @property
+    def whitens(self) -> bool:
+        return True
+
     def estimate(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
         """Return the whitened returns twice: they are advantages and returns."""
-        returns_BL = discounted_returns(tokens.rewards, tokens.loss_mask, gamma=self.gamma)
-        whitened_BL = whiten(returns_BL, tokens.loss_mask)
+        whitened_BL = whiten(self.by_answer(tokens)[0], tokens.loss_mask)
         return whitened_BL, whitened_BL
+
+    def by_answer(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+        returns_BL = discounted_returns(tokens.rewards, tokens.loss_mask, gamma=self.gamma)
+        return returns_BL, returns_BL
 
 
 class ReMaxAdvantage(TokenAdvantage):
@@ -84,6 +98,9 @@ class ReMaxAdvantage(TokenAdvantage):
             raise ConfigError("advantage.type", self.type, rule, "sample and score one with temperature 0")
         returns_BL = discounted_returns(tokens.rewards, tokens.loss_mask, gamma=1.0)
         return masked(returns_BL - tokens.greedy[:, None], tokens.loss_mask), returns_BL
+
+    def by_answer(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+        return self.estimate(tokens)
 
 
 def discounted_returns(rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> Tensor:

@@ -15,6 +15,7 @@ from rlhf_core.algorithms.token_math import (
     AdaptiveKL,
     CorrectionConfig,
     FixedKL,
+    Mismatch,
     at_least_fp32,
     bounded,
     bradley_terry_loss,
@@ -27,7 +28,6 @@ from rlhf_core.algorithms.token_math import (
     kl_in_loss,
     masked_count,
     masked_sum,
-    mismatch_metrics,
     reduce_steps,
     schulman_k3,
     sft_loss,
@@ -227,7 +227,7 @@ def test_a_cap_of_tokens_needs_a_mask_of_sequences(other):
 
 
 def test_the_mismatch_metrics_match_hand_computed_numbers_and_do_not_see_outside_the_mask():
-    metrics = mismatch_metrics(*(torch.where(MASK_BL != 0, x, NAN) for x in (OLD_BL, ROLLOUT_BL)), MASK_BL)
+    metrics = Mismatch.of(*(torch.where(MASK_BL != 0, x, NAN) for x in (OLD_BL, ROLLOUT_BL)), MASK_BL).metrics()
     log2 = math.log(2)
     assert metrics == pytest.approx(
         {
@@ -241,15 +241,17 @@ def test_the_mismatch_metrics_match_hand_computed_numbers_and_do_not_see_outside
         rel=1e-6,
     )
     with pytest.raises(DataError, match="selects no token"):
-        mismatch_metrics(OLD_BL, ROLLOUT_BL, torch.zeros(2, 4))
+        Mismatch.of(OLD_BL, ROLLOUT_BL, torch.zeros(2, 4))
 
 
 def test_the_correlation_is_that_of_the_probabilities_and_agreement_is_exact():
     old_BL, rollout_BL = torch.tensor([[0.2, 0.4, 0.9]]).log(), torch.tensor([[0.1, 0.5, 0.8]]).log()
     # deviations (-0.3, -0.1, 0.4) and (-11, 1, 10)/30: 1/30 * (3.3 - 0.1 + 4) / sqrt(0.26 * 222/900)
     expected = 7.2 / 30 / math.sqrt(0.26 * 222 / 900)
-    assert mismatch_metrics(old_BL, rollout_BL, torch.ones(1, 3))["correlation"] == pytest.approx(expected, rel=1e-5)
-    same = mismatch_metrics(OLD_BL, OLD_BL.clone(), MASK_BL)
+    assert Mismatch.of(old_BL, rollout_BL, torch.ones(1, 3)).metrics()["correlation"] == pytest.approx(
+        expected, rel=1e-5
+    )
+    same = Mismatch.of(OLD_BL, OLD_BL.clone(), MASK_BL).metrics()
     assert same == {"log_q_mean": 0, "log_q_max": 0, "exp_abs_log_q": 1, "k3": 0, "ess": 1, "correlation": 1}
 
 
@@ -277,12 +279,12 @@ def test_the_value_loss_matches_a_slow_loop(clip):
 
 def test_explained_variance_is_one_for_perfect_values_and_zero_for_a_constant():
     returns_BL, mask_BL = torch.tensor([[1.0, 2.0, 3.0, 99.0]]), torch.tensor([[1, 1, 1, 0]])
-    assert explained_variance(returns_BL, returns_BL, mask_BL) == 1.0
-    assert explained_variance(torch.full((1, 4), 2.0), returns_BL, mask_BL) == 0.0
+    assert explained_variance([(returns_BL, returns_BL, mask_BL)]) == 1.0
+    assert explained_variance([(torch.full((1, 4), 2.0), returns_BL, mask_BL)]) == 0.0
     # values (1, 2, 2): residuals (0, 0, 1), variance 2/9 against 2/3
-    assert explained_variance(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), returns_BL, mask_BL) == pytest.approx(2 / 3)
-    assert explained_variance(torch.randn(1, 3), torch.ones(1, 3), torch.ones(1, 3)) == 0.0  # nothing to explain
-    assert explained_variance(returns_BL, returns_BL, torch.zeros(1, 4)) == 0.0
+    assert explained_variance([(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), returns_BL, mask_BL)]) == pytest.approx(2 / 3)
+    assert explained_variance([(torch.randn(1, 3), torch.ones(1, 3), torch.ones(1, 3))]) == 0.0  # nothing to explain
+    assert explained_variance([(returns_BL, returns_BL, torch.zeros(1, 4))]) == 0.0
 
 
 # ---------------------------------------------------------------- demonstrations

@@ -15,6 +15,7 @@ from rlhf_core.algorithms.advantage.group import (
 )
 from rlhf_core.algorithms.advantage.token import GAEAdvantage, ReinforcePPAdvantage
 from rlhf_core.algorithms.policy.clip import ClipCovLoss, ClipLoss
+from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import here
 from rlhf_core.training.experience import (
@@ -22,7 +23,9 @@ from rlhf_core.training.experience import (
     Lesson,
     completion_tensor,
     estimate_advantages,
+    in_blocks,
     policy_samples,
+    rows_to_train,
     token_rewards,
     token_samples,
     trained_on,
@@ -344,3 +347,65 @@ def test_a_loss_may_take_tokens_away_by_the_step_as_a_whole():
     chosen = with_loss_choice(whole, made, ClipCovLoss(fraction=1.0, cov_low=-1.0), seed=0)
     assert not chosen.advantages_BT.any() and chosen.metrics["policy/dropped_by_loss"] == 1.0
     assert torch.equal(chosen.returns_BT, whole.returns_BT)
+
+
+def uneven_step() -> Experience:
+    """Six groups of two answers of unequal lengths, with figures that differ everywhere."""
+    dice = torch.Generator().manual_seed(5)
+    made, numbers = [], []
+    for at in range(12):
+        length = 1 + at * 7 % 9
+        logprobs = (-torch.rand(length, generator=dice)).tolist()
+        reason = "length" if at % 4 == 3 else "stop"
+        completion = Completion(range(3, 3 + length), logprobs, "", reason, policy_version=0, seed=at)
+        made.append(Rollout(PROMPT, (1, 2, 9)[: 1 + at % 3], completion, float(torch.randn(1, generator=dice)), {}))
+        row = [(-torch.rand(len(made[-1].prompt_ids) + length, generator=dice)).tolist() for _ in range(3)]
+        numbers.append(row)
+    old, ref, values = zip(*numbers, strict=True)
+    return Experience(tuple(made), token_samples(made, here), old, ref, values)
+
+
+IN_BLOCKS = {
+    "gae": {"advantage": {"type": "gae"}, "kl": {"coef": 0.1}},
+    "gae, not whitened": {"advantage": {"type": "gae", "whiten": False}},
+    "reinforce++": {"advantage": {"type": "reinforce++"}, "kl": {"coef": 0.1}, "truncated_answers": "mask"},
+    "remax": {"advantage": {"type": "remax"}},
+    "the spread of the step": {
+        "advantage": {"type": "grpo", "std": "batch"},
+        "kl": {"in": "loss"},
+        "truncated_answers": "mask",
+    },
+    "whitened groups": {"advantage": {"type": "reinforce++-baseline"}, "kl": {"coef": 0.1}},
+    "by length": {"advantage": {"type": "opo"}, "kl": {"coef": 0.1, "in": "loss"}},
+    "penalty in the baseline": {"advantage": {"type": "rloo"}, "kl": {"coef": 0.1, "credit": "answer"}},
+}
+
+
+@pytest.mark.parametrize("case", IN_BLOCKS)
+def test_a_step_that_is_computed_in_blocks_is_the_step(monkeypatch, case):
+    step, config = uneven_step(), PPOConfig(samples_per_prompt=2, **IN_BLOCKS[case])
+    settings: dict[str, Any] = {
+        "function": None,
+        "turn_weights": {PROMPT.source: 0.0},
+        "kl_coef": config.kl.coef,
+        "seed": 1,
+    }
+    settings["greedy"] = [at / 8 for at in range(12)] if case == "remax" else ()
+    whole = rows_to_train(step, config, **settings)
+    monkeypatch.setattr("rlhf_core.training.experience.BLOCK", 30)
+    assert [len(part.rollouts) for part in in_blocks(step, config)] == [2, 2, 2, 4, 2]
+    parts = rows_to_train(step, config, **settings)
+    assert parts[2] == pytest.approx(whole[2], rel=1e-5, abs=1e-6)  # sums of a dozen float32 numbers in another order
+    for one, other in zip(parts[0] + parts[1], whole[0] + whole[1], strict=True):
+        for name in one.__dataclass_fields__:
+            assert getattr(one, name).tolist() == pytest.approx(getattr(other, name).tolist(), rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    "changes", [{"loss": {"type": "clip_cov"}}, {"distill": {"teachers": {"a": 1.0}, "reward_weight": 1.0}}]
+)
+def test_what_needs_the_whole_step_is_computed_whole(monkeypatch, changes):
+    monkeypatch.setattr("rlhf_core.training.experience.BLOCK", 30)
+    step = uneven_step()
+    config = PPOConfig(samples_per_prompt=2, advantage={"type": "rloo"}, **changes)
+    assert in_blocks(step, config) == [step]
