@@ -133,7 +133,7 @@ def walk(answers: int, tokens: int) -> dict[str, tuple[float, float]]:
     connect(RANKS)
     groups: list[WorkerGroup] = []
     try:
-        from rlhf_core.columns import holds
+        from rlhf_core.rows import holds
         from rlhf_core.runtime.pieces import Leaves, packed
     except ImportError:  # a revision whose workers leave nothing
         pass

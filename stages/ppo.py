@@ -23,7 +23,6 @@ from typing import Any
 
 from rlhf_core.algorithms.distillation import normalized_weights
 from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL
-from rlhf_core.columns import chosen
 from rlhf_core.config.policy import (
     DynamicSampling,
     KLAsLoss,
@@ -54,6 +53,7 @@ from rlhf_core.rollouts.answers import (
 from rlhf_core.rollouts.guard import HeldOut, RunGuard, await_decision
 from rlhf_core.rollouts.prompts import BandOrder, ordered_prompts, split_prompts
 from rlhf_core.rollouts.scored_step import DynamicScoring, StepScorer, rollout_metrics, with_greedy_rewards
+from rlhf_core.rows import chosen
 from rlhf_core.sampling.requests import stop_token_ids
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoint

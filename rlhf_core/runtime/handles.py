@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from rlhf_core.columns import Columns, chosen, held_lengths, holds
 from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import RlhfError, SamplingError
 from rlhf_core.interfaces import Metrics, Objective, Trainer, Transfer, Weights
 from rlhf_core.models.micro_batches import row_length
+from rlhf_core.rows import Columns, chosen, held_lengths, holds
 from rlhf_core.runtime.pieces import packed
 from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.weight_sync import DeviceWeights, StoredWeights

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.columns import Column, Columns, Piece, Place, Rows
+from rlhf_core.columns import Column
 from rlhf_core.errors import WorkerLostError, explain
+from rlhf_core.rows import Columns, Piece, Place, Rows
 from rlhf_core.runtime.ray_settings import ray
 
 T = TypeVar("T")

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.columns import holds
 from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig
 from rlhf_core.errors import SamplingError, TrainingError, WorkerLostError
 from rlhf_core.interfaces import ModelSpec, P, Role, Sampler, T, Trainer, Transfer
+from rlhf_core.rows import holds
 from rlhf_core.runtime.cluster import available_cores, threads_per_worker, worker_environment
 from rlhf_core.runtime.connection import RECONNECT_TIMEOUT_S, connect, connect_again, servers, until_possible
 from rlhf_core.runtime.handles import RaySampler, RayTrainer

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_core.columns import Rows
 from rlhf_core.models.micro_batches import row_count
+from rlhf_core.rows import Rows
 
 ROWS = "router/rows"
 """Key of the number of token rows of the whole step in its denominators. A pair has two rows."""

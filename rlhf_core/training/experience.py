@@ -26,10 +26,10 @@ from rlhf_core.algorithms.advantage.base import (
 from rlhf_core.algorithms.advantage.token import discounted_returns
 from rlhf_core.algorithms.policy.clip import PolicyMethod
 from rlhf_core.algorithms.token_math import Mismatch, explained_variance, k1, k3, masked_count, whitened
-from rlhf_core.columns import Columns
 from rlhf_core.config.policy import Advantage, KLCredit, KLInReward, PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Apart, Metrics
+from rlhf_core.rows import Columns
 from rlhf_core.types import Column, PolicySample, Rollout, TokenSample, ValueSample, floats, joined, zeros
 from rlhf_core.user_code.dependencies import UserFunction
 

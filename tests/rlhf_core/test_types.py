@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from pydantic import ValidationError
 
-from rlhf_core.columns import Place
+from rlhf_core.rows import Place
 from rlhf_core.types import (
     Column,
     Completion,

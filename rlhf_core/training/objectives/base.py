@@ -27,10 +27,10 @@ from rlhf_core.algorithms.token_math import (
     sft_loss,
     step_loss,
 )
-from rlhf_core.columns import ones
 from rlhf_core.errors import DataError
 from rlhf_core.models.batches import TokenBatch, collate
 from rlhf_core.models.forward import sequence_scores, step_scores, token_logprobs, token_values, watching
+from rlhf_core.rows import ones
 from rlhf_core.training.batching import ROWS, step_counts
 from rlhf_core.types import (
     Column,

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.columns import Column, Columns, Rows, Runs, chosen, held_lengths, holds, ones
+from rlhf_core.columns import Column, Runs
 from rlhf_core.errors import WorkerLostError
+from rlhf_core.rows import Columns, Rows, chosen, held_lengths, holds, ones
 from rlhf_core.runtime.pieces import Packed, RayPiece, leave, opened, packed
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.types import Completion, TokenSample, floats, ids, joined, mask
