@@ -261,9 +261,7 @@ def _parser() -> argparse.ArgumentParser:
     command("down", "Stop the services that `rlhf up` started.")
     status = command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
 
-    run = command("run", "Run a pipeline on this machine; finished stages are reused.")
-    _profile_options(run)
-    run.add_argument("--wait", action="store_true", help="wait for annotations and approvals, then continue")
+    _run_verb(command("run", "Run a pipeline on this machine; finished stages are reused."))
     _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
     data = command("data", "Show what data files hold: format, columns, dropped rows with reasons, two rows, tables.")
     _data_verb(data)
@@ -282,10 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     rollback = command("rollback", "Make the previous champion of a registered model its champion again.")
     _registry_verbs(champion, rollback)
     _store_options(command("reconcile", "Mark killed runs as interrupted in Prefect, MLflow and the store."))
-    resume = command("resume", "Run an unfinished run again; finished stages are reused.")
-    resume.add_argument(
-        "run", nargs="?", default="", help="name or beginning of the id; default: newest unfinished run"
-    )
+    _resume_verb(command("resume", "Run an unfinished run again; finished stages are reused."))
     runs = command("runs", "List the runs of this project, newest first, with the command that goes on with each.")
     _store_options(runs)
     _chat_verb(command("chat", "Chat with a policy."))
@@ -303,6 +298,17 @@ def _parser() -> argparse.ArgumentParser:
         _json_option(verb)
     parser.description = "\n\n".join([DESCRIPTION, *_grouped(texts), EXAMPLES, EPILOG])
     return parser
+
+
+def _run_verb(run: argparse.ArgumentParser) -> None:
+    _profile_options(run)
+    run.add_argument("--wait", action="store_true", help="wait for annotations and approvals, then continue")
+
+
+def _resume_verb(resume: argparse.ArgumentParser) -> None:
+    resume.add_argument(
+        "run", nargs="?", default="", help="name or beginning of the id; default: newest unfinished run"
+    )
 
 
 def _deploy_verb(deploy: argparse.ArgumentParser) -> None:

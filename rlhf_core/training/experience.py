@@ -6,7 +6,7 @@ rollouts of a prompt are consecutive.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import accumulate, pairwise
 from operator import add
 from typing import Any
@@ -25,7 +25,7 @@ from rlhf_core.algorithms.advantage.base import (
 )
 from rlhf_core.algorithms.advantage.token import discounted_returns
 from rlhf_core.algorithms.policy.clip import PolicyMethod
-from rlhf_core.algorithms.token_math import Mismatch, explained_variance, k1, k3, masked_count, whitened
+from rlhf_core.algorithms.token_math import Mismatch, explained_variance, k1, masked_count, schulman_k3, whitened
 from rlhf_core.config.policy import Advantage, KLCredit, KLInReward, PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Apart, Metrics
@@ -140,10 +140,15 @@ def estimate_advantages(
     reinforce++-baseline whitens the result. `function` is that of a custom estimator, `greedy` the rewards of greedy
     answers, for remax; without an `estimator` advantages are 0. Raises ConfigError for groups of fewer than two, and for a penalty without a reference.
     """
-    settings: dict[str, Any] = {"estimator": estimator, "group_size": group_size, "kl_coef": kl_coef}
-    settings["kl_credit"] = kl_credit
     [one], metrics = estimate_in_blocks(
-        [experience], **settings, turn_weights=turn_weights, function=function, greedy=greedy
+        [experience],
+        estimator=estimator,
+        group_size=group_size,
+        kl_coef=kl_coef,
+        kl_credit=kl_credit,
+        turn_weights=turn_weights,
+        function=function,
+        greedy=greedy,
     )
     return replace(one, metrics=metrics)
 
@@ -185,7 +190,7 @@ class Block:
         tokens = TokenRewards(rewards=rewards_BT, loss_mask=self.mask_BT, values=values_BT, greedy=greedy_B)
         return estimator.estimate(tokens) if alone else estimator.by_answer(tokens)
 
-    @property
+    @cached_property
     def values_BT(self) -> Tensor:
         return completion_tensor(self.experience.values, self.experience)
 
@@ -465,10 +470,7 @@ def _distance(blocks: Sequence[Block]) -> Metrics:
     if not blocks[0].experience.ref_logprobs:
         return {}
     tokens = sum(block.mask_BT.sum() for block in blocks)
-    k3s = [
-        (k3(block.old_BT, completion_tensor(block.experience.ref_logprobs, block.experience)) * block.mask_BT).sum()
-        for block in blocks
-    ]
+    k3s = [schulman_k3(block.kl_BT).sum() for block in blocks]  # 0 where k1 is
     return {
         "kl/per_token": float(sum(block.kl_BT.sum() for block in blocks) / tokens),
         "kl/per_sequence": float(torch.cat([block.kl_BT.sum(dim=1) for block in blocks]).mean()),

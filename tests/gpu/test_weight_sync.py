@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from benchmarks.gpu.steps import Place, synced
+from benchmarks.gpu.steps import EXACT, Place, synced
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_nccl_between_gpus(policy, engines):
     if torch.cuda.device_count() < 1 + engines:
         pytest.skip(f"needs {1 + engines} CUDA devices")
-    synced(policy, Place("cuda", policy), transfer="nccl", gpus=1, engines=engines)
+    made = synced(policy, Place("cuda", policy), transfer="nccl", gpus=1, engines=engines)
+    assert made["largest difference"] < EXACT
