@@ -46,7 +46,7 @@ GROUPS = {
     "run": ("plan", "explain", "run", "sweep", "resume", "runs"),
     "results": ("show", "diff", "reproduce", "chat", "serve", "serve-reward", "store", "usage"),
     "decisions": ("judge", "approve", "reject", "champion", "rollback", "audit"),
-    "services": ("up", "deploy", "down", "status", "reconcile"),
+    "services": ("up", "deploy", "down", "status", "reconcile", "scaffold"),
     "other tools": ("import-openrlhf",),
 }
 """Headings of `rlhf --help`, and the commands below each."""
@@ -85,6 +85,7 @@ VERBS = {
     "serve-reward": "pipelines.cli.serve_reward:serve_reward",
     "doctor": "pipelines.cli.doctor:doctor",
     "import-openrlhf": "pipelines.cli.import_openrlhf:import_openrlhf",
+    "scaffold": "pipelines.cli.scaffold_verb:scaffold",
     "usage": "pipelines.cli.accounts:usage",
     "audit": "pipelines.cli.accounts:show_audit",
     "store": "pipelines.cli.store_verbs:store",
@@ -260,6 +261,9 @@ def _parser() -> argparse.ArgumentParser:
     _deploy_verb(command("deploy", "Make a deployment of a profile: a form of four fields on Prefect's page."))
     command("down", "Stop the services that `rlhf up` started.")
     status = command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
+    _scaffold_verb(
+        command("scaffold", "Write the files with which another place runs profiles, such as a Slurm cluster.")
+    )
 
     _run_verb(command("run", "Run a pipeline on this machine; finished stages are reused."))
     _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
@@ -316,6 +320,11 @@ def _deploy_verb(deploy: argparse.ArgumentParser) -> None:
     _set_option(deploy, "change a key of the profile before it is kept; may be repeated")
     deploy.add_argument("--name", default="", help="name of the deployment; default: the profile's `name`")
     deploy.add_argument("--cron", default="", help="schedule in UTC ('0 2 * * *'), or none; default: as it is")
+
+
+def _scaffold_verb(scaffold: argparse.ArgumentParser) -> None:
+    scaffold.add_argument("place", choices=("slurm",), help="where profiles are to run")
+    scaffold.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
 
 
 def _data_verb(data: argparse.ArgumentParser) -> None:
