@@ -82,6 +82,7 @@ requirements:
 	for version in 3.12 3.13; do uv pip compile -q --python-version $$version --python-platform x86_64-manylinux_2_28 \
 	  requirements/gpu.txt > /dev/null || exit 1; done
 	$(COMPILE) requirements/dev.in -o requirements/dev.txt
+	$(COMPILE) --python-platform x86_64-manylinux_2_28 requirements/server.in -o requirements/server.txt
 	$(COMPILE) requirements/docs.in -o requirements/docs.txt
 	for name in openenv verifiers verifiers-legacy; do \
 	  $(COMPILE) --python-platform x86_64-manylinux_2_28 requirements/external/$$name.in -o requirements/external/$$name.txt || exit 1; done

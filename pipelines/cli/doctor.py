@@ -10,8 +10,10 @@ import sys
 
 import psutil
 from rich.console import Console
+from rich.markup import escape
 
 from pipelines.cli.common import console
+from pipelines.cli.extras import remedy
 from pipelines.services.home import Home, client_environment
 from pipelines.services.running import MLFLOW_PORT, PREFECT_PORT, is_free, running
 from pipelines.services.user_servers import prefect_trouble, user_prefect
@@ -53,9 +55,9 @@ def examine(console: Console) -> int:
         _services(home),
         *(_imports(engine) for engine in ENGINES),
     ]
-    for good, text, remedy in findings:
+    for good, text, missing in findings:
         mark = "[green]ok[/green]  " if good else "[red]bad[/red] "
-        console.print(mark + text + ("" if good else f"; {remedy}"), highlight=False, soft_wrap=True)
+        console.print(mark + escape(text + ("" if good else f"; {missing}")), highlight=False, soft_wrap=True)
     return 0 if all(good for good, _, _ in findings) else 1
 
 
@@ -63,7 +65,12 @@ def _version(package: str) -> tuple[bool, str, str]:
     try:
         return True, f"{package} {importlib.metadata.version(package)}", ""
     except importlib.metadata.PackageNotFoundError:
-        return False, f"{package} is not installed", "make install"
+        return False, f"{package} is not installed", _install("make install", package)
+
+
+def _install(command: str, package: str) -> str:
+    """Return how to install a package: in a clone, or with an extra of the wheel."""
+    return " or ".join(filter(None, (command, remedy(package))))
 
 
 def _builds_fit() -> tuple[bool, str, str]:
@@ -91,7 +98,11 @@ def _imports(engine: str) -> tuple[bool, str, str]:
     except subprocess.TimeoutExpired:
         return False, f"import {engine}: not finished after {IMPORT_TIMEOUT_S:.0f} s", "check the load of the machine"
     last = done.stderr.strip().splitlines()[-1:] if done.returncode else []
-    return done.returncode == 0, f"import {engine} {' '.join(last)}".rstrip(), "make clean-venv install"
+    return (
+        done.returncode == 0,
+        f"import {engine} {' '.join(last)}".rstrip(),
+        _install("make clean-venv install", engine),
+    )
 
 
 def _gpus() -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from pipelines.cli.extras import PACKAGE, check_needs, remedy
 from rlhf_core.errors import RlhfError, nearest
 from rlhf_core.processes.large_imports import skip_last_collections
 from rlhf_core.secrets.redaction import without_secrets
@@ -31,7 +32,6 @@ EXIT_UNWRITTEN = 74
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_PIPE = 141  # 128 + SIGPIPE: what read the output has ended, as `head` does
 
-PACKAGE = "rlhf-lifecycle"
 DESCRIPTION = """Train language models from human feedback as cached, resumable stages. A profile (a TOML file) holds all
 settings of a pipeline; `--set KEY=VALUE` changes one of them."""
 EPILOG = """`rlhf COMMAND --help` describes a command, `rlhf --version` prints the version. Exit status: 0 success,
@@ -124,9 +124,16 @@ def _run(arguments: Sequence[str] | None) -> int:
     skip_last_collections()
     before = {number: signal.signal(number, _interrupt) for number in terminations()}
     try:
+        check_needs(options.verb)
         return int(_verb(options)(options) or 0)
     except RlhfError as error:
         sys.stderr.write(f"{without_secrets(str(error))}\n")
+        return EXIT_REFUSED
+    except ModuleNotFoundError as error:
+        install = remedy(error.name or "")
+        if not install:
+            raise
+        sys.stderr.write(f"rlhf {options.verb}: needs {error.name}, which is not installed; {install}\n")
         return EXIT_REFUSED
     except StageWaiting as waiting:
         sys.stderr.write(f"{without_secrets(str(waiting))}; run the same command again to continue\n")

@@ -162,14 +162,16 @@ def versions() -> dict[str, str]:
 
 
 def other_versions(then: Mapping[str, str], now: Mapping[str, str] | None = None) -> list[str]:
-    """Return a phrase for each version in `then` that is different now; packages missing from `then` are ignored.
+    """Return a phrase for each version in `then` that is different now.
+
+    Packages that one of the two lacks are ignored: a base install, which only plans, has none.
 
     >>> other_versions({"torch": "2.8", "peft": "0.17", "platform": "Linux"}, {"torch": "2.9", "numpy": "2.0"})
-    ['torch: 2.8 -> 2.9', 'peft: 0.17 -> not installed']
+    ['torch: 2.8 -> 2.9']
     """
     found = versions() if now is None else now
-    changed = (name for name in then if name in ("python", *_COMPUTING) and found.get(name) != then[name])
-    return [f"{name}: {then[name]} -> {found.get(name, 'not installed')}" for name in changed]
+    both = (name for name in then if name in ("python", *_COMPUTING) and name in found)
+    return [f"{name}: {then[name]} -> {found[name]}" for name in both if found[name] != then[name]]
 
 
 def _installed(packages: Iterable[str]) -> dict[str, str]:

@@ -591,7 +591,7 @@ def _why_refused(error: Exception) -> str:
         remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, of a user who may write there"
         return f"refuses this user ({without_secrets(_first_line(error))}); {remedy}"
     if isinstance(error, ModuleNotFoundError):
-        return f"needs the package {error.name}; pip install 'rlhf-lifecycle[server]' has those for PostgreSQL"
+        return f"needs the package {error.name}; pip install 'rlhf-lifecycle[server]' has it, and those for PostgreSQL"
     return ""
 
 

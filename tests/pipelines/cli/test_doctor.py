@@ -29,6 +29,8 @@ def test_what_is_missing_is_named_with_the_remedy(monkeypatch):
     assert "bad no-such-package is not installed; make install\n" in said
     assert "bad import no_such_engine ModuleNotFoundError: No module named 'no_such_engine'; make clean-venv" in said
     assert "ok  import json\n" in said
+    monkeypatch.setattr(doctor, "remedy", {"no-such-package": "pip install 'it[extra]'"}.get)
+    assert "bad no-such-package is not installed; make install or pip install 'it[extra]'\n" in examine()[1]
 
 
 def test_a_machine_that_lacks_nothing_is_fine(monkeypatch):
