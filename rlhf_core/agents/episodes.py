@@ -8,6 +8,7 @@ has answered, while others go on being sampled.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ from rlhf_core.types import Column, Completion, Prompt, SamplingRequest, plain_t
 
 LOOK_EVERY_S = 0.2
 """Seconds between two checks for hung processes while waiting."""
+GATHER_S = 0.02
+"""Seconds that an idle engine waits for more requests after the first: those that begin together make full batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,10 @@ def _continuously(sampler: Sampler, pool: _EpisodePool, sampling: SamplingConfig
                 # Otherwise the episode was restarted, or has failed, in the meantime.
                 if slot.driver is driver and slot.result is None:
                     pool.deliver(slot, completion)
-        else:
-            pool.receive(LOOK_EVERY_S)
+        elif pool.receive(LOOK_EVERY_S):
+            until = time.monotonic() + GATHER_S
+            while pool.waiting_for_environments() and (left := until - time.monotonic()) > 0:
+                pool.receive(left)
         while pool.receive(0.0):
             continue
 
