@@ -173,8 +173,8 @@ def step(sampler: Any, trainer: Any, apart: Any, answers: int, tokens: int) -> d
     from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest
 
     dice = np.random.default_rng(0)
-    asked = [tuple(dice.integers(0, VOCABULARY, PROMPT).tolist()) for _ in range(answers // 8)]
-    requests: Any = [SamplingRequest(asked[at // 8], at) for at in range(answers)]  # type: ignore[arg-type]
+    asked = [numbers("i", dice.integers(0, VOCABULARY, PROMPT, dtype=np.int32)) for _ in range(answers // 8)]
+    requests: Any = [SamplingRequest(asked[at // 8], at) for at in range(answers)]
     lengths = sum(int(np.random.default_rng(at).integers(tokens // 2, tokens + 1)) for at in range(answers))
     clock = Clock(lengths)
     completions = sampler.generate(requests, SamplingConfig(max_tokens=tokens))

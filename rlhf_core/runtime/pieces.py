@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from copyreg import dispatch_table
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -91,7 +92,7 @@ class _Reducers(dict[type, Any]):
     def __missing__(self, kind: type) -> Any:
         if not is_dataclass(kind) or "__slots__" not in kind.__dict__:
             raise KeyError(kind)
-        names = [one.name for one in fields(kind)]
+        names = _names(kind)
         if len(names) < 2:  # `attrgetter` returns no tuple then
             raise KeyError(kind)
         values = attrgetter(*names)
@@ -101,9 +102,14 @@ class _Reducers(dict[type, Any]):
 
 def _filled(kind: type, values: tuple[Any, ...]) -> Any:
     made: Any = object.__new__(kind)
-    for one, value in zip(fields(kind), values, strict=True):
-        object.__setattr__(made, one.name, value)
+    for name, value in zip(_names(kind), values, strict=True):
+        object.__setattr__(made, name, value)
     return made
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(kind))
 
 
 class _Pickler(pickle.Pickler):
