@@ -324,7 +324,7 @@ def samples_of(case: Case, role: Role) -> tuple[list[Any], Any]:
     from rlhf_core.config.policy import CorrectionConfig
     from rlhf_core.training.objectives import base
     from rlhf_core.training.objectives.preference import PairObjective
-    from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, ValueSample, floats
+    from rlhf_core.types import PolicySample, PreferenceSample, RewardPair, TokenSample, ValueSample, floats
 
     rows = token_samples(case)
     some = floats([0.1] * case.length)
@@ -334,7 +334,9 @@ def samples_of(case: Case, role: Role) -> tuple[list[Any], Any]:
     if role.name == "value_model":
         return [ValueSample(row.token_ids, row.loss_mask, some, some) for row in rows], base.ValueObjective(clip=None)
     if case.stage == "dpo":
-        both = [PreferenceSample(row, row, -1.0, -1.0) for row in rows]
+        # Sides that began with the same tokens would compute these once.
+        others = [TokenSample(row.token_ids[::-1], row.loss_mask) for row in rows]
+        both = [PreferenceSample(row, other, -1.0, -1.0) for row, other in zip(rows, others, strict=True)]
         return both, PairObjective(DPOLoss(), 0.0, 1.0)
     if case.stage == "ppo":
         made = [PolicySample(row.token_ids, row.loss_mask, some, some, some, some) for row in rows]

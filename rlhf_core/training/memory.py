@@ -241,11 +241,12 @@ def activations(role: Role, config: TrainerConfig, *, backward: bool = True) -> 
     """Return what a forward pass keeps and, with `backward`, what its backward pass makes.
 
     A token takes in a layer of width h, with q the width of queries, k of keys and m of the MLP: two norms with a float32
-    copy of their input, its normalized value and their output; queries, keys, values and the attention's output (twice);
-    the four matrices of a gated MLP. Gradient checkpointing keeps the input of each layer, and makes one anew at a time.
+    copy of their input, its normalized value (unless only adapters are trained) and their output; queries, keys, values and
+    the attention's output (twice); the four matrices of a gated MLP. Gradient checkpointing keeps the input of each layer,
+    and makes one anew at a time.
     """
     shape, size = role.shape, 2 if config.dtype == "bfloat16" else 4
-    norms = 2 * shape.hidden * (4 + 2 * size)
+    norms = 2 * shape.hidden * (4 + (1 if role.lora else 2) * size)
     attention = size * (3 * shape.query_width + 2 * shape.key_width)
     layer = float(role.tokens * (norms + attention + size * 4 * shape.intermediate))
     row = float(role.tokens * shape.hidden * size)
