@@ -35,7 +35,8 @@ changes. Left out are functions without one.
 OTHER_WAYS = """
 ## Other ways to sample and score
 
-`stages/ppo.py` `open_rollouts` chooses the first three by `[ppo.ahead]` when the stage starts; the loop makes the same calls.
+`rlhf_core/rollouts/scored_step.py` `open_rollouts` chooses the first three by `[ppo.ahead]` when the stage starts; the loop makes
+the same calls.
 
 - `rlhf_core/rollouts/answers.py` `AheadSampler`: samples later steps in a thread while the policy trains, with `staleness`.
 - `rlhf_core/rollouts/answers.py` `PartialAnswers`: continues unfinished answers in a later step, with `partial`.

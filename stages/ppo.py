@@ -14,50 +14,32 @@ How a step is sampled (ahead of the training, in parts, in several rounds) is ch
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rlhf_core.algorithms.distillation import normalized_weights
 from rlhf_core.algorithms.token_math import AdaptiveKL, FixedKL
-from rlhf_core.config.policy import (
-    DynamicSampling,
-    KLAsLoss,
-    PartialRollouts,
-    PPOConfig,
-    PtxConfig,
-)
+from rlhf_core.config.policy import DynamicSampling, KLAsLoss, PPOConfig, PtxConfig
 from rlhf_core.config.teachers import PolicyDistillation
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.mixing import rows_at, shuffled_indices
 from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.data.tables import read_demonstrations
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.interfaces import Apart, Metrics, ModelSpec, Sampler, Trainer, here
+from rlhf_core.interfaces import Metrics, ModelSpec, Sampler, Trainer
 from rlhf_core.models.loading import check_same_tokens, shared_vocabulary
 from rlhf_core.rewards.scoring import Scorer, component_means, open_scorer
-from rlhf_core.rollouts.answers import (
-    SINGLE_TURN,
-    AheadSampler,
-    DrawAnswers,
-    OnPolicySampler,
-    OpenEnvironments,
-    PartialAnswers,
-    StepSampler,
-    WholeAnswers,
-    open_environments,
-)
+from rlhf_core.rollouts.answers import OpenEnvironments, StepSampler, open_environments
 from rlhf_core.rollouts.guard import HeldOut, RunGuard, await_decision
 from rlhf_core.rollouts.prompts import BandOrder, ordered_prompts, split_prompts
-from rlhf_core.rollouts.scored_step import DynamicScoring, StepScorer, rollout_metrics, with_greedy_rewards
+from rlhf_core.rollouts.scored_step import StepScorer, open_rollouts, rollout_metrics, with_greedy_rewards
 from rlhf_core.rows import chosen
 from rlhf_core.sampling.requests import stop_token_ids
 from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoint
-from rlhf_core.store.failures import Counts
 from rlhf_core.training.adamw import scheduled_rate
 from rlhf_core.training.batching import averaged
 from rlhf_core.training.experience import (
@@ -298,56 +280,6 @@ def named_teacher(name: str, teachers: Mapping[str, PolicyRef], policy: PolicyRe
     shared_vocabulary(context.path(policy), folder, key=key)
     context.tracker.input_model(teachers[name].digest)
     return ModelSpec(path=str(folder), head="lm", lora=None, seed=context.seed)
-
-
-@contextmanager
-def open_rollouts(
-    config: PPOConfig,
-    engine: Sampler,
-    scorer: Scorer,
-    chat: ChatTemplate,
-    prompts: Sequence[Prompt],
-    log: RolloutLog,
-    *,
-    seed: int,
-    environments: OpenEnvironments = SINGLE_TURN,
-    band: BandOrder | None = None,
-    note_failed: Callable[[int, Counts], None] = lambda step, counts: None,
-    apart: Apart = here,
-) -> Iterator[tuple[StepSampler, StepScorer]]:
-    """Yield the sampler and the scorer of each step, as `[ppo.ahead]` chooses; leave before the engines' leases end.
-
-    Every sample has its own seed, so a restart draws the same answers. `note_failed` is called with the number that a
-    step has once it is made and how many of its answers failed, before they are written to the `log`.
-    """
-    ahead, groups, size = config.ahead, config.prompts_per_step, config.samples_per_prompt
-    drawn: dict[str, Any] = {"engine": engine, "chat": chat, "prompts": prompts, "sampling": config.sampling}
-    drawn |= {"mixture": config.mixture, "band": band}
-    drawn |= {"groups": groups, "group_size": size, "seed": seed, "shuffles": config.order == "shuffled"}
-    whole = WholeAnswers(**drawn, environments=environments)
-    draw: DrawAnswers = whole
-    dynamic: DynamicScoring | None = None
-    if isinstance(ahead, PartialRollouts):
-        in_flight = ahead.in_flight_groups or 2 * groups
-        draw = PartialAnswers(**drawn, tokens=ahead.tokens, in_flight_groups=in_flight)
-    elif isinstance(ahead, DynamicSampling):
-        dynamic = DynamicScoring(scorer, whole.sample_round, ahead, groups, size)
-    sampler = OnPolicySampler(engine, log, draw)
-    keep = config.checkpoint_every
-    score = StepScorer(
-        scorer=scorer,
-        log=log,
-        group_size=size,
-        keep_steps=keep,
-        note_failed=note_failed,
-        dynamic=dynamic,
-        apart=apart,
-    )
-    if not config.staleness:
-        yield sampler, score
-        return
-    with AheadSampler(sampler, staleness=config.staleness, steps=config.steps, group_size=size) as sampling:
-        yield sampling, score
 
 
 def open_guard(

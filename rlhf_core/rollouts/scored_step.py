@@ -5,20 +5,34 @@ Rollouts without a reward are left out with their whole group: they are never sc
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from rlhf_core.config.engines import SamplingConfig
-from rlhf_core.config.policy import DynamicSampling
+from rlhf_core.config.policy import DynamicSampling, PartialRollouts, PPOConfig
+from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.data.shards import Drawn, RolloutLog
 from rlhf_core.errors import RewardError
 from rlhf_core.evaluation.metrics import distinct_n, repetition
 from rlhf_core.interfaces import Apart, Metrics, Sampler, here
 from rlhf_core.rewards.scoring import Scorer
-from rlhf_core.rollouts.answers import episode_metrics
+from rlhf_core.rollouts.answers import (
+    SINGLE_TURN,
+    AheadSampler,
+    DrawAnswers,
+    OnPolicySampler,
+    OpenEnvironments,
+    PartialAnswers,
+    StepSampler,
+    WholeAnswers,
+    episode_metrics,
+)
+from rlhf_core.rollouts.prompts import BandOrder
 from rlhf_core.store.failures import Counts
-from rlhf_core.types import Column, Completion, Generation, Rollout, SamplingRequest
+from rlhf_core.types import Column, Completion, Generation, Prompt, Rollout, SamplingRequest
 
 # ---------------------------------------------------------------- dynamic sampling
 
@@ -286,3 +300,56 @@ def _based(rollout: Rollout, greedy: Rollout) -> Rollout:
 def _added(counts: Counts, more: Counts) -> Counts:
     both = {path: (counts.get(path, (0, 0)), more.get(path, (0, 0))) for path in {**counts, **more}}
     return {path: (one[0] + other[0], one[1] + other[1]) for path, (one, other) in both.items()}
+
+
+# ---------------------------------------------------------------- sampler and scorer of a run
+
+
+@contextmanager
+def open_rollouts(
+    config: PPOConfig,
+    engine: Sampler,
+    scorer: Scorer,
+    chat: ChatTemplate,
+    prompts: Sequence[Prompt],
+    log: RolloutLog,
+    *,
+    seed: int,
+    environments: OpenEnvironments = SINGLE_TURN,
+    band: BandOrder | None = None,
+    note_failed: Callable[[int, Counts], None] = lambda step, counts: None,
+    apart: Apart = here,
+) -> Iterator[tuple[StepSampler, StepScorer]]:
+    """Yield the sampler and the scorer of each step, as `[ppo.ahead]` chooses; leave before the engines' leases end.
+
+    Every sample has its own seed, so a restart draws the same answers. `note_failed` is called with the number that a
+    step has once it is made and how many of its answers failed, before they are written to the `log`.
+    """
+    ahead, groups, size = config.ahead, config.prompts_per_step, config.samples_per_prompt
+    drawn: dict[str, Any] = {"engine": engine, "chat": chat, "prompts": prompts, "sampling": config.sampling}
+    drawn |= {"mixture": config.mixture, "band": band}
+    drawn |= {"groups": groups, "group_size": size, "seed": seed, "shuffles": config.order == "shuffled"}
+    whole = WholeAnswers(**drawn, environments=environments)
+    draw: DrawAnswers = whole
+    dynamic: DynamicScoring | None = None
+    if isinstance(ahead, PartialRollouts):
+        in_flight = ahead.in_flight_groups or 2 * groups
+        draw = PartialAnswers(**drawn, tokens=ahead.tokens, in_flight_groups=in_flight)
+    elif isinstance(ahead, DynamicSampling):
+        dynamic = DynamicScoring(scorer, whole.sample_round, ahead, groups, size)
+    sampler = OnPolicySampler(engine, log, draw)
+    keep = config.checkpoint_every
+    score = StepScorer(
+        scorer=scorer,
+        log=log,
+        group_size=size,
+        keep_steps=keep,
+        note_failed=note_failed,
+        dynamic=dynamic,
+        apart=apart,
+    )
+    if not config.staleness:
+        yield sampler, score
+        return
+    with AheadSampler(sampler, staleness=config.staleness, steps=config.steps, group_size=size) as sampling:
+        yield sampling, score

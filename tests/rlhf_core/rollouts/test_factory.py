@@ -16,10 +16,10 @@ from rlhf_core.config.policy import PartialRollouts, PPOConfig, Staleness
 from rlhf_core.data.shards import RolloutLog
 from rlhf_core.errors import DataError, RewardError, SamplerLostError
 from rlhf_core.interfaces import Metrics, here
-from rlhf_core.rollouts.scored_step import staleness
+from rlhf_core.rollouts.scored_step import open_rollouts, staleness
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import ActionSpan, Completion, Generation, Rollout, SamplingRequest
-from stages.ppo import open_rollouts, sampling_metrics
+from stages.ppo import sampling_metrics
 from tests.rlhf_core.rollouts.fake_engines import PROMPTS, FakeChat, FakeSampler, FakeScorer, FakeTrainer
 
 
