@@ -25,8 +25,6 @@ GRAPHS = 2e9
 """Bytes of an engine beside weights and KV cache: CUDA graphs, activations, sampling. An allowance, not measured."""
 ASLEEP = 1.5e9
 """Bytes of a sleeping engine: its context and graphs."""
-COLUMN = 500.0
-"""Host bytes a token of a step, of samples as tuples in the driver."""
 
 
 @dataclass(frozen=True, slots=True)

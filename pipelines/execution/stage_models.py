@@ -14,15 +14,13 @@ from rlhf_core.models.sizes import ModelShape, shape_of, shape_of_init
 from rlhf_core.stage.key import StageSpec
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.memory import Role
-from rlhf_core.types import ArtifactRef, PolicyRef, ProcessRewardModelRef, RewardModelRef
+from rlhf_core.types import ArtifactRef, PolicyRef
 from stages.config.distill import DistillConfig
 from stages.config.dpo import DPOConfig
 from stages.config.prepare_data import PrepareDataConfig
 from stages.config.process_reward_model import ProcessRewardModelConfig
 from stages.config.reward_model import RewardModelConfig
 from stages.config.sft import SFTConfig
-
-SCORES = (RewardModelRef, ProcessRewardModelRef)
 
 
 @dataclass(frozen=True, slots=True)
