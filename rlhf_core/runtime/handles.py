@@ -19,6 +19,8 @@ from rlhf_core.runtime.pieces import packed
 from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.weight_sync import DeviceWeights, StoredWeights
 from rlhf_core.runtime.worker_group import WorkerGroup
+from rlhf_core.store.checkpoints import write_part
+from rlhf_core.store.places.place import Place, named, note_elsewhere, parts_elsewhere
 from rlhf_core.training.batching import reduce, shares, step_counts
 from rlhf_core.types import Completion, SamplingRequest
 
@@ -91,13 +93,53 @@ class RayTrainer:
     step_scores = _in_order(Trainer.step_scores)
 
     optim_step = _on_all(Trainer.optim_step)
-    save = _on_all(Trainer.save)
-    load = _on_all(Trainer.load)
-    export = _on_all(Trainer.export)
+
+    def save(self, folder: Path) -> None:
+        """Let every rank write into the folder in the background; ranks on other nodes upload their parts."""
+        place, away = self._placed(folder)
+        if place is None or not away:
+            self._call("save", folder)
+            return
+        self._call("save", place)
+        for rank in away:
+            write_part(folder, f"uploaded_{rank:05d}", functools.partial(self._deliver, place, folder, rank))
+
+    def _deliver(self, place: Place, folder: Path, rank: int) -> None:
+        """Wait until a rank has uploaded its part of a checkpoint, and note it there."""
+        waits = folder / f".waits-{rank:05d}"  # grows meanwhile, or the disk would seem to stand still
+
+        def grow() -> None:
+            with waits.open("ab") as stream:
+                stream.write(b".")
+
+        files = self._workers.fetch_from(rank, "delivered", place.inside, missing=grow)
+        waits.unlink(missing_ok=True)
+        note_elsewhere(folder, rank, files)
+
+    def load(self, folder: Path) -> None:
+        """Restore the state of `save` on every rank."""
+        self._call("load", self._readable(folder))
 
     def damage(self, folder: Path) -> str:
         """Return what the first rank that found damage in its files says, or ""."""
-        return next(filter(None, self._call("damage", folder)), "")
+        return next(filter(None, self._call("damage", self._readable(folder))), "")
+
+    def export(self, folder: Path) -> None:
+        """Write the model; if rank 0 is on another node, its files are fetched."""
+        place, away = self._placed(folder)
+        files = self._call("export", place if place and away else folder)[0]
+        if place and files is not None:
+            place.receive(files)
+
+    def _placed(self, folder: Path) -> tuple[Place | None, list[int]]:
+        """Return the place of a folder in a mirror, and the ranks that are on other nodes."""
+        place = named(folder)
+        return place, self._workers.away(self._role, place)
+
+    def _readable(self, folder: Path) -> Path | Place:
+        """Return a folder for all ranks: a place if some are on other nodes, or have been when it was written."""
+        place, away = self._placed(folder)
+        return place.offered() if place and (away or parts_elsewhere(folder)) else folder
 
     def weights(self) -> Weights:
         """Return a reference to the full weights, in the object store, or on rank 0 if GPUs will send them."""

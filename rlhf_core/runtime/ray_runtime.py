@@ -2,8 +2,10 @@
 
 import atexit
 import contextlib
+import io
 import itertools
 import logging
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,7 @@ from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.train_worker import TrainWorker
 from rlhf_core.runtime.weight_sync import choose_transfer
 from rlhf_core.runtime.worker_group import WorkerGroup
+from rlhf_core.store.places.place import Place, named
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +82,10 @@ class RayRuntime:
         sharing = GpuSharing() if pool else self._sharing
         lease = f"{role}-{next(self._leases)}"
         with sharing.training():
-            self._note_served(workers.call(role, "open", lease, model, optimizer))
+            place = named(Path(model.path))
+            if place is not None and workers.away(role, place):
+                place = place.offered()
+            self._note_served(workers.call(role, "open", lease, model, optimizer, place))
         try:
             shared = self._config.trainer.ranks_per_share
             transfer = "" if pool else self._transfer()
@@ -104,7 +110,8 @@ class RayRuntime:
         try:
             transfer = self._transfer()
             with self._sharing.sampling():
-                self._note_served(workers.call("policy", "open", policy, transfer))
+                place = named(policy)
+                self._note_served(workers.call("policy", "open", place.offered() if place else policy, transfer))
             tensor_parallel = self._config.sampler.needs().tensor_parallel
             yield RaySampler(workers, transfer=transfer, tensor_parallel=tensor_parallel, sharing=self._sharing)
         finally:
@@ -130,6 +137,9 @@ class RayRuntime:
         if not holds((arguments, *keywords.values())):
             return function(*arguments, **keywords)
         workers = self._train_workers(self._config.pool_of("policy"))
+        place = None if self._owns_ray else _named_in(function)
+        if 0 in workers.away("policy", place):  # what it reads and writes is here
+            return function(*arguments, **keywords)
         given = packed((arguments, keywords))
         made: T = workers.call_first("policy", "apart", function, given, named=getattr(function, "__qualname__", ""))
         return made
@@ -283,6 +293,26 @@ class RayRuntime:
         self._served["ray"] = ray.__version__
         for report in reports:
             self._served.update(report)
+
+
+class _Folders(pickle.Pickler):
+    """Notes the paths in what it pickles."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.found: list[Path] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Path):
+            self.found.append(value)
+        return NotImplemented
+
+
+def _named_in(function: Callable[..., Any]) -> Place | None:
+    """Return the place of a folder in a mirror that a function works in, or None."""
+    folders = _Folders()
+    folders.dump(function)
+    return next(filter(None, map(named, folders.found)), None)
 
 
 def _order_by_gpu(group: WorkerGroup, gpus: float) -> None:

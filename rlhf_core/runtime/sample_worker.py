@@ -17,6 +17,7 @@ from rlhf_core.runtime.pieces import Leaves
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.samplers import reopen_sampler, sampler_engine
 from rlhf_core.runtime.weight_sync import StoredWeights
+from rlhf_core.store.places.place import Place
 from rlhf_core.types import Completion, SamplingRequest
 
 # ---------------------------------------------------------------- Run work at low priority, so that it does not slow down other threads
@@ -74,15 +75,16 @@ class SampleWorker(Leaves):
         """Return the GPUs that Ray gave this process, as `node:index`."""
         return own_gpus()
 
-    def open(self, policy: Path, transfer: Transfer) -> dict[str, str]:
-        """Serve `policy` from version 0; return the versions of the engines that serve it.
+    def open(self, policy: Path | Place, transfer: Transfer) -> dict[str, str]:
+        """Serve `policy`, a folder of this node or of a place, from version 0; return the versions of the engines that serve it.
 
         `transfer` is the same in every call. Raises ConfigError if the engine would not compute on the GPUs that were
         reserved for it.
         """
         self._check_gpus()
         warm, self._sampler = self._sampler, None  # not kept if opening fails
-        opened = reopen_sampler(warm, policy, self._config, threads=self._threads, transfer=transfer)
+        folder = policy.folder() if isinstance(policy, Place) else policy
+        opened = reopen_sampler(warm, folder, self._config, threads=self._threads, transfer=transfer)
         self._sampler = opened
         return opened.versions()
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.errors import ConfigError, TrainingError
+from rlhf_core.errors import ArtifactError, ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec, RankTrainer, Transfer, Weights
 from rlhf_core.processes.identity import is_loopback, network
 from rlhf_core.processes.large_imports import large_imports
@@ -18,6 +21,9 @@ from rlhf_core.runtime.connection import check_gpus, own_gpus
 from rlhf_core.runtime.pieces import Leaves, opened
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.weight_sync import DeviceSender, StagedWeights, StoredWeights
+from rlhf_core.store.checkpoints import wait_for_parts
+from rlhf_core.store.places.mirror import Files
+from rlhf_core.store.places.place import Place
 
 if TYPE_CHECKING:
     from rlhf_core.runtime.hosted_models import HostedModels
@@ -43,18 +49,28 @@ def _of_lease(
 ) -> Callable[Concatenate[TrainWorker, str, P], T]:
     """Return a worker method that takes the name of a lease and calls `method` of that lease's trainer.
 
-    Weights that are still to be sent are copied before a method that `changes` them.
+    Weights that are still to be sent are copied before a method that `changes` them. A `Place` is opened on this node.
     """
 
     def call(self: TrainWorker, lease: str, *arguments: P.args, **keywords: P.kwargs) -> T:
         if changes:
             self._keep_staged(lease)
-        result: T = getattr(self._trainer(lease), method.__name__)(*map(opened, arguments), **keywords)
+        here = [one.folder() if isinstance(one, Place) else opened(one) for one in arguments]
+        result: T = getattr(self._trainer(lease), method.__name__)(*here, **keywords)
         return result
 
     # Not functools.wraps: Ray would check calls against the wrapped signature, which has no lease.
     call.__name__, call.__doc__ = method.__name__, method.__doc__
     return call
+
+
+def _path(folder: Path | Place) -> Path:
+    return folder.root / folder.inside if isinstance(folder, Place) else folder
+
+
+def _upload(place: Place, scratch: Path) -> Files:
+    wait_for_parts(scratch)
+    return place.upload(scratch)
 
 
 class TrainWorker(Leaves):
@@ -76,6 +92,9 @@ class TrainWorker(Leaves):
         """Lease whose model the staged weights are a stream of; "" for a copy of them."""
         self._sender: DeviceSender | None = None
         self._sender_engines: list[Any] = []
+        self._uploading = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._uploads: dict[str, Future[Files]] = {}
+        """Folder into which this rank has saved -> the files that were uploaded."""
 
     # ------------------------------------------------------------ process
 
@@ -123,15 +142,22 @@ class TrainWorker(Leaves):
 
     # ------------------------------------------------------------ leases
 
-    def open(self, lease: str, model: ModelSpec, optimizer: OptimizerConfig | None) -> dict[str, str]:
-        """Load `model` under the name `lease`; return the versions of the engines that serve it.
+    def sees(self, place: Place) -> bool:
+        """Return whether this process reads and writes the folder itself, and not a copy on another node."""
+        return place.is_here
+
+    def open(
+        self, lease: str, model: ModelSpec, optimizer: OptimizerConfig | None, place: Place | None = None
+    ) -> dict[str, str]:
+        """Load `model` under the name `lease`, from `place` if given; return the versions of the engines that serve it.
 
         Raises ConfigError if it would not be on the GPU that was reserved for it, or if the ranks cannot meet.
         """
         self._check_meeting_point()
         if self._gpus_per_worker > 0:
             check_gpus("runtime.gpus_per_train_worker", self._gpus_per_worker, self.gpus())
-        self._models.open(lease, model, optimizer)
+        here = model if place is None else replace(model, path=str(place.folder()))
+        self._models.open(lease, here, optimizer)
         return trainer_versions(self._config)
 
     def _check_meeting_point(self) -> None:
@@ -178,10 +204,40 @@ class TrainWorker(Leaves):
     scores = _of_lease(RankTrainer.scores)
     step_scores = _of_lease(RankTrainer.step_scores)
     loss = _of_lease(RankTrainer.loss)
-    save = _of_lease(RankTrainer.save)
     load = _of_lease(RankTrainer.load, changes=True)
-    damage = _of_lease(RankTrainer.damage)
-    export = _of_lease(RankTrainer.export)
+
+    def save(self, lease: str, folder: Path | Place) -> None:
+        """Save into the folder; if it is on another node, this rank's part is uploaded: see `delivered`."""
+        if isinstance(folder, Place) and not folder.is_here:
+            scratch = folder.scratch()
+            self._trainer(lease).save(scratch)
+            self._uploads[folder.inside] = self._uploading.submit(_upload, folder, scratch)
+        else:
+            self._trainer(lease).save(_path(folder))
+
+    def delivered(self, inside: str) -> Files | None:
+        """Return the files that were uploaded of what was saved into the place, once; None while they are on the way."""
+        return self._uploads.pop(inside).result() if self._uploads[inside].done() else None
+
+    def damage(self, lease: str, folder: Path | Place) -> str:
+        """Return which file of a saved state is damaged, among those that this rank reads, or "".
+
+        That one is gone from the bucket counts, too.
+        """
+        try:
+            here = folder.folder() if isinstance(folder, Place) else folder
+        except ArtifactError as error:
+            return str(error)
+        return self._trainer(lease).damage(here)
+
+    def export(self, lease: str, folder: Path | Place) -> Files | None:
+        """Export into the folder; if it is on another node, rank 0 uploads the files and returns them."""
+        if not isinstance(folder, Place) or folder.is_here:
+            self._trainer(lease).export(_path(folder))
+            return None
+        scratch = folder.scratch()
+        self._trainer(lease).export(scratch)
+        return folder.upload(scratch)
 
     # ------------------------------------------------------------ weights
 

@@ -17,9 +17,12 @@ from rlhf_core.errors import (
 )
 from rlhf_core.runtime.pieces import LEAVES_FROM, LEAVING, RayPiece, opened
 from rlhf_core.runtime.ray_settings import ray
+from rlhf_core.store.places.place import Place
 
 LOOK_EVERY_S = 1.0
 """Seconds between checks, during a call, that Ray itself is still there."""
+FETCH_EVERY_S = 0.2
+"""Seconds between questions whether a worker has done what it does beside its calls."""
 OTHERS_GRACE_S = 10.0
 """Seconds to wait for other ranks' errors: if a rank dies, its peers often fail in a collective before Ray notices."""
 
@@ -64,6 +67,8 @@ class WorkerGroup:
         """Call that `begin` started -> when, by the monotonic clock."""
         self._pieces: dict[Any, Any] = {}
         """Call in progress -> its second result."""
+        self._away: dict[str, list[int]] = {}
+        """Mark of a mirror -> ranks that do not see it."""
 
     @property
     def broken(self) -> bool:
@@ -100,6 +105,31 @@ class WorkerGroup:
             finally:
                 self._pieces.pop(ref, None)
 
+    def fetch_from(self, rank: int, method: str, *arguments: Any, missing: Callable[[], None]) -> Any:
+        """Call `method` on one actor, between the calls of others, until it returns something; return that.
+
+        `missing` is called while there is no answer. Raises the worker's error, or that of its loss.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while not self.broken:
+            ref = getattr(self.actors[rank], method).remote(*arguments)
+            while not self.broken and not ray.wait([ref], timeout=LOOK_EVERY_S)[0]:
+                missing()
+                if time.monotonic() > deadline:
+                    raise self._too_late(self.kind, method, rank)
+            try:
+                result = ray.get(ref, timeout=LOOK_EVERY_S)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            except ray.exceptions.RayError as error:
+                raise self._died(self.kind, method, rank, error) from error
+            if result is not None:
+                return result
+            deadline = time.monotonic() + self._timeout_s
+            missing()
+            time.sleep(FETCH_EVERY_S)
+        raise self._loss(self.kind, method, "its worker has been stopped", self._run_again)
+
     def begin(self, role: str, method: str, rank: int, *arguments: Any) -> Any:
         """Start `method(*arguments)` on one actor and return a reference to its result, for `first`."""
         with self._turn:
@@ -115,6 +145,15 @@ class WorkerGroup:
             self._begun = {ref: self._begun[ref] for ref in running.values()}  # the others were given up
             self._pieces = {ref: self._pieces[ref] for ref in running.values() if ref in self._pieces}
             return self._gather(role, method, running, enough=1)
+
+    def away(self, role: str, place: Place | None) -> list[int]:
+        """Return the ranks that do not see the mirror in which a place was named: they are on other nodes."""
+        if place is None:
+            return []
+        if place.mark not in self._away:
+            seen = self.call(role, "sees", place)
+            self._away[place.mark] = [rank for rank, sees in enumerate(seen) if not sees]
+        return self._away[place.mark]
 
     def put(self, value: Any) -> Any:
         """Return a reference to a copy in the object store, to hand to several actors."""

@@ -266,7 +266,7 @@ def write_text(path: Path, text: str, *, durable: bool) -> None:
         make_folder(path.parent)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{_place()}-{os.getpid()}-{secrets.token_hex(3)}")
+    temporary = temporary_for(path)
     try:
         with temporary.open("w", encoding="utf-8") as stream:
             stream.write(text)
@@ -281,8 +281,13 @@ def write_text(path: Path, text: str, *, durable: bool) -> None:
         fsync_path(path.parent)
 
 
+def temporary_for(path: Path) -> Path:
+    """Return a name beside `path`, which `sweep_temporaries` removes after this process was killed."""
+    return path.with_name(f".{path.name}.{_place()}-{os.getpid()}-{secrets.token_hex(3)}")
+
+
 def sweep_temporaries(root: Path) -> list[Path]:
-    """Remove the temporary files below `root` of this machine's processes that were killed inside `write_json`."""
+    """Remove the temporary files below `root` of this machine's processes that were killed while they had them."""
     swept = []
     for path in root.rglob(f".*.{_place()}-*"):
         found = _TEMPORARY.search(path.name)
@@ -406,8 +411,7 @@ def move(path: Path, target: Path) -> None:
 
 
 def _copy_over(path: Path, target: Path) -> None:
-    # Named like the temporary files of `write_json`, so that `sweep_temporaries` removes it after a kill.
-    temporary = target.with_name(f".{target.name}.{_place()}-{os.getpid()}-{secrets.token_hex(3)}")
+    temporary = temporary_for(target)
     try:
         if path.is_dir():
             shutil.copytree(path, temporary)

@@ -24,11 +24,12 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ArtifactError, ConfigError
-from rlhf_core.store.fingerprint import sha256_text
+from rlhf_core.store.fingerprint import FileEntry, sha256_text, tree_digest
 from rlhf_core.store.layout import (
     MANIFEST,
     MARKER,
@@ -56,6 +57,11 @@ FRESH_SECONDS = 1.0
 DAY_SECONDS = 86_400.0
 """Age from which files that no record leads to are removed, and after which a use is written down again."""
 THREADS = 8
+BLOBS = "blobs/"
+VIEWS = "views"
+"""Folder with copies of unfinished work of other nodes, which are part of the cache."""
+Files = Mapping[str, tuple[int, str]]
+"""Path inside a folder -> bytes and SHA-256."""
 
 
 @dataclass
@@ -239,10 +245,7 @@ class Mirror:
         """Upload an object that lies in this folder: its files, each content once, and the manifest at the end."""
         folder = self.layout.object(digest)
         if self.objects.found(f"objects/{digest}.json") is None:  # not `has`: another node may have condemned it
-            files = files_of(folder / MANIFEST)
-            blobs = {sha: folder / name for name, (_, sha) in files.items()}
-            with ThreadPoolExecutor(THREADS) as pool:
-                list(pool.map(self._upload, blobs.items()))
+            self.send(folder, files_of(folder / MANIFEST), BLOBS)
             self.objects.put_file(f"objects/{digest}.json", folder / MANIFEST)
             self._manifests.add(digest)
         self._keep(digest)
@@ -254,56 +257,93 @@ class Mirror:
         Raises ArtifactError if it is not in the bucket, or other content arrives than was stored; then nobody gets it again.
         """
         folder = self.layout.object(digest)
-        if digest in self._held and folder.is_dir():
-            return
-        self._keep(digest)  # first: nobody evicts it from now on
-        with _locked(self.root / "cache" / f"{digest}.fetch", fcntl.LOCK_EX):
-            if not folder.is_dir() and self.has(digest):
+        with self._fetching(digest, folder) as is_missing:
+            if is_missing and self.has(digest):
                 try:
                     self._download(digest, folder)
                 except FileNotFoundError:  # another node has removed it since it was listed
                     self.forget(digest)
+
+    def gather(self, files: Files, under: str) -> Path:
+        """Return a folder here with files that `send` has put `under` a prefix, checked and kept as objects are.
+
+        Raises ArtifactError if one is missing, or not what was sent.
+        """
+        digest = tree_digest({name: FileEntry(*entry) for name, entry in files.items()})
+        folder = self.root / VIEWS / digest
+        with self._fetching(digest, folder) as is_missing:
+            if is_missing:
+                part = self._part(digest)
+                table = {name: {"size": size, "sha256": sha} for name, (size, sha) in files.items()}
+                write_text(part / MANIFEST, as_text({"schema": 1, "files": table}), durable=False)
+                self.evict(sum(size for size, _ in files.values()))
+                self.receive(part, files, under)
+                _settle(part, folder)
+        return folder
+
+    def send(self, folder: Path, files: Files, under: str) -> None:
+        """Upload files of a folder `under` a prefix, each content once."""
+
+        def upload(content: tuple[str, str]) -> None:
+            sha, name = content
+            size, at = self.objects.found(f"{under}{sha}") or (-1, 0.0)
+            if size != files[name][0] or at < time.time() - DAY_SECONDS / 2:  # made young, so that no gc removes it
+                self.objects.put_file(f"{under}{sha}", folder / name)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(upload, {sha: name for name, (_, sha) in files.items()}.items()))
+
+    def receive(self, folder: Path, files: Files, under: str) -> None:
+        """Write files that `send` has put `under` a prefix into a folder. Raises ArtifactError for damaged ones."""
+
+        def get(item: tuple[str, tuple[int, str]]) -> None:
+            name, (_, sha) = item
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self.objects.get_file(f"{under}{sha}", path)
+                with path.open("rb") as stream:
+                    arrived = hashlib.file_digest(stream, "sha256").hexdigest()
+            except FileNotFoundError:
+                arrived = ""
+            if arrived != sha:
+                raise Damaged(self.bucket.uri, path.name, sha, is_missing=not arrived)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(get, files.items()))
 
     def drop(self, digest: str, problem: str) -> None:
         """Remove a damaged object from this folder; it is fetched again when it is next read."""
         logger.warning("store: the copy of object %s in %s is damaged: %s; removed", digest[:12], self.root, problem)
         remove_tree(self.layout.object(digest))
 
-    def _upload(self, blob: tuple[str, Path]) -> None:
-        sha, path = blob
-        size, at = self.objects.found(f"blobs/{sha}") or (-1, 0.0)
-        if size != path.stat().st_size or at < time.time() - DAY_SECONDS / 2:  # made young, so that no gc removes it
-            self.objects.put_file(f"blobs/{sha}", path)
+    @contextmanager
+    def _fetching(self, digest: str, folder: Path) -> Iterator[bool]:
+        """Yield whether a folder of the cache has to be fetched, and keep it here from now on; others wait meanwhile."""
+        if digest in self._held and folder.is_dir():
+            yield False
+            return
+        self._keep(digest)  # first: nobody evicts it from now on
+        with _locked(self.root / "cache" / f"{digest}.fetch", fcntl.LOCK_EX):
+            yield not folder.is_dir()
 
     def _download(self, digest: str, folder: Path) -> None:
+        part = self._part(digest)
+        self.objects.get_file(f"objects/{digest}.json", part / MANIFEST)
+        files = files_of(part / MANIFEST)
+        self.evict(sum(size for size, _ in files.values()))
+        try:
+            self.receive(part, files, BLOBS)
+        except Damaged as damage:
+            self.condemn(digest, damage.sha, damage.problem)
+            raise
+        _settle(part, folder)
+
+    def _part(self, digest: str) -> Path:
         part = self.root / "cache" / f"{digest}.part"
         remove_tree(part)
         part.mkdir(parents=True)
-        self.objects.get_file(f"objects/{digest}.json", part / MANIFEST)
-        files = files_of(part / MANIFEST)
-        size = sum(bytes_ for bytes_, _ in files.values())
-        self.evict(size)
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda item: self._download_blob(digest, part / item[0], *item[1]), files.items()))
-        os.utime(part / MANIFEST)  # its time is that of the last good check
-        make_read_only(part)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        part.chmod(0o755)
-        part.rename(folder)
-        make_read_only(folder)
-
-    def _download_blob(self, digest: str, path: Path, size: int, sha: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self.objects.get_file(f"blobs/{sha}", path)
-            with path.open("rb") as stream:
-                arrived = hashlib.file_digest(stream, "sha256").hexdigest()
-        except FileNotFoundError:
-            arrived = ""
-        if arrived != sha:
-            problem = f"{path.name} has other content" if arrived else f"{path.name} is missing"
-            self.condemn(digest, sha, problem)
-            raise ArtifactError("artifact", digest[:12], f"is damaged in {self.bucket.uri}: {problem}", "run again")
+        return part
 
     def manifest(self, digest: str) -> Path | None:
         """Return the file of an object's manifest, which is fetched once; None if the object is not in the bucket."""
@@ -334,12 +374,13 @@ class Mirror:
 
         What a living process has read, or what is not in the bucket yet, stays. Raises ArtifactError if that is too much.
         """
-        sizes = {path: folder_bytes(path) for path in self.layout.objects.glob("*/*")}
+        paths = [*self.layout.objects.glob("*/*"), *(self.root / VIEWS).glob("*")]
+        sizes = {path: folder_bytes(path) for path in paths}
         total, gone = sum(sizes.values()) + room, []
         for path in sorted(sizes, key=self._last_use):
             if total <= self.cache_bytes:
                 break
-            if self.has(path.name) and self._try_remove(path):
+            if (path.parent.name == VIEWS or self.has(path.name)) and self._try_remove(path):
                 total -= sizes[path]
                 gone.append(path.name)
         if room and total > self.cache_bytes:
@@ -383,6 +424,25 @@ def _locked(path: Path, how: int) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _settle(part: Path, folder: Path) -> None:
+    """Let the files that have arrived in `part` be the folder, read-only."""
+    os.utime(part / MANIFEST)  # its time is that of the last good check
+    make_read_only(part)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part.chmod(0o755)
+    part.rename(folder)
+    make_read_only(folder)
+
+
+class Damaged(ArtifactError):
+    """A file of a bucket is not what was stored there."""
+
+    def __init__(self, uri: str, name: str, sha: str, *, is_missing: bool) -> None:
+        self.sha = sha
+        self.problem = f"{name} {'is missing' if is_missing else 'has other content'}"
+        super().__init__("artifact", sha[:12], f"is damaged in {uri}: {self.problem}", "run again")
+
+
 def files_of(manifest: Path) -> dict[str, tuple[int, str]]:
     """Return path -> size and SHA-256 of the files in a manifest."""
     table = read_json(manifest) or {"files": {}}
@@ -424,11 +484,17 @@ def mirror_of(root: Path) -> Mirror | None:
     uri = (read_json(root / MARKER) or {}).get("mirrors") if (root / MARKER).is_file() else None
     if uri is None:
         return None
-    mirror = Mirror(root, open_bucket(uri), _cache_bytes())
+    mirror = cache_in(root, uri)
     mirror.refresh()
     mount(root, mirror)
     _OPEN[root] = mirror
     return mirror
+
+
+@cache
+def cache_in(root: Path, uri: str) -> Mirror:
+    """Return the mirror in a folder for its objects alone: none of its records is read."""
+    return Mirror(root, open_bucket(uri), _cache_bytes())
 
 
 def open_layout(root: Path) -> StoreLayout:

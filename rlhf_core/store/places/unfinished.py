@@ -2,7 +2,8 @@
 
 While a stage runs on a mirror, a thread uploads each new checkpoint behind it. Links to the files are made first, because a
 checkpoint is removed when the next one is whole. The record `unfinished/<key>.json`, written last, names the files of one
-state, which lie in `work/<key>/<sha256>`; those of the state before are removed then. An attempt never replaces the work
+state, which lie in `work/<key>/<sha256>`; those of the state before are removed then. Parts that ranks on other nodes have
+uploaded themselves (`rlhf_core.store.places.place`) are `apart`: whoever goes on gets them when a rank needs them. An attempt never replaces the work
 of a later one. A node that takes the lease of a key gets the work if it has none of this attempt or a later one.
 """
 
@@ -21,6 +22,7 @@ from rlhf_core.store.fingerprint import hash_file, list_files
 from rlhf_core.store.layout import CHECKPOINTS, is_inside, remove_tree
 from rlhf_core.store.places import Conflict, Unreachable
 from rlhf_core.store.places.mirror import THREADS, Mirror
+from rlhf_core.store.places.place import parts_elsewhere, work_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ class Keeper:
     """Name of the checkpoint that was uploaded last."""
     _known: set[str] = field(default_factory=set)
     """SHA-256 of the files in the bucket that this attempt has uploaded."""
+    _apart: set[str] = field(default_factory=set)
+    """SHA-256 of those that ranks on other nodes have uploaded for checkpoints that were there at the last look."""
 
     def look(self) -> bool:
         """Upload the newest checkpoint if it is a new one. Return False if a later attempt has left its own."""
@@ -64,8 +68,9 @@ class Keeper:
             digests = dict(zip(paths, pool.map(hash_file, paths.values())))
             new = {digest: paths[name] for name, digest in digests.items() if digest not in self._known}
             put = self.mirror.objects.put_file
-            list(pool.map(lambda item: put(f"work/{self.key}/{item[0]}", item[1]), new.items()))
-        table = {"attempt": self.number, "files": digests}
+            list(pool.map(lambda item: put(f"{work_of(self.key)}{item[0]}", item[1]), new.items()))
+        apart = {sha for _, sha in parts_elsewhere(links).values()}
+        table = {"attempt": self.number, "files": digests, "apart": sorted(apart)}
         while True:
             found = self.mirror.unfinished.found(f"{self.key}.json")
             if found is not None and not found.dropped and found.value["attempt"] > self.number:
@@ -73,10 +78,13 @@ class Keeper:
             with suppress(Conflict):
                 self.mirror.unfinished.put(f"{self.key}.json", table, None if found is None else found.version)
                 break
-        before = set() if found is None or found.dropped else set(found.value["files"].values())
-        for digest in before - set(digests.values()):
-            self.mirror.objects.delete(f"work/{self.key}/{digest}")
+        left = {"files": {}} if found is None or found.dropped else found.value
+        before = {*left["files"].values(), *(left["apart"] if "apart" in left else ())}  # older versions had none
+        in_use = {*digests.values(), *apart, *(sha for _, sha in parts_elsewhere(self.work).values())}
+        for digest in (before | self._apart) - in_use:
+            self.mirror.objects.delete(f"{work_of(self.key)}{digest}")
         self._known = set(digests.values())
+        self._apart = in_use - self._known
         return True
 
 
@@ -142,18 +150,10 @@ def bring(mirror: Mirror, key: str) -> None:
 
 
 def _download(mirror: Mirror, key: str, files: Mapping[str, str], part: Path) -> None:
-    def get(item: tuple[str, str]) -> None:
-        name, digest = item
-        if not is_inside(name):
-            raise ArtifactError("checkpoint", name, "is no path inside a work folder", "the stage starts anew")
-        path = part / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mirror.objects.get_file(f"work/{key}/{digest}", path)
-        if hash_file(path) != digest:
-            raise ArtifactError("checkpoint", name, "is not what was uploaded", "the stage starts anew")
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(get, files.items()))
+    outside = [name for name in files if not is_inside(name)]
+    if outside:
+        raise ArtifactError("checkpoint", outside[0], "is no path inside a work folder", "the stage starts anew")
+    mirror.receive(part, {name: (0, digest) for name, digest in files.items()}, work_of(key))
 
 
 def forget(mirror: Mirror, key: str) -> None:
@@ -162,5 +162,5 @@ def forget(mirror: Mirror, key: str) -> None:
     if found is not None:
         with suppress(Conflict):
             mirror.unfinished.drop(f"{key}.json", found.version)
-    for name, _, _ in list(mirror.objects.listed(f"work/{key}/")):
+    for name, _, _ in list(mirror.objects.listed(work_of(key))):
         mirror.objects.delete(name)
