@@ -68,7 +68,8 @@ def open_bucket(uri: str) -> Bucket:
         raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
     endpoint = next((os.environ[name] for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT") if name in os.environ), "")
     local = is_loopback(urlsplit(endpoint).hostname or "") if endpoint else False
-    options: Any = {"allow_http": True} if local else {}
+    asked = "AWS_ALLOW_HTTP" in os.environ and os.environ["AWS_ALLOW_HTTP"].lower() in ("1", "true")
+    options: Any = {"allow_http": True} if local or asked else {}
     return Bucket(uri, from_url(uri, client_options=options))
 
 

@@ -12,27 +12,22 @@ Rank 0 converts the ranks' partitions to one folder per parameter, beside them, 
 """
 
 import contextlib
-import fcntl
 import io
 import logging
 import math
 import os
-import socket
-import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.comm.torch import build_shm_op
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -40,7 +35,6 @@ from deepspeed.utils import set_z3_leaf_module
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.cpp_extension import get_default_build_root
 
 from rlhf_core.algorithms.token_math import LossOutput
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
@@ -122,49 +116,6 @@ def deepspeed_config(
         if config.fp32_reduce:
             settings["communication_data_type"] = "fp32"
     return settings
-
-
-@contextmanager
-def one_at_a_time(file: Path, *, patience_s: float = 5.0) -> Iterator[None]:
-    """Hold the lock of `file`, which names the process that has it. Log whom this process waits for after `patience_s`."""
-    with file.open("a+", encoding="utf-8") as lock:
-        started = time.monotonic()
-        while not _locked(lock):
-            if time.monotonic() - started >= patience_s:
-                lock.seek(0)
-                holder = lock.read() or "another process"
-                logger.warning("waiting for %s, which compiles for DeepSpeed: minutes, once per machine", holder)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                logger.warning("waited %.0f s for %s", time.monotonic() - started, holder)
-                break
-            time.sleep(0.1)
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} (rank {os.environ.get('RANK', '0')}) on {socket.gethostname()}")
-        lock.flush()
-        yield
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def remove_stale_locks(root: Path) -> list[Path]:
-    """Remove and return the files `lock` below `root` that no process has open. Builders of torch keep theirs open."""
-    found = list(root.rglob("lock"))
-    if not found:
-        return []
-    opened = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-            opened.add(link.readlink())
-    stale = [path for path in found if path.resolve() not in opened]
-    for path in stale:
-        path.unlink(missing_ok=True)
-    return stale
 
 
 # ---------------------------------------------------------------- universal
@@ -271,7 +222,9 @@ class DeepSpeedEngine:
             carrier.config = module.config  # DeepSpeed reads the number of heads from it
         with quiet():
             if device.type == "cpu":
-                _prepare_collectives(self._world)
+                # Its collectives for CPUs take a C++ compiler minutes on each node, and are for ranks that a launcher of
+                # DeepSpeed's own has put on one (LOCAL_SIZE); torch reduces without them.
+                deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
             join()
             if places is not None:
                 partition(module, settings, device=device)
@@ -460,23 +413,6 @@ def _gather_heads_as_one(module: Any) -> None:
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     if head is not None and list(head.children()):
         set_z3_leaf_module(head, True)
-
-
-@cache
-def _prepare_collectives(world: int) -> None:
-    """Compile DeepSpeed's collectives for CPUs once per machine, even if a process was killed while compiling them.
-
-    A single rank exchanges nothing, so it needs neither them nor the half minute of a C++ compiler.
-    torch guards the compiler with a lock file. A killed process leaves it behind, and later ones wait for it forever.
-    """
-    if world == 1:
-        deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
-        return
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    root.mkdir(parents=True, exist_ok=True)
-    with one_at_a_time(root / ".one-at-a-time"):
-        remove_stale_locks(root)
-        build_shm_op()
 
 
 @contextmanager
