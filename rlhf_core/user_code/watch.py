@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -35,6 +36,8 @@ from rlhf_core.user_code.sources import (
     is_users_own,
     locate,
 )
+
+logger = logging.getLogger(__name__)
 
 MARK = "__watch__"
 """Name of a `Watch` among the builtins of user modules, by which a stack is known to run the user's code."""
@@ -108,6 +111,9 @@ class Watch:
     def _note(self, text: str) -> None:
         if text not in self._notes and len(self._notes) < MOST_NOTES:
             self._notes.add(text)
+            if not self._file.parent.is_dir():
+                logger.warning("%s; not in the record, since the stage works on another machine", without_secrets(text))
+                return
             with self._file.open("a", encoding="utf-8") as stream:
                 stream.write(f"{json.dumps(without_secrets(text))}\n")
 

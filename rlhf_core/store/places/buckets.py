@@ -229,8 +229,13 @@ PROBES = (
 )
 
 
+_PASSED = "probes/passed"
+
+
 def probe(bucket: Bucket) -> None:
-    """Try the conditional puts that a store rests on. Raises ConfigError for a server that does not keep one of them."""
+    """Try the conditional puts that a store rests on, once per bucket. Raises ConfigError for a server that does not keep one."""
+    if BucketObjects(bucket).found(_PASSED) is not None:
+        return
     records = BucketRecords(bucket, f"probes/{hashlib.sha256(os.urandom(8)).hexdigest()[:16]}/")
     failed = _failed_probe(records)
     for name in list(records.names()):
@@ -241,6 +246,8 @@ def probe(bucket: Bucket) -> None:
             "use a server with conditional puts (Amazon S3, Google Cloud Storage, Azure, MinIO, SeaweedFS), or a folder"
         )
         raise ConfigError("store", bucket.uri, rule, remedy)
+    with bucket.answering():
+        bucket.client.put(_PASSED, b"")
 
 
 def _failed_probe(records: BucketRecords) -> str:

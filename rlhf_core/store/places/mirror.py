@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_core.errors import ArtifactError, ConfigError
 from rlhf_core.store.fingerprint import FileEntry, sha256_text, tree_digest
@@ -43,11 +43,12 @@ from rlhf_core.store.layout import (
     remove_tree,
     write_text,
 )
-from rlhf_core.store.places import Conflict, Versioned
+from rlhf_core.store.places import Conflict, Unreachable, Versioned
 from rlhf_core.store.places.buckets import SCHEMES, Bucket, BucketObjects, BucketRecords, is_same, open_bucket, probe
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 SHARED = re.compile(r"keys/[^/]+/[^/]+\.json|attempts/[^/]+/attempt\.json|roots/(?!external/).+\.json|used/[^/]+\.json")
 """Paths of the files that all nodes share; the others are of one node."""
 _OWNED = re.compile(r"keys/.*|attempts/.*|roots/gates/[^/]+/answer-.*")
@@ -57,6 +58,8 @@ FRESH_SECONDS = 1.0
 DAY_SECONDS = 86_400.0
 """Age from which files that no record leads to are removed, and after which a use is written down again."""
 THREADS = 8
+PATIENCE_SECONDS, RETRY_SECONDS = 180.0, 2.0
+"""How long files are tried to be moved while the bucket is away, and how often."""
 BLOBS = "blobs/"
 VIEWS = "views"
 """Folder with copies of unfinished work of other nodes, which are part of the cache."""
@@ -284,6 +287,7 @@ class Mirror:
     def send(self, folder: Path, files: Files, under: str) -> None:
         """Upload files of a folder `under` a prefix, each content once."""
 
+        @_patient
         def upload(content: tuple[str, str]) -> None:
             sha, name = content
             size, at = self.objects.found(f"{under}{sha}") or (-1, 0.0)
@@ -296,6 +300,7 @@ class Mirror:
     def receive(self, folder: Path, files: Files, under: str) -> None:
         """Write files that `send` has put `under` a prefix into a folder. Raises ArtifactError for damaged ones."""
 
+        @_patient
         def get(item: tuple[str, tuple[int, str]]) -> None:
             name, (_, sha) = item
             path = folder / name
@@ -422,6 +427,24 @@ def _locked(path: Path, how: int) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _patient(move: Callable[[T], None]) -> Callable[[T], None]:
+    """Repeat what moves a file while the bucket is away, for at most `PATIENCE_SECONDS`: a stage would lose its work."""
+
+    @wraps(move)
+    def call(item: T) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return move(item)
+            except Unreachable as error:
+                if time.monotonic() > deadline:
+                    raise
+                logger.warning("%s; trying again", error)
+                time.sleep(RETRY_SECONDS)
+
+    return call
 
 
 def _settle(part: Path, folder: Path) -> None:

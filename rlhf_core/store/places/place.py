@@ -63,7 +63,7 @@ class Place:
         return self.inside.startswith("objects/")
 
     def folder(self) -> Path:
-        """Return the folder on this node, for reading. Raises ArtifactError if its files are gone, or damaged in the bucket."""
+        """Return the folder on this node, for reading. Raises ArtifactError if files are gone or damaged in the bucket."""
         if self.files is None and self.is_here:
             return self.root / self.inside
         mirror = self._mirror()
