@@ -330,7 +330,7 @@ def _deploy_verb(deploy: argparse.ArgumentParser) -> None:
 
 
 def _scaffold_verb(scaffold: argparse.ArgumentParser) -> None:
-    scaffold.add_argument("place", choices=("slurm",), help="where profiles are to run")
+    scaffold.add_argument("place", choices=("container", "slurm"), help="where profiles are to run")
     scaffold.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
 
 

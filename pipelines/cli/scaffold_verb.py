@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.cli.common import console, print_line
+from pipelines.flows.profile import shipped
 from rlhf_core.errors import ConfigError
 
 TEMPLATES = Path(__file__).with_name("places")
@@ -14,13 +15,22 @@ TEMPLATES = Path(__file__).with_name("places")
 
 @dataclass(frozen=True)
 class Place:
-    """What a place needs: files of its folder in `TEMPLATES`, and the next command, in which FOLDER is where they are."""
+    """What a place needs: files of its folder in `TEMPLATES`, files with pins, and the next command.
+
+    In the command, FOLDER is where the files are.
+    """
 
     files: tuple[str, ...]
     next: str
+    pins: tuple[str, ...] = ()
 
 
 PLACES: Mapping[str, Place] = {
+    "container": Place(
+        ("Containerfile",),
+        "put the wheel of this version into FOLDER, then: podman build --tag rlhf FOLDER",
+        pins=("cpu.txt", "gpu.txt"),
+    ),
     "slurm": Place(("rlhf.sbatch",), "sbatch --nodes 2 FOLDER/rlhf.sbatch tiny/full"),
 }
 
@@ -28,7 +38,11 @@ PLACES: Mapping[str, Place] = {
 def scaffold(options: argparse.Namespace) -> None:
     """Write the files of a place into a folder; raise ConfigError, before any is written, if one has other content."""
     place, folder = PLACES[options.place], Path(options.out)
-    texts = {folder / name: (TEMPLATES / options.place / name).read_bytes() for name in place.files}
+    sources = [
+        *(TEMPLATES / options.place / name for name in place.files),
+        *(shipped("requirements") / name for name in place.pins),
+    ]
+    texts = {folder / path.name: path.read_bytes() for path in sources}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         other = [path.name for path, text in texts.items() if path.exists() and path.read_bytes() != text]
@@ -39,5 +53,5 @@ def scaffold(options: argparse.Namespace) -> None:
             path.write_bytes(text)
     except OSError as error:
         raise ConfigError("--out", options.out, f"cannot be written: {error}", "choose another folder") from None
-    print_line(console, f"{folder}: {', '.join(place.files)}")
+    print_line(console, f"{folder}: {', '.join(path.name for path in texts)}")
     print_line(console, f"next: {place.next.replace('FOLDER', str(folder))}")

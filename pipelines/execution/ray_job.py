@@ -310,9 +310,9 @@ POLL_S = 2.0  # between questions to the job server
 TICK_S = 0.25  # between looks at the report of the job
 SERVER_AWAY_S = 120.0
 """Seconds without an answer of the job server after which the run stops watching; the job itself continues."""
-STOP_WAIT_S = int(stopping.GRACE_S) + 10
-"""Seconds between SIGTERM and SIGKILL, in which a stage can save."""
-INHERITED = ("HF_HOME", "HF_HUB_OFFLINE")
+STOP_MARGIN_S = 10
+"""Seconds between the end of a stage's grace period and SIGKILL."""
+INHERITED = ("HF_HOME", "HF_HUB_OFFLINE", "RLHF_GRACE_S")
 """Variables that the job inherits. The rest, tokens included, is the cluster's environment; no token is sent."""
 
 
@@ -452,7 +452,10 @@ def _environment(context: RunContext) -> dict[str, str]:
     )
     if tracking and os.environ.get(REGISTRY):
         tracking[REGISTRY] = _address(REGISTRY, os.environ[REGISTRY])
-    ray = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
+    ray = {
+        "RAY_JOB_STOP_WAIT_TIME_S": str(int(stopping.grace_s()) + STOP_MARGIN_S),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+    }
     return quiet | worker | inherited | tracking | ray
 
 

@@ -295,10 +295,15 @@ def _nearest_profile(name: str, folder: Path) -> str:
 
 
 def shipped_profiles() -> Path:
-    """Return the folder of the profiles: inside the installed package, or at the root of a checkout."""
+    """Return the folder of the shipped profiles."""
+    return shipped("profiles")
+
+
+def shipped(name: str) -> Path:
+    """Return a folder that is shipped with the code: inside the installed package, or at the root of a checkout."""
     package = Path(__file__).resolve().parents[1]
-    inside = package / "profiles"
-    return inside if inside.is_dir() else package.parent / "profiles"
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / name
 
 
 def profile_names() -> list[str]:

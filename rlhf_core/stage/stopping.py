@@ -1,7 +1,7 @@
 """Request the running stage to save and end, after a signal or at the end of the time allocation.
 
 A signal belongs to the whole process, and so does the request. A loop calls `reason()` after every step; if it is not
-empty, the loop saves a checkpoint and raises `StageStopped`. A second signal, or `GRACE_S` seconds without reaching
+empty, the loop saves a checkpoint and raises `StageStopped`. A second signal, or `grace_s()` seconds without reaching
 such a point, interrupts at once: the next run then resumes from the previous checkpoint.
 """
 
@@ -15,10 +15,14 @@ from contextlib import contextmanager
 from types import FrameType, MappingProxyType
 from typing import Any
 
+from rlhf_core.errors import ConfigError
+from rlhf_core.schema.base import LONGEST_S
+
 logger = logging.getLogger(__name__)
 
 GRACE_S = 20.0
-"""Grace period after the first signal: most batch systems and containers send SIGKILL 30 s after SIGTERM."""
+"""Grace period after the first signal without `RLHF_GRACE_S`: most batch systems and containers send SIGKILL 30 s after
+SIGTERM."""
 ALLOCATION_START = "SLURM_JOB_START_TIME"
 """Environment variable with the start of the allocation, in seconds of the wall clock."""
 
@@ -64,6 +68,18 @@ class RunOverBudget(RunHalted):
     """Raised when the budget of a run is spent; the same command goes on with a larger budget."""
 
     state = "OverBudget"
+
+
+def grace_s() -> float:
+    """Return the grace period after the first signal, in seconds: `RLHF_GRACE_S`, else `GRACE_S`."""
+    given = os.environ.get("RLHF_GRACE_S") or str(GRACE_S)
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= LONGEST_S:
+        raise ConfigError("RLHF_GRACE_S", given, "is not a number of seconds", f"unset it for {GRACE_S:g}")
+    return seconds
 
 
 def reason() -> str:
@@ -159,6 +175,7 @@ class _Listener:
 
     def __init__(self) -> None:
         self._arrived: signal.Signals | None = None
+        self._grace_s = grace_s()
         self._watchdog: threading.Timer | None = None
         self._before = {number: signal.signal(number, self._handle) for number in (*terminations(), signal.SIGINT)}
 
@@ -188,7 +205,7 @@ class _Listener:
         ask(f"{self._arrived.name} arrived")
         # The timer sends the second signal. Both run in threads, because the interrupted code may hold the log's lock.
         second = signal.SIGTERM if number == signal.SIGHUP else number
-        self._watchdog = threading.Timer(GRACE_S, os.kill, (os.getpid(), second))
+        self._watchdog = threading.Timer(self._grace_s, os.kill, (os.getpid(), second))
         self._watchdog.daemon = True
         self._watchdog.start()
         message = "saving, then stopping; repeat to stop immediately"

@@ -11,7 +11,7 @@ def test_the_files_of_a_place_are_written_and_no_others_are_replaced(place, tmp_
     out = tmp_path / "files" / "here"
     for _ in range(2):  # the same files again are no change
         assert main(["scaffold", place, "--out", str(out)]) == 0
-        assert {path.name for path in out.iterdir()} == set(PLACES[place].files)
+        assert {path.name for path in out.iterdir()} == {*PLACES[place].files, *PLACES[place].pins}
     assert str(out) in capsys.readouterr().out.splitlines()[-1], "the next command names the folder"
     changed = out / PLACES[place].files[-1]
     changed.write_text("mine")

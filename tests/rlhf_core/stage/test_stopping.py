@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rlhf_core.errors import ConfigError
 from rlhf_core.stage import stopping
 from rlhf_core.stage.stopping import StageStopped, on_signals, reason, time_limit
 
@@ -91,13 +92,23 @@ def test_a_stage_saves_when_its_terminal_goes(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stage_that_comes_to_no_end_is_interrupted_after_a_while(passed_on, monkeypatch, number):
-    monkeypatch.setattr(stopping, "GRACE_S", 0.05)
+    monkeypatch.setenv("RLHF_GRACE_S", "0.05")
     with on_signals():
         os.kill(os.getpid(), number)
         deadline = time.monotonic() + 5
         while not passed_on and time.monotonic() < deadline:
             time.sleep(0.01)
     assert passed_on == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("given", ["soon", "-1", "nan"])
+def test_a_grace_period_is_a_number_of_seconds(monkeypatch, given):
+    monkeypatch.setenv("RLHF_GRACE_S", given)
+    with (
+        pytest.raises(ConfigError, match=f"RLHF_GRACE_S = '{given}': is not a number of seconds; unset it for 20"),
+        on_signals(),
+    ):
+        pass
 
 
 def test_a_body_that_ends_in_time_is_not_interrupted_later(passed_on, monkeypatch):

@@ -1,0 +1,52 @@
+"""A run by `sbatch` on two nodes of a real Slurm: its time ends, it is queued again, and resumes to the same result."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelines.cli.main import main
+from rlhf_core.store.artifacts import ArtifactStore
+from tests.support.forks import soon
+from tests.support.slurm import two_nodes
+from tests.support.small_pipeline import write_mini
+
+CHANGES = {"runtime.type": "ray", "runtime.cpu_threads": 1, "sft.loop.epochs": 300, "sft.loop.checkpoint_every": 5}
+
+
+def words(profile: Path, store: Path) -> list[str]:
+    """Return what follows `rlhf run` for the profile up to `sft`, with a store of its own."""
+    pairs = {**CHANGES, "store": store}
+    return [
+        str(profile),
+        "--until",
+        "sft",
+        *(word for key, value in pairs.items() for word in ("--set", f"{key}={value}")),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.services
+@pytest.mark.timeout(900)
+def test_a_job_whose_time_is_up_is_queued_again_and_resumes(tmp_path):
+    assert main(["scaffold", "slurm", "--out", str(tmp_path)]) == 0
+    profile, two, plain, log = write_mini(tmp_path), tmp_path / "two", tmp_path / "plain", tmp_path / "job.out"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {**os.environ, "PATH": path, "RLHF_HOME": str(tmp_path / "home")}
+    with two_nodes(tmp_path / "slurm") as slurm:
+        submit = ["sbatch", "--parsable", "--nodes=2", f"--output={log}", str(tmp_path / "rlhf.sbatch")]
+        job = slurm.run(*submit, *words(profile, two), variables=variables).strip()
+        soon(lambda: any(two.glob("attempts/*/work-1/ckpt/step-*")) or slurm.ended(job), within_s=400)
+        slurm.run("scancel", "--signal=USR1", "--batch", job)  # as Slurm does 180 s before the time is up
+        soon(lambda: slurm.field(job, "Restarts") == "1" or slurm.ended(job), within_s=120)
+        soon(lambda: slurm.ended(job), within_s=400)
+        assert slurm.field(job, "JobState") == "COMPLETED", log.read_text()
+    assert "sft: RESUME: from step " in log.read_text()
+    command = [sys.executable, "-m", "pipelines.cli.main", "run", *words(profile, plain)]
+    subprocess.run(command, env=variables, check=True, stdout=subprocess.DEVNULL)
+    made = [{one.label: one.handle.digest for one in ArtifactStore(store).records()} for store in (two, plain)]
+    assert made[0] == made[1]
+    assert "sft" in made[0]
