@@ -13,7 +13,7 @@ from tests.support.forks import soon
 from tests.support.slurm import two_nodes
 from tests.support.small_pipeline import write_mini
 
-CHANGES = {"runtime.type": "ray", "runtime.cpu_threads": 1, "sft.loop.epochs": 300, "sft.loop.checkpoint_every": 5}
+CHANGES = {"runtime.type": "ray", "runtime.cpu_threads": 1, "sft.loop.epochs": 150, "sft.loop.checkpoint_every": 5}
 
 
 def words(profile: Path, store: Path) -> list[str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.cli.scaffold_verb import PLACES
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     "prepare_data.data.demonstrations": 200,
@@ -84,6 +86,17 @@ def rlhf(environment: Path, folder: Path, *words: str, status: int = 0) -> str:
 @pytest.mark.parametrize("profile", ["tiny/full", "one_gpu/full"])
 def test_shipped_profiles_plan_without_the_clone(environment, tmp_path, profile):
     assert "publish " in rlhf(environment, tmp_path, "plan", profile)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_files_of_a_place_are_written_without_the_clone(environment, tmp_path, place):
+    rlhf(environment, tmp_path, "scaffold", place, "--out", "files")
+    found = {path.name for path in (tmp_path / "files").iterdir()}
+    assert found == {*PLACES[place].files, *PLACES[place].pins}
+    if "Containerfile" in found:
+        lines = (tmp_path / "files/Containerfile").read_text().splitlines()
+        copied = {name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]}
+        assert copied - found == {"*.whl"}, "the build finds the rest in the folder"
 
 
 @pytest.mark.engine
