@@ -30,7 +30,7 @@ def words(profile: Path, store: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.services
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_job_whose_time_is_up_is_queued_again_and_resumes(tmp_path):
     assert main(["scaffold", "slurm", "--out", str(tmp_path)]) == 0
     profile, two, plain, log = write_mini(tmp_path), tmp_path / "two", tmp_path / "plain", tmp_path / "job.out"
@@ -39,10 +39,10 @@ def test_a_job_whose_time_is_up_is_queued_again_and_resumes(tmp_path):
     with two_nodes(tmp_path / "slurm") as slurm:
         submit = ["sbatch", "--parsable", "--nodes=2", f"--output={log}", str(tmp_path / "rlhf.sbatch")]
         job = slurm.run(*submit, *words(profile, two), variables=variables).strip()
-        soon(lambda: any(two.glob("attempts/*/work-1/ckpt/step-*")) or slurm.ended(job), within_s=400)
+        soon(lambda: any(two.glob("attempts/*/work-1/ckpt/step-*")) or slurm.ended(job), within_s=600, every_s=0.3)
         slurm.run("scancel", "--signal=USR1", "--batch", job)  # as Slurm does 180 s before the time is up
-        soon(lambda: slurm.field(job, "Restarts") == "1" or slurm.ended(job), within_s=120)
-        soon(lambda: slurm.ended(job), within_s=400)
+        soon(lambda: slurm.field(job, "Restarts") == "1" or slurm.ended(job), within_s=120, every_s=0.3)
+        soon(lambda: slurm.ended(job), within_s=600, every_s=0.3)
         assert slurm.field(job, "JobState") == "COMPLETED", log.read_text()
     assert "sft: RESUME: from step " in log.read_text()
     command = [sys.executable, "-m", "pipelines.cli.main", "run", *words(profile, plain)]

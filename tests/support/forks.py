@@ -34,9 +34,9 @@ def _leave_with(body: Callable[[], int | None]) -> None:
     os._exit(status)
 
 
-def soon(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
+def soon(condition: Callable[[], bool], *, within_s: float = 60.0, every_s: float = 0.01) -> None:
     """Wait until `condition` holds; fail after `within_s`, which is long because the machine may be busy."""
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {within_s:g} s in vain"
-        time.sleep(0.01)
+        time.sleep(every_s)

@@ -104,7 +104,11 @@ class Slurm:
             inside = [*("nsenter", f"--net=/var/run/netns/{node}"), *("unshare", "--uts", "--pid", "--fork")]
             shell = f"hostname {node}; exec {program} -f {scratch}/slurm.conf"
             self._daemon(*inside, "--kill-child", "--mount-proc", "sh", "-c", shell)
-        soon(lambda: self.run("sinfo", "--noheader", "--format=%t %D").split() == ["idle", "2"], within_s=120)
+        soon(
+            lambda: self.run("sinfo", "--noheader", "--format=%t %D").split() == ["idle", "2"],
+            within_s=120,
+            every_s=0.3,
+        )
 
     def stop(self) -> None:
         """End all jobs and daemons, and remove the networks."""
