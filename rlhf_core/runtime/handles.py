@@ -20,6 +20,7 @@ from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.weight_sync import DeviceWeights, StoredWeights
 from rlhf_core.runtime.worker_group import WorkerGroup
 from rlhf_core.store.checkpoints import write_part
+from rlhf_core.store.places.mirror import Damaged
 from rlhf_core.store.places.place import Place, named, note_elsewhere, parts_elsewhere
 from rlhf_core.training.batching import reduce, shares, step_counts
 from rlhf_core.types import Completion, SamplingRequest
@@ -112,7 +113,7 @@ class RayTrainer:
             with waits.open("ab") as stream:
                 stream.write(b".")
 
-        files = self._workers.fetch_from(rank, "delivered", place.inside, missing=grow)
+        files = self._workers.moved(rank, place.inside, meanwhile=grow)
         waits.unlink(missing_ok=True)
         note_elsewhere(folder, rank, files)
 
@@ -121,15 +122,19 @@ class RayTrainer:
         self._call("load", self._readable(folder))
 
     def damage(self, folder: Path) -> str:
-        """Return what the first rank that found damage in its files says, or ""."""
-        return next(filter(None, self._call("damage", self._readable(folder))), "")
+        """Return what the first rank that found damage in its files says, or "". Files that the bucket has lost count, too."""
+        try:
+            readable = self._readable(folder)
+        except Damaged as error:
+            return error.problem
+        return next(filter(None, self._call("damage", readable)), "")
 
     def export(self, folder: Path) -> None:
         """Write the model; if rank 0 is on another node, its files are fetched."""
         place, away = self._placed(folder)
-        files = self._call("export", place if place and away else folder)[0]
-        if place and files is not None:
-            place.receive(files)
+        self._call("export", place if place and away else folder)
+        if place and 0 in away:
+            place.receive(self._workers.moved(0, place.inside))
 
     def _placed(self, folder: Path) -> tuple[Place | None, list[int]]:
         """Return the place of a folder in a mirror, and the ranks that are on other nodes."""
@@ -139,7 +144,11 @@ class RayTrainer:
     def _readable(self, folder: Path) -> Path | Place:
         """Return a folder for all ranks: a place if some are on other nodes, or have been when it was written."""
         place, away = self._placed(folder)
-        return place.offered() if place and (away or parts_elsewhere(folder)) else folder
+        if place is None or not (away or parts_elsewhere(folder)):
+            return folder
+        offered = place.offered()
+        self._workers.fetch(self._role, offered)
+        return offered
 
     def weights(self) -> Weights:
         """Return a reference to the full weights, in the object store, or on rank 0 if GPUs will send them."""

@@ -8,6 +8,7 @@ the piece, if it is on their node, or copy it there once.
 import io
 import pickle
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from copyreg import dispatch_table
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,6 +23,7 @@ from rlhf_core.columns import Column
 from rlhf_core.errors import WorkerLostError, explain
 from rlhf_core.rows import Columns, Piece, Place, Rows
 from rlhf_core.runtime.ray_settings import ray
+from rlhf_core.store.places.place import Place as Folder
 
 T = TypeVar("T")
 LEAVES_FROM = 2**17
@@ -248,7 +250,24 @@ _OWN = _Own()
 
 
 class Leaves:
-    """A worker that reads packed arguments, and can leave the columns of its results."""
+    """A worker that reads packed arguments, can leave the columns of its results, and moves files beside its calls."""
+
+    def __init__(self) -> None:
+        self._moving = ThreadPoolExecutor(1, thread_name_prefix="files")
+        self._moves: dict[str, Future[Any]] = {}
+        """Name of a move -> its result."""
+
+    def move(self, name: str, work: Callable[[], Any]) -> None:
+        """Begin to move files, after the moves before; `moved` returns what `work` returns."""
+        self._moves[name] = self._moving.submit(work)
+
+    def moved(self, name: str) -> tuple[Any] | None:
+        """Return the result of a move, once, in a tuple; None while it goes on. Raises what it has raised."""
+        return (self._moves.pop(name).result(),) if self._moves[name].done() else None
+
+    def fetch(self, place: Folder) -> None:
+        """Begin to fetch the files of a place to this node."""
+        self.move(f"fetch {place.inside}", place.folder)
 
     def leave(self, at_least: int, method: str, *arguments: Any, **keywords: Any) -> tuple[Any, Any]:
         """Return the value of a method and the piece with its columns, see `leave`."""

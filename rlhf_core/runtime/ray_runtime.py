@@ -85,6 +85,7 @@ class RayRuntime:
             place = named(Path(model.path))
             if place is not None and workers.away(role, place):
                 place = place.offered()
+                workers.fetch(role, place)
             self._note_served(workers.call(role, "open", lease, model, optimizer, place))
         try:
             shared = self._config.trainer.ranks_per_share
@@ -111,6 +112,7 @@ class RayRuntime:
             transfer = self._transfer()
             with self._sharing.sampling():
                 place = named(policy)
+                workers.fetch("policy", place and place.offered())
                 self._note_served(workers.call("policy", "open", place.offered() if place else policy, transfer))
             tensor_parallel = self._config.sampler.needs().tensor_parallel
             yield RaySampler(workers, transfer=transfer, tensor_parallel=tensor_parallel, sharing=self._sharing)

@@ -54,6 +54,7 @@ class SampleWorker(Leaves):
     """The host of one sampler. `open` reuses the engine if only the weights of the policy differ, else replaces it."""
 
     def __init__(self, config: AnySamplerConfig, threads: int, *, gpus_per_engine: float = 0.0) -> None:
+        super().__init__()
         self._config = config
         self._gpus_per_engine = gpus_per_engine
         self._threads = threads

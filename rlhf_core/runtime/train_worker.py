@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
-from rlhf_core.errors import ArtifactError, ConfigError, TrainingError
+from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.interfaces import ModelSpec, RankTrainer, Transfer, Weights
 from rlhf_core.processes.identity import is_loopback, network
 from rlhf_core.processes.large_imports import large_imports
@@ -22,6 +21,7 @@ from rlhf_core.runtime.pieces import Leaves, opened
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.runtime.weight_sync import DeviceSender, StagedWeights, StoredWeights
 from rlhf_core.store.checkpoints import wait_for_parts
+from rlhf_core.store.layout import remove_tree
 from rlhf_core.store.places.mirror import Files
 from rlhf_core.store.places.place import Place
 
@@ -80,6 +80,7 @@ class TrainWorker(Leaves):
     """
 
     def __init__(self, world: int, threads: int, config: TrainerConfig, *, gpus_per_worker: float = 0.0) -> None:
+        super().__init__()
         self._rank = 0
         self._world = world
         self._meeting_point: MeetingPoint | None = None
@@ -92,9 +93,6 @@ class TrainWorker(Leaves):
         """Lease whose model the staged weights are a stream of; "" for a copy of them."""
         self._sender: DeviceSender | None = None
         self._sender_engines: list[Any] = []
-        self._uploading = ThreadPoolExecutor(1, thread_name_prefix="upload")
-        self._uploads: dict[str, Future[Files]] = {}
-        """Folder into which this rank has saved -> the files that were uploaded."""
 
     # ------------------------------------------------------------ process
 
@@ -205,39 +203,28 @@ class TrainWorker(Leaves):
     step_scores = _of_lease(RankTrainer.step_scores)
     loss = _of_lease(RankTrainer.loss)
     load = _of_lease(RankTrainer.load, changes=True)
+    damage = _of_lease(RankTrainer.damage)
 
     def save(self, lease: str, folder: Path | Place) -> None:
-        """Save into the folder; if it is on another node, this rank's part is uploaded: see `delivered`."""
+        """Save into the folder; if it is on another node, this rank's part is uploaded: `moved` returns the files."""
         if isinstance(folder, Place) and not folder.is_here:
             scratch = folder.scratch()
             self._trainer(lease).save(scratch)
-            self._uploads[folder.inside] = self._uploading.submit(_upload, folder, scratch)
+            self.move(folder.inside, partial(_upload, folder, scratch))
         else:
             self._trainer(lease).save(_path(folder))
 
-    def delivered(self, inside: str) -> Files | None:
-        """Return the files that were uploaded of what was saved into the place, once; None while they are on the way."""
-        return self._uploads.pop(inside).result() if self._uploads[inside].done() else None
-
-    def damage(self, lease: str, folder: Path | Place) -> str:
-        """Return which file of a saved state is damaged, among those that this rank reads, or "".
-
-        That one is gone from the bucket counts, too.
-        """
-        try:
-            here = folder.folder() if isinstance(folder, Place) else folder
-        except ArtifactError as error:
-            return str(error)
-        return self._trainer(lease).damage(here)
-
-    def export(self, lease: str, folder: Path | Place) -> Files | None:
-        """Export into the folder; if it is on another node, rank 0 uploads the files and returns them."""
+    def export(self, lease: str, folder: Path | Place) -> None:
+        """Export into the folder; if it is on another node, rank 0 uploads the files, which `moved` returns."""
         if not isinstance(folder, Place) or folder.is_here:
             self._trainer(lease).export(_path(folder))
-            return None
+            return
         scratch = folder.scratch()
         self._trainer(lease).export(scratch)
-        return folder.upload(scratch)
+        if self._rank == 0:
+            self.move(folder.inside, partial(_upload, folder, scratch))
+        else:
+            remove_tree(scratch)
 
     # ------------------------------------------------------------ weights
 

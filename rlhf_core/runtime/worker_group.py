@@ -105,16 +105,25 @@ class WorkerGroup:
             finally:
                 self._pieces.pop(ref, None)
 
-    def fetch_from(self, rank: int, method: str, *arguments: Any, missing: Callable[[], None]) -> Any:
-        """Call `method` on one actor, between the calls of others, until it returns something; return that.
+    def fetch(self, role: str, place: Place | None) -> None:
+        """Let the nodes of all actors get the files of a place, however long that takes."""
+        if place is None:
+            return
+        self.call(role, "fetch", place)
+        for rank in range(len(self.actors)):
+            self.moved(rank, f"fetch {place.inside}")
 
-        `missing` is called while there is no answer. Raises the worker's error, or that of its loss.
+    def moved(self, rank: int, name: str, *, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        """Wait, between the calls of others, until an actor has moved files; return the result of the move.
+
+        `meanwhile` is called now and then. Raises the worker's error, or that of its loss.
         """
+        method = "moved"
         deadline = time.monotonic() + self._timeout_s
         while not self.broken:
-            ref = getattr(self.actors[rank], method).remote(*arguments)
+            ref = self.actors[rank].moved.remote(name)
             while not self.broken and not ray.wait([ref], timeout=LOOK_EVERY_S)[0]:
-                missing()
+                meanwhile()
                 if time.monotonic() > deadline:
                     raise self._too_late(self.kind, method, rank)
             try:
@@ -124,9 +133,9 @@ class WorkerGroup:
             except ray.exceptions.RayError as error:
                 raise self._died(self.kind, method, rank, error) from error
             if result is not None:
-                return result
+                return result[0]
             deadline = time.monotonic() + self._timeout_s
-            missing()
+            meanwhile()
             time.sleep(FETCH_EVERY_S)
         raise self._loss(self.kind, method, "its worker has been stopped", self._run_again)
 

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from obstore.exceptions import BaseError
@@ -79,7 +80,7 @@ def _weed(program: str, host: str, port: int, folder: Path) -> list[str]:
             f"-dir={folder / 'weed'}",
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
-            "-volume.max=20",
+            "-volume.max=100",
             "-master.volumeSizeLimitMB=64",
         ),
     ]
@@ -89,8 +90,8 @@ def _has_bucket(address: str, server: str) -> bool:
     try:
         if server == "moto":
             urllib.request.urlopen(urllib.request.Request(f"{address}/{BUCKET}", method="PUT"))
-        keys = {"access_key_id": _KEY, "secret_access_key": _SECRET, "region": "us-east-1"}
-        quick = {"max_retries": 0}
+        keys: Any = {"access_key_id": _KEY, "secret_access_key": _SECRET, "region": "us-east-1"}
+        quick: Any = {"max_retries": 0}
         store = S3Store(BUCKET, endpoint=address, client_options={"allow_http": True}, retry_config=quick, **keys)
         store.put("ready", b"yes")
     except (OSError, BaseError):

@@ -13,9 +13,10 @@ import json
 import math
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +31,8 @@ SCHEMES = ("s3", "gs", "az")
 _MARK, _DROPPED = "_put", "_dropped"
 _LARGE = 16 << 20  # bytes from which a file is sent in parts
 _PART = 16 << 20
+_ONE_LARGE = threading.Lock()
+"""Held while a large file is sent, whose parts are sent at once: each is in memory."""
 _TRIES = 5
 """Puts of one record, where the server says 409: another put of it is under way."""
 
@@ -186,8 +189,8 @@ class BucketObjects:
 
     def put_file(self, name: str, path: Path) -> None:
         size = path.stat().st_size
-        with self.bucket.answering():
-            large = size > _LARGE
+        large = size > _LARGE
+        with _ONE_LARGE if large else nullcontext(), self.bucket.answering():
             self.bucket.client.put(name, path, use_multipart=large, chunk_size=_PART, max_concurrency=4)
         if (self.found(name) or (-1, 0.0))[0] != size:
             raise Unreachable(explain("store", name, f"has not {size} bytes after its upload", "run again"))

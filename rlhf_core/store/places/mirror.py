@@ -312,7 +312,7 @@ class Mirror:
             except FileNotFoundError:
                 arrived = ""
             if arrived != sha:
-                raise Damaged(self.bucket.uri, path.name, sha, is_missing=not arrived)
+                raise Damaged.of(self.bucket.uri, path.name, sha, is_missing=not arrived)
 
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(get, files.items()))
@@ -458,12 +458,17 @@ def _settle(part: Path, folder: Path) -> None:
 
 
 class Damaged(ArtifactError):
-    """A file of a bucket is not what was stored there."""
+    """A file of a bucket, of content `sha`, is not what was stored there."""
 
-    def __init__(self, uri: str, name: str, sha: str, *, is_missing: bool) -> None:
-        self.sha = sha
-        self.problem = f"{name} {'is missing' if is_missing else 'has other content'}"
-        super().__init__("artifact", sha[:12], f"is damaged in {uri}: {self.problem}", "run again")
+    sha: str
+    problem: str
+
+    @classmethod
+    def of(cls, uri: str, name: str, sha: str, *, is_missing: bool) -> "Damaged":
+        problem = f"{name} {'is missing' if is_missing else 'has other content'}"
+        error = cls("artifact", sha[:12], f"is damaged in {uri}: {problem}", "run again")
+        error.sha, error.problem = sha, problem
+        return error
 
 
 def files_of(manifest: Path) -> dict[str, tuple[int, str]]:
