@@ -1,9 +1,10 @@
-"""Make a deployment of a profile on the running services (`rlhf deploy`)."""
+"""Make a deployment of a profile (`rlhf deploy`), and run those of a work pool (`rlhf worker`)."""
 
 import argparse
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -12,43 +13,81 @@ from pipelines.execution.named_profiles import keep_profile
 from pipelines.execution.plan import DIGITS, all_specs
 from pipelines.execution.summary import shown_overrides
 from pipelines.flows.full import lifecycle
-from pipelines.flows.profile import parse, profile_digest, profile_table
+from pipelines.flows.profile import PipelineConfig, parse, profile_digest, profile_table
 from pipelines.services.home import Home
 from pipelines.services.reconcile import some_prefect
 from pipelines.services.running import ServiceError, Services, running
+from pipelines.services.user_servers import user_prefect
 from rlhf_core.errors import ConfigError
+from rlhf_core.secrets.redaction import shown
 
 
 def deploy(options: argparse.Namespace) -> None:
-    """Keep the profile and make, or update, the deployment that runs it; print how to run it."""
+    """Make, or update, the deployment of a profile, for the running services or a work pool; print how to run it."""
     home = Home.here()
     services = running(home)
-    if services is None:
-        raise ServiceError("rlhf deploy: no services are running; start them with `rlhf up`")
-    _check_folder(options.profile, services)
+    if options.pool:
+        check_server(home, "deploy --pool")
+    elif services is None:
+        remedy = "start them with `rlhf up`, or give the --pool of your workers"
+        raise ServiceError(f"rlhf deploy: no services are running; {remedy}")
+    else:
+        _check_folder(options.profile, services)
     table = profile_table(options.profile, options.overrides)
     config = parse(table, origin=options.profile)
     name = options.name or config.name
     if re.search(r"[/%&<>]|\.py$", name):
         raise ConfigError("--name", name, "must have none of / % & < > and not end in .py", "choose another")
     digest, stages = profile_digest(config), list(all_specs(config, lifecycle))
-    keep_profile(table, digest, home)
     changes = [word for text in shown_overrides(options.overrides) for word in ("--set", text)]
-    named = ["--name", options.name] if options.name else []
+    named = [word for key in ("name", "pool") if (value := getattr(options, key)) for word in (f"--{key}", value)]
     command = shlex.join(["rlhf", "deploy", options.profile, *changes, *named])
     about = f"`{command}` kept this profile. Edits of its file change nothing here before that command runs again."
     with some_prefect(home):
         # Prefect reads its settings when it is imported, and `some_prefect` has just made them.
-        from pipelines.prefect_flows.own_deployments import deploy as deploy_profile
+        from prefect.settings import PREFECT_UI_URL
 
-        tags = config.project.tags
-        found, before = deploy_profile(
-            name, digest, about=about, seed=config.seed, stages=stages, cron=options.cron, tags=tags
-        )
+        from pipelines.prefect_flows import own_deployments
+
+        if options.pool:
+            made = own_deployments.in_pool(name, digest, _portable(table, config), options.pool, config)
+        else:
+            keep_profile(table, digest, home)
+            made = own_deployments.of_kept_profile(name, digest, config.project.tags)
+        found, before = own_deployments.deploy(made, about=about, seed=config.seed, stages=stages, cron=options.cron)
+        pages = shown(PREFECT_UI_URL.value() if services is None else services.prefect_url)
     print_line(console, f"rlhf-pipeline/{name}: {_change(digest[:DIGITS], before)}")
     print_line(console, f"update:  {command}")
-    print_line(console, f"form:    {services.prefect_url}/deployments/deployment/{found}/run")
+    print_line(console, f"form:    {pages}/deployments/deployment/{found}/run")
     print_line(console, f"run it:  {shlex.join(['prefect', 'deployment', 'run', f'rlhf-pipeline/{name}', '--watch'])}")
+
+
+def worker(options: argparse.Namespace) -> None:
+    """Run what is scheduled in a work pool, until this process is stopped."""
+    home = Home.here().make()
+    check_server(home, "worker")
+    if options.runs_at_once < 1:
+        raise ConfigError("--runs-at-once", options.runs_at_once, "must be >= 1", "1 lets each run have all GPUs")
+    with some_prefect(home):
+        # Prefect reads its settings when it is imported, and `some_prefect` has just made them.
+        from pipelines.prefect_flows.work_pools import serve
+
+        serve(home, options.pool, options.runs_at_once)
+
+
+def check_server(home: Home, verb: str) -> None:
+    """Raise ServiceError if neither the user's own Prefect server nor that of `rlhf up` is there to be shared."""
+    if not user_prefect(home) and running(home) is None:
+        remedy = "set PREFECT_API_URL to that of your team, or start one with `rlhf up`"
+        raise ServiceError(f"rlhf {verb}: there is no Prefect server; {remedy}")
+
+
+def _portable(table: dict[str, Any], config: PipelineConfig) -> dict[str, Any]:
+    """Return the table of a profile for Prefect's server; raise ConfigError for an address that others must not read."""
+    if config.notify is not None and not config.notify.webhook.startswith("env:"):
+        rule = "would be readable on Prefect's server"
+        raise ConfigError("notify.webhook", "...", rule, 'give "env:NAME", a variable that the workers have')
+    return table
 
 
 def _change(version: str, before: str) -> str:

@@ -46,7 +46,7 @@ GROUPS = {
     "run": ("plan", "explain", "run", "sweep", "resume", "runs"),
     "results": ("show", "diff", "reproduce", "chat", "serve", "serve-reward", "store", "usage"),
     "decisions": ("judge", "approve", "reject", "champion", "rollback", "audit"),
-    "services": ("up", "deploy", "down", "status", "reconcile", "scaffold"),
+    "services": ("up", "deploy", "worker", "down", "status", "reconcile", "scaffold"),
     "other tools": ("import-openrlhf",),
 }
 """Headings of `rlhf --help`, and the commands below each."""
@@ -61,6 +61,7 @@ VERBS = {
     "completion": "pipelines.cli.completion:completion",
     "up": "pipelines.cli.serve_verb:up",
     "deploy": "pipelines.cli.deploy_verb:deploy",
+    "worker": "pipelines.cli.deploy_verb:worker",
     "down": "pipelines.cli.serve_verb:down",
     "status": "pipelines.cli.serve_verb:status",
     "run": "pipelines.cli.run_command:run",
@@ -266,6 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     up = command("up", "Start Prefect, MLflow and the deployments on 127.0.0.1.")
     up.add_argument("--foreground", action="store_true", help="stay in the foreground and supervise until Ctrl-C")
     _deploy_verb(command("deploy", "Make a deployment of a profile: a form of four fields on Prefect's page."))
+    _worker_verb(command("worker", "Run what is scheduled in a work pool of Prefect, until it is stopped."))
     command("down", "Stop the services that `rlhf up` started.")
     status = command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
     _scaffold_verb(
@@ -327,10 +329,19 @@ def _deploy_verb(deploy: argparse.ArgumentParser) -> None:
     _set_option(deploy, "change a key of the profile before it is kept; may be repeated")
     deploy.add_argument("--name", default="", help="name of the deployment; default: the profile's `name`")
     deploy.add_argument("--cron", default="", help="schedule in UTC ('0 2 * * *'), or none; default: as it is")
+    deploy.add_argument("--pool", default="", help="work pool whose workers run it; default: the services of `rlhf up`")
+
+
+def _worker_verb(worker: argparse.ArgumentParser) -> None:
+    worker.add_argument("--pool", required=True, help="name of the work pool; it is made if there is none")
+    worker.add_argument(
+        "--runs-at-once", type=int, default=1, metavar="N", help="concurrent runs (default %(default)s)"
+    )
 
 
 def _scaffold_verb(scaffold: argparse.ArgumentParser) -> None:
-    scaffold.add_argument("place", choices=("container", "slurm"), help="where profiles are to run")
+    places = ("container", "kubernetes", "server", "slurm")
+    scaffold.add_argument("place", choices=places, help="where profiles are to run")
     scaffold.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
 
 

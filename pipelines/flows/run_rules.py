@@ -120,6 +120,8 @@ class DeploymentsConfig(Config):
     limits: dict[str, Annotated[int, Field(ge=1)]] = {}
     """Stage, such as `ppo` -> in how many runs at a time it is computed; further ones wait. On the server these are the
     concurrency limits `stage:ppo`. Results that exist are reused without waiting."""
+    priority: Literal["high", "default"] = "default"
+    """Work queue of a deployment in a work pool (`rlhf deploy --pool`); runs in `high` start before others."""
 
     @model_validator(mode="after")
     def _check_stages(self) -> DeploymentsConfig:

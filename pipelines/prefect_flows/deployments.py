@@ -149,16 +149,24 @@ class InterruptingRunner(Runner):
             await asyncio.sleep(ADOPT_EVERY_S)
 
     def handle_sigterm(self, *args: Any, **kwargs: Any) -> NoReturn:
-        try:
-            for corrected in interrupt():
-                logger.warning("%s", corrected)
-        except Exception as error:  # the flows must be notified in any case
-            logger.warning("could not mark the active runs as interrupted: %s", error)
-        flows_under_way = psutil.Process().children()
-        for process in flows_under_way:
-            process.send_signal(signal.SIGTERM)
-        psutil.wait_procs(flows_under_way, timeout=SAVE_TIMEOUT_S)
-        os._exit(0)
+        end_children("interrupted by rlhf down")
+
+
+def end_children(reason: str, *, alone: bool = True) -> NoReturn:
+    """Mark the active runs of the state folder as interrupted, let those of this process save, and end this process.
+
+    If this process is not `alone`, as one of several workers, only its own runs are marked.
+    """
+    flows_under_way = psutil.Process().children()
+    try:
+        for corrected in interrupt(reason, None if alone else [process.pid for process in flows_under_way]):
+            logger.warning("%s", corrected)
+    except Exception as error:  # the flows must be notified in any case
+        logger.warning("could not mark the active runs as interrupted: %s", error)
+    for process in flows_under_way:
+        process.send_signal(signal.SIGTERM)
+    psutil.wait_procs(flows_under_way, timeout=SAVE_TIMEOUT_S)
+    os._exit(0)
 
 
 async def _serve(runner: Runner, mark: Path) -> None:
@@ -175,6 +183,14 @@ async def _beat(mark: Path) -> None:
     while True:
         mark.touch()
         await asyncio.sleep(BEAT_EVERY_S)
+
+
+def keep_true(home: Home) -> None:
+    """Start the threads that correct the state of dead runs, and schedule runs again that have waited for people."""
+    log = home.logs / "reconcile.log"
+    threading.Thread(target=_keep_true, args=(log,), daemon=True, name="reconcile").start()
+    waiting = (home, log.with_name("waiting.log"))
+    threading.Thread(target=keep_resuming, args=waiting, daemon=True, name="waiting").start()
 
 
 def _keep_true(log: Path) -> None:
@@ -210,11 +226,7 @@ def main(mark: Path) -> None:
     runner = InterruptingRunner(Home.here())
     for deployment in deployments():
         runner.add_deployment(claim(deployment))
-    log = mark.parent / "logs" / "reconcile.log"
-    threading.Thread(target=_keep_true, args=(log,), daemon=True, name="reconcile").start()
-    threading.Thread(
-        target=keep_resuming, args=(Home.here(), log.with_name("waiting.log")), daemon=True, name="waiting"
-    ).start()
+    keep_true(Home.here())
     asyncio.run(_serve(runner, mark))
 
 

@@ -67,6 +67,8 @@ class _Plainly(logging.Filter):
 for name in ("prefect.flow_runs", "prefect.task_runs"):
     logging.getLogger(name).addFilter(_Plainly())  # no handler: Prefect adds its own when a flow starts
 
+SLOT_S = 60.0
+"""Seconds after which the slot of a killed process is free again, the least that Prefect takes; it is renewed after 45."""
 R = TypeVar("R", bound=ArtifactRef)
 T = TypeVar("T")
 
@@ -198,7 +200,7 @@ class TaskRunner:
 def slots(limits: Mapping[str, int]) -> Callable[[str], AbstractContextManager[None]]:
     """Set the concurrency limits of stages on the server; return what holds a slot of a stage while it is computed.
 
-    A slot of a killed process is free again after five minutes. A stage goes on if the server is away for a while.
+    A slot of a killed process is free again after a minute. A stage goes on if the server is away for a while.
     """
     if limits:
         with get_client(sync_client=True) as client:
@@ -208,7 +210,7 @@ def slots(limits: Mapping[str, int]) -> Callable[[str], AbstractContextManager[N
     def slot(name: str) -> AbstractContextManager[None]:
         if name not in limits:
             return nullcontext()
-        return concurrency(f"stage:{name}", strict=True, raise_on_lease_renewal_failure=False)
+        return concurrency(f"stage:{name}", strict=True, lease_duration=SLOT_S, raise_on_lease_renewal_failure=False)
 
     return slot
 

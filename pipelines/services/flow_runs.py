@@ -9,7 +9,7 @@ this state folder started (shown by a label) or that its deployments will start 
 they also include runs without a state folder, as earlier versions left them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
@@ -23,7 +23,7 @@ from prefect.states import Cancelled, Completed, Crashed
 from pipelines.services.home import Home
 from pipelines.services.run_notes import CLOSED
 from pipelines.services.user_servers import shares_prefect, tracking_uri
-from rlhf_core.store.leases import is_gone
+from rlhf_core.store.leases import Owner, is_gone
 from rlhf_core.tracking import mlflow_client
 from rlhf_core.tracking.pipeline_runs import close_runs
 
@@ -153,14 +153,24 @@ def _finishes(later: FlowRun, earlier: FlowRun) -> bool:
     return same and ours["until"] in ("", theirs["until"]) and later.state.timestamp > earlier.state.timestamp
 
 
-def interrupt() -> list[Reconciled]:
-    """Mark the running runs of our deployments as interrupted before their processes are stopped; return them."""
+def interrupt(reason: str, processes: Collection[int] | None = None) -> list[Reconciled]:
+    """Mark the active runs of our deployments as interrupted before their processes are stopped; return them.
+
+    With the numbers of `processes`, those of other processes are left alone: two workers may share a state folder.
+    """
     with get_client(sync_client=True) as client:
         active = FlowRunFilter(
             state={"type": {"any_": ["RUNNING", "CANCELLING", "PENDING"]}}, deployment_id={"is_null_": False}
         )
-        message = "interrupted by rlhf down; run it again and it resumes"
-        return [_end(client, flow_run, message) for flow_run in _ours(client, active)]
+        message = f"{reason}; run it again and it resumes"
+        owned = ((one, _owner(one)) for one in _ours(client, active))
+        ended = [one for one, owner in owned if processes is None or (owner is not None and owner.pid in processes)]
+        return [_end(client, one, message) for one in ended]
+
+
+def _owner(flow_run: FlowRun) -> Owner | None:
+    """Return the process that works on a run, or that did before the run was started again."""
+    return mlflow_client.from_tags({name: str(value) for name, value in flow_run.labels.items()})
 
 
 def served_elsewhere() -> str:
@@ -191,11 +201,11 @@ def _why_gone(flow_run: FlowRun) -> str:
     if flow_run.state.is_pending():
         late = flow_run.deployment_id is not None and _age(flow_run.state) > STARTED_AFTER
         return "the process that was supposed to start it has ended" if late else ""
-    labels = {name: str(value) for name, value in flow_run.labels.items()}
-    process = mlflow_client.from_tags(labels)
+    process = _owner(flow_run)
     if process is None or not is_gone(process):
         return ""
-    of_this_start = RUN_COUNT not in labels or labels[RUN_COUNT] == str(flow_run.run_count)
+    labels = flow_run.labels
+    of_this_start = RUN_COUNT not in labels or str(labels[RUN_COUNT]) == str(flow_run.run_count)
     if not of_this_start and _age(flow_run.state) < STARTED_AFTER:
         return ""  # it has just been started again, and its new process will label it
     return f"its {process} ended without reporting a result"

@@ -171,12 +171,11 @@ def test_a_profile_gets_a_deployment_of_four_fields_which_is_updated_and_served(
     from prefect.client.schemas.sorting import DeploymentSort
     from prefect.exceptions import PrefectHTTPStatusError
 
-    from pipelines.prefect_flows.own_deployments import deploy
+    from pipelines.prefect_flows.own_deployments import deploy, of_kept_profile
 
     def deployed(name: str, digest: str, cron: str) -> tuple[Any, str]:
-        return deploy(
-            name, 64 * digest, about="`rlhf deploy team.toml`", seed=17, stages=["prepare_data", "sft"], cron=cron
-        )
+        made, stages = of_kept_profile(name, 64 * digest, ()), ["prepare_data", "sft"]
+        return deploy(made, about="`rlhf deploy team.toml`", seed=17, stages=stages, cron=cron)
 
     found, before = deployed("team", "a", "0 2 * * *")
     made = client.read_deployment(found)

@@ -143,9 +143,9 @@ def test_what_is_interrupted_says_so_and_a_run_of_this_terminal_is_left_alone(cl
         deployed(client, "of-another", home=Home(tmp_path), state=Running()),
         deployed(client, "of-a-work-pool", home=None, state=Running()),
     ]
-    assert interrupt() == [], "a run that is only planned is not under way"
+    assert interrupt("stopped") == [], "a run that is only planned is not under way"
     client.set_flow_run_state(served, Running(), force=True)
-    assert [(found.id, found.state) for found in interrupt()] == [(str(served), "Crashed")]
+    assert [(found.id, found.state) for found in interrupt("stopped")] == [(str(served), "Crashed")]
     assert client.read_flow_run(served).state.message == "interrupted by rlhf down; run it again and it resumes"
     assert [client.read_flow_run(run).state.name for run in (foreground, *others)] == ["Running"] * 4
 
@@ -204,7 +204,7 @@ def test_runs_that_an_earlier_version_left_on_our_own_server_are_ours(client, tm
         deployed(client, "another-flow", home=None, flow_name="etl", state=Running()),
     ]
     assert [found.id for found in reconcile()] == [str(earlier)]
-    assert [found.id for found in interrupt()] == [str(served)]
+    assert [found.id for found in interrupt("stopped")] == [str(served)]
     assert [client.read_flow_run(run).state.name for run in others] == ["Running"] * 3
 
 
