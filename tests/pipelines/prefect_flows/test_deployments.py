@@ -153,12 +153,12 @@ def test_a_runner_that_is_asked_to_end_marks_its_runs_before_it_tells_its_flows(
         def send_signal(self, number: int) -> None:
             events.append(f"signal {number}")
 
-    monkeypatch.setattr(deployments, "interrupt", lambda: events.append("marked") or [])
+    monkeypatch.setattr(deployments, "interrupt", lambda *given: events.append(f"marked {given[1]}") or [])
     monkeypatch.setattr(deployments.psutil, "Process", lambda: SimpleNamespace(children=lambda: [Flow()]))
     monkeypatch.setattr(deployments.psutil, "wait_procs", lambda flows, timeout: events.append(f"waited {timeout:.0f}"))
     monkeypatch.setattr(deployments.os, "_exit", lambda status: events.append(f"exit {status}"))
     deployments.InterruptingRunner.handle_sigterm(SimpleNamespace())
-    assert events == ["marked", "signal 15", "waited 25", "exit 0"]
+    assert events == ["marked None", "signal 15", "waited 25", "exit 0"]
 
 
 def test_the_runner_keeps_its_files_where_no_other_user_can_take_their_names(tmp_path):
