@@ -36,6 +36,7 @@ OWN = "RLHF_OWN_SETTINGS"
 """Environment variable with the settings that `rlhf` passed to its own processes, to distinguish them from the user's."""
 API_URL = "PREFECT_API_URL"
 AUTH = "PREFECT_API_AUTH_STRING"
+HEADERS = "PREFECT_CLIENT_CUSTOM_HEADERS"
 _DATABASE = {
     f"PREFECT_{part}_DATABASE_{name}": name.lower()
     for name in ("CONNECTION_URL", "DRIVER")
@@ -403,11 +404,22 @@ def _without_our_auth(home: Home) -> dict[str, str]:
     return {AUTH: "", SERVER_AUTH: ""} if ours else {}
 
 
+def _auth_of_sockets() -> dict[str, str]:
+    """Return settings that send the user's auth string when a WebSocket is opened, too: a proxy may ask for it there.
+
+    Prefect's client sends it as the first message, which reaches only the server itself.
+    """
+    auth = _setting((AUTH,), ("api", "auth_string"))
+    if not auth or os.environ.get(HEADERS):
+        return {}
+    return {HEADERS: json.dumps({"Authorization": f"Basic {basic(auth)}"})}
+
+
 def client_environment(home: Home, *, prefect_port: int = 0, prefect_api: str = "") -> dict[str, str]:
     """Return the settings of a process that uses our Prefect server on `prefect_port`, or the user's own."""
     quiet = quiet_environment(home)
     if prefect_api:
-        api = {API_URL: prefect_api} | _without_our_auth(home)
+        api = {API_URL: prefect_api} | (_without_our_auth(home) or _auth_of_sockets())
     else:
         auth = home.prefect_auth_string
         ours = {
