@@ -33,8 +33,8 @@ if [ "$pins" = cpu ] && [ ${#sources[@]} -eq 0 ]; then
 fi
 
 # The pins are complete, so nothing is resolved here; compiled byte-code halves the first imports.
-echo "installing requirements/$pins.txt, requirements/dev.txt and requirements/lm-eval.txt into $venv"
+echo "installing requirements/$pins.txt, requirements/dev.txt, requirements/lm-eval.txt and requirements/services.txt into $venv"
 "$uv" pip install -q --python "$venv/bin/python" --compile-bytecode --no-deps "${sources[@]}" \
-  -r "requirements/$pins.txt" -r requirements/dev.txt -r requirements/lm-eval.txt
+  -r "requirements/$pins.txt" -r requirements/dev.txt -r requirements/lm-eval.txt -r requirements/services.txt
 "$uv" pip install -q --python "$venv/bin/python" --no-deps -e .
 echo "$stamp" > "$venv/.installed"

@@ -32,6 +32,17 @@ PLACES: Mapping[str, Place] = {
         pins=("cpu.txt", "gpu.txt"),
     ),
     "slurm": Place(("rlhf.sbatch",), "sbatch --nodes 2 FOLDER/rlhf.sbatch tiny/full"),
+    "kubernetes": Place(
+        ("raycluster.yaml", "rayjob.yaml", "kustomization.yaml", "rlhf.env", "prefect-job-template.json"),
+        "kubectl apply -k FOLDER",
+    ),
+    "server": Place(
+        (
+            *("rlhf-prefect.service", "rlhf-mlflow.service", "rlhf-worker.service", "Caddyfile"),
+            *("server.env", "mlflow_auth.ini", "worker.env"),
+        ),
+        "systemd-analyze verify FOLDER/*.service",
+    ),
 }
 
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import signal
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from pipelines.prefect_flows.own_deployments import ensure_pool
 from pipelines.services.flow_runs import HOME_LABEL
 from pipelines.services.home import Home
 from rlhf_core.stage.stopping import terminations
+
+warnings.filterwarnings(
+    "ignore", "Type 'PoolWorker' .* will be overridden"
+)  # it is a worker of type `process`, as theirs
 
 
 class PoolWorker(ProcessWorker):

@@ -72,7 +72,10 @@ def test_a_pool_runs_by_priority_and_its_dead_runs_get_their_state_and_slot(proj
     typed("deploy", "mini.toml", "--pool", "gpus", "--set", "deployments.priority=high", "--set", "seed=5")
     (project / "mini.toml").unlink()  # the profile is in the parameters
     found = {name: client.read_deployment_by_name(f"rlhf-pipeline/{name}") for name in ("full", "mini")}
-    assert [(one.work_queue_name, one.tags[-1]) for one in found.values()] == [("default", "user:ada"), ("high", "user:ada")]
+    assert [(one.work_queue_name, one.tags[-1]) for one in found.values()] == [
+        ("default", "user:ada"),
+        ("high", "user:ada"),
+    ]
 
     typed("deployment", "run", "rlhf-pipeline/full", "--param", "until=prepare_data", module="prefect")
     [low] = client.read_flow_runs()
