@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import signal
+import tempfile
 import warnings
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,8 @@ def serve(home: Home, pool: str, runs_at_once: int) -> None:
     """Run what is scheduled in a work pool until SIGTERM or Ctrl-C; the pool is made if there is none."""
     logging.basicConfig(format="%(asctime)s %(message)s")
     os.environ["RLHF_HOME"] = str(home.root)  # of the runs, too
+    home.prefect.mkdir(parents=True, exist_ok=True)
+    tempfile.tempdir = str(home.prefect)  # of Prefect's runner, whose folder in /tmp any other user can make first
     asyncio.run(ensure_pool(pool))
     process.critical_service_loop = partial(process.critical_service_loop, consecutive=PATIENT_QUESTIONS)
     for number in (*terminations(), signal.SIGINT):

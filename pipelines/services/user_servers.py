@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from pipelines.services.home import API_URL, LOOPBACK, Home, client_environment, has_prefect_database, prefect_api
+from pipelines.services.home import API_URL, AUTH, LOOPBACK, Home, client_environment, has_prefect_database, prefect_api
 from pipelines.services.running import ServiceError, answered, is_free, running
 from rlhf_core.secrets.redaction import shown, without_secrets
 
@@ -65,6 +65,9 @@ def prefect_trouble(environment: Mapping[str, str]) -> str:
 def connect_user_prefect(home: Home, api: str) -> None:
     """Connect Prefect's client to the user's own server; raise ServiceError if it does not answer."""
     trouble = prefect_trouble(client_environment(home, prefect_api=api))
+    if " 401 " in trouble or "'401 " in trouble:
+        remedy = f"set {AUTH}=NAME:PASSWORD (PREFECT_API_KEY for Prefect Cloud) of a user whom it knows"
+        raise ServiceError(f"PREFECT_API_URL = {shown(api)}: refuses this user ({trouble}); {remedy}")
     if trouble:
         remedy = "start it, or fix the address and the key; if it is unset (also with `prefect config unset`), rlhf starts a server"
         raise ServiceError(f"PREFECT_API_URL = {shown(api)}: does not answer ({trouble}); {remedy}")
