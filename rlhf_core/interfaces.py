@@ -51,15 +51,25 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapters:
+    """What belongs to the weights of adapters that are sent alone: the folder of the model that they change, and their form."""
+
+    base: str
+    lora: LoraConfig
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """An opaque set of weights, without a version, in transfer from a trainer to a sampler.
 
     `payload` belongs to the runtime (an object reference, a folder, a mapping of tensors); `digest` is the sha256 of
-    the probe tensors, which the receiver recomputes.
+    the probe tensors, which the receiver recomputes. With `adapters` they are those of adapters alone, by peft's names;
+    only a sampler with `EngineNeeds.adapters` gets such.
     """
 
     payload: object
     digest: str
+    adapters: Adapters | None = None
 
 
 class WeightsInParts(Protocol):
@@ -132,7 +142,7 @@ class Trainer(Protocol):
         """Return the metrics of `objective` without gradients (evaluation)."""
 
     def weights(self) -> Weights:
-        """Return the full, merged weights for a sampler."""
+        """Return the full, merged weights for a sampler, or adapters alone for one that takes them so."""
 
     def save(self, folder: Path) -> None:
         """Copy weights, optimizer and every rank's random state, so that training resumes bitwise after `load`.
@@ -166,8 +176,12 @@ class RankTrainer(Trainer, Protocol):
     ) -> Metrics:
         """Return this rank's share of the metrics of `objective`, without gradients."""
 
+    @property
+    def adapters(self) -> Adapters | None:
+        """Return what belongs to `stream` if that has adapters alone."""
+
     def stream(self) -> WeightsInParts:
-        """Return the full, merged weights, to be iterated by every rank."""
+        """Return what `weights` has, to be iterated by every rank."""
 
     def rest(self) -> int:
         """Move all state kept between steps to host memory; return the number of bytes freed on the device."""

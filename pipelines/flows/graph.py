@@ -13,7 +13,7 @@ from pipelines.flows.trial import try_custom_functions
 from pipelines.services.home import Home
 from pipelines.services.user_servers import registry
 from rlhf_core.config.agents import AgentConfig, AgentsBySource, EpisodeLimits
-from rlhf_core.config.engines import RuntimeConfig
+from rlhf_core.config.engines import RuntimeConfig, check_lora_sync
 from rlhf_core.config.rewards import RewardsConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.model import check_reward_models
@@ -107,6 +107,7 @@ class Stages:
         files = {} if stage.files is None else dict(stage.files(config))
         self._check_reward_models(path, config, inputs)
         self._check_episodes(path, config)
+        self._check_lora(path, stage, config)
         files |= agent_digests(config, path)
         configured = keyed(self.runtime)
         engines: dict[str, Any] = {engine: configured[engine] for engine in stage.engines if engine != "registry"}
@@ -138,6 +139,17 @@ class Stages:
                 check_reward_models(rewards, inputs["reward_models"])
             except ConfigError as error:
                 raise ConfigError(f"{path}.{key}.{str(error).removeprefix('rewards.')}") from None
+
+    def _check_lora(self, path: str, stage: Stage[..., Any], config: Any) -> None:
+        """Raise ConfigError for adapters of a sampled policy that the sampler cannot be sent alone, as it is to be."""
+        samples = "sampler" in stage.engines and getattr(config, "on_policy", True)
+        if not samples or not hasattr(config, "lora") or not self.runtime.sampler.needs().adapters:
+            return
+        check_lora_sync(config.lora, key=f"{path}.lora")
+        most = getattr(self.runtime.sampler, "max_lora_rank", None)
+        if most is not None and config.lora.rank > most:
+            rule, remedy = f"runtime.sampler.max_lora_rank is {most}", "raise that, or lower this"
+            raise ConfigError(f"{path}.lora.rank", config.lora.rank, rule, remedy)
 
     def _check_episodes(self, path: str, config: Any) -> None:
         """Raise ConfigError for episodes that may exceed the sampler's length: the first such one would end the run."""

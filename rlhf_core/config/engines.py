@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from rlhf_core.errors import ConfigError
 from rlhf_core.schema.base import LONGEST_S, OPERATIONAL, Config, RenamedConfig, Seconds, added_option
 from rlhf_core.schema.secrets import HOLDS_SECRETS
 
@@ -300,7 +301,7 @@ class EngineNeeds:
     """The resources that a runtime provides for a sampler.
 
     >>> VllmSamplerConfig(engines=2).needs()
-    EngineNeeds(engines=2, tensor_parallel=1, sleeps=False, device_transfer=True)
+    EngineNeeds(engines=2, tensor_parallel=1, sleeps=False, device_transfer=True, adapters=False)
     """
 
     engines: int = 1
@@ -311,6 +312,8 @@ class EngineNeeds:
     """Whether the engine frees its GPU while models train: it is a `DeviceSampler` with `sleep` and `wake`."""
     device_transfer: bool = False
     """Whether a trainer may send weights from GPU to GPU: the engine is a `DeviceSampler` with `transfer`."""
+    adapters: bool = False
+    """Whether the engine takes the adapters of a policy that trains such, without its other weights."""
 
 
 class BaseSamplerConfig(Config):
@@ -352,10 +355,18 @@ class VllmSamplerConfig(BaseSamplerConfig):
     sleep: Annotated[bool, OPERATIONAL] = False
     """Whether an engine that shares its GPU with a train worker moves its weights to host memory and frees its KV cache
     while a model trains, and takes them back to sample."""
+    lora_sync: Literal["merged", "adapter"] = added_option("merged")
+    """What an engine is sent of a policy that trains adapters: all weights, with the adapters `merged`, or each `adapter` alone,
+    which it adds to the products of the weights that it has. Results differ by rounding."""
+    max_lora_rank: Annotated[Literal[1, 8, 16, 32, 64, 128, 256, 320, 512], OPERATIONAL] = added_option(16)
+    """Largest rank of the adapters, for which an engine with `lora_sync = "adapter"` keeps room."""
 
     def needs(self) -> EngineNeeds:
-        """Return `engines` processes of `tensor_parallel` GPUs each, which take weights from GPU to GPU."""
-        return EngineNeeds(self.engines, self.tensor_parallel, sleeps=self.sleep, device_transfer=True)
+        """Return `engines` processes of `tensor_parallel` GPUs each, which take weights from GPU to GPU, or adapters alone."""
+        alone = self.lora_sync == "adapter"
+        return EngineNeeds(
+            self.engines, self.tensor_parallel, sleeps=self.sleep, device_transfer=not alone, adapters=alone
+        )
 
 
 class VllmServerSamplerConfig(BaseSamplerConfig):
@@ -411,6 +422,22 @@ AnySamplerConfig = (
 )  # fmt: skip
 """The samplers, one per line; `runtime.sampler.type` selects one."""
 SamplerConfig = Annotated[AnySamplerConfig, Field(discriminator="type")]
+
+
+def check_lora_sync(lora: LoraConfig | None, *, key: str) -> None:
+    """Raise ConfigError for adapters that a sampler cannot be sent alone (`lora_sync = "adapter"`).
+
+    `key` is that of `lora`, in the stage that trains them.
+    """
+    remedy = 'or set runtime.sampler.lora_sync = "merged"'
+    if lora is None:
+        rule = 'there are no adapters, which runtime.sampler.lora_sync = "adapter" would send'
+        raise ConfigError(key, None, rule, f"give it, {remedy}")
+    if lora.variant == "dora":
+        raise ConfigError(f"{key}.variant", lora.variant, "vLLM does not scale rows to norms", f'use "lora", {remedy}')
+    if lora.quantize:
+        rule = "the sampler has the weights before they were rounded to 4 bits, to which the adapters do not belong"
+        raise ConfigError(f"{key}.quantize", lora.quantize, rule, f"remove it, {remedy}")
 
 
 # ---------------------------------------------------------------- runtime

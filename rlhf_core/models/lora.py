@@ -360,13 +360,21 @@ class WeightStream:
     The merge is V = W + scaling * B A in fp32, with every row of V scaled to its learned norm for DoRA, and rounded once to
     the dtype of W. A 4-bit W is dequantized first. The live model does not change.
 
+    With `adapters_alone` the weights are the trained A and B, under the names of peft's files.
+
     >>> [(name, tuple(weight.shape)) for name, weight in WeightStream(nn.Linear(3, 2))]
     [('weight', (2, 3)), ('bias', (2,))]
     """
 
-    def __init__(self, model: nn.Module, *, whole: Whole = lambda _: nullcontext()) -> None:
+    def __init__(
+        self, model: nn.Module, *, whole: Whole = lambda _: nullcontext(), adapters_alone: bool = False
+    ) -> None:
         self.whole = whole
         self._root = model.backbone if isinstance(model, ValueModel) else model
+        if adapters_alone:
+            self._sources = {_in_peft(name): _Source(weight) for name, weight in _trained_adapters(model)}
+            self._groups = [_Group((n,), {n: one.meta()}, converted=False) for n, one in self._sources.items()]
+            return
         self._sources = _sources(self._root)
         self._groups = _groups(self._root, self._sources)
         if isinstance(model, ValueModel):
@@ -441,6 +449,15 @@ class _Source:
             whole.ds_shape if hasattr(whole, "ds_shape") else whole.shape
         )  # of ZeRO 3, whose `shape` is that of a part
         return torch.empty(shape, dtype=whole.dtype, device="meta")
+
+
+def _trained_adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    # Frozen ones (`check_adapters`) are the zeros that they were in the beginning.
+    return ((name, one) for name, one in model.named_parameters() if ".lora_" in name and one.requires_grad)
+
+
+def _in_peft(name: str) -> str:
+    return f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
 
 
 def _sources(model: nn.Module) -> dict[str, _Source]:

@@ -19,8 +19,9 @@ from rlhf_core.training.trainer import LocalTrainer
 class HostedModels:
     """The trainers of one process, by lease; `TrainWorker` documents the methods."""
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, *, adapters_alone: bool = False) -> None:
         self._config = config
+        self._adapters_alone = adapters_alone
         self._trainers: dict[str, RankTrainer] = {}
 
     def warm(self, threads: int) -> None:
@@ -34,7 +35,7 @@ class HostedModels:
         _ = transformers.AutoModelForCausalLM  # imported lazily; most of the start-up time
 
     def open(self, lease: str, model: ModelSpec, optimizer: OptimizerConfig | None) -> None:
-        self._trainers[lease] = LocalTrainer(model, optimizer, self._config)
+        self._trainers[lease] = LocalTrainer(model, optimizer, self._config, adapters_alone=self._adapters_alone)
 
     def trainer(self, lease: str) -> RankTrainer:
         """Return the trainer of `lease`. Raises TrainingError if there is none."""

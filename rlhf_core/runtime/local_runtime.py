@@ -39,7 +39,8 @@ class LocalRuntime:
 
         config = self._config.of(role).trainer
         self._served.update(trainer_versions(config))
-        with contextlib.closing(LocalTrainer(model, optimizer, config)) as trainer:
+        alone = self._config.sampler.needs().adapters
+        with contextlib.closing(LocalTrainer(model, optimizer, config, adapters_alone=alone)) as trainer:
             yield trainer
 
     @contextlib.contextmanager

@@ -206,8 +206,11 @@ class RayRuntime:
         world, gpus = len(places), config.gpus_per_train_worker
         at_once = self._config.train_workers + sum(pool.workers for pool in self._config.pools.values())
         threads = threads_per_worker(self._config, workers=at_once)
+        alone = config.sampler.needs().adapters
         actors = [
-            self._actor(TrainWorker, options, threads).remote(world, threads, config.trainer, gpus_per_worker=gpus)
+            self._actor(TrainWorker, options, threads).remote(
+                world, threads, config.trainer, gpus_per_worker=gpus, adapters_alone=alone
+            )
             for options in places
         ]
         group = self._group("trainer", actors, TrainingError)

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,7 +130,7 @@ class SampleWorker(Leaves):
         tensors: dict[str, Any] = {}
         for bucket in ray.get(list(weights.payload.refs)):
             tensors |= unpack(bucket)
-        self._opened().load_weights(Weights(payload=tensors, digest=weights.digest), version=version)
+        self._opened().load_weights(replace(weights, payload=tensors), version=version)
 
     # ------------------------------------------------------------ shared GPU
 

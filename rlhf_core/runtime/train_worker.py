@@ -76,10 +76,19 @@ def _upload(place: Place, scratch: Path) -> Files:
 class TrainWorker(Leaves):
     """One of `world` ranks. Every lease is one `LocalTrainer`; all ranks must receive the same calls in the same order.
 
-    `join` sets the rank, which depends on the GPU that the process got. `gpus_per_worker` is the number requested.
+    `join` sets the rank, which depends on the GPU that the process got. `gpus_per_worker` is the number requested. With
+    `adapters_alone` a sampler gets the adapters of a policy without its other weights.
     """
 
-    def __init__(self, world: int, threads: int, config: TrainerConfig, *, gpus_per_worker: float = 0.0) -> None:
+    def __init__(
+        self,
+        world: int,
+        threads: int,
+        config: TrainerConfig,
+        *,
+        gpus_per_worker: float = 0.0,
+        adapters_alone: bool = False,
+    ) -> None:
         super().__init__()
         self._rank = 0
         self._world = world
@@ -87,6 +96,7 @@ class TrainWorker(Leaves):
         self._gpus_per_worker = gpus_per_worker
         self._threads = threads
         self._config = config
+        self._adapters_alone = adapters_alone
         self._ticket = 0
         self._staged: StagedWeights | None = None
         self._staged_lease = ""
@@ -136,7 +146,7 @@ class TrainWorker(Leaves):
         # Torch and transformers are for the workers; the driver imports this module too.
         from rlhf_core.runtime.hosted_models import HostedModels
 
-        return HostedModels(self._config)
+        return HostedModels(self._config, adapters_alone=self._adapters_alone)
 
     # ------------------------------------------------------------ leases
 
@@ -231,8 +241,9 @@ class TrainWorker(Leaves):
     def weights(self, lease: str) -> Weights | None:
         """Gather one weight after another on all ranks; rank 0 puts full buckets into the object store, whose places it returns."""
         refs = tuple(map(ray.put, self._models.packed(lease, keep=self._rank == 0)))
-        digest = self._trainer(lease).stream().digest()
-        return Weights(payload=StoredWeights(refs), digest=digest) if self._rank == 0 else None
+        trainer = self._trainer(lease)
+        digest = trainer.stream().digest()
+        return Weights(StoredWeights(refs), digest, trainer.adapters) if self._rank == 0 else None
 
     def stage_weights(self, lease: str) -> tuple[int, str] | None:
         """Note on all ranks that the weights are to be sent; rank 0 returns their ticket and digest.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
@@ -42,6 +43,11 @@ def sampling_params(
     )
 
 
+def adapter(number: int) -> LoRARequest:
+    """Return what a request names an adapter with that the workers have loaded as `number`; there is no file of it."""
+    return LoRARequest(f"load-{number}", number, "in memory")
+
+
 def start(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> LLM:
     """Return an engine of `policy` in this process. Raises SamplingError if vLLM refuses it."""
     on_gpu = torch.cuda.is_available()
@@ -51,6 +57,8 @@ def start(policy: Path, config: VllmSamplerConfig, *, transfer: Transfer) -> LLM
         # A prompt that is split between two passes resets its generator, which torch's CPU generators cannot do.
         else {"kv_cache_memory_bytes": int(config.kv_cache_gib * GIB), "enable_chunked_prefill": False}
     )
+    if config.lora_sync == "adapter":
+        place |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank, "max_loras": 1}
     if transfer:
         place["weight_transfer_config"] = {"backend": transfer}
     try:

@@ -11,7 +11,7 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
 from rlhf_core.errors import SamplingError
-from rlhf_core.interfaces import Probes, SamplerEngine, Transfer, TransferVerb, Weights
+from rlhf_core.interfaces import Adapters, Probes, SamplerEngine, Transfer, TransferVerb, Weights
 from rlhf_core.processes.child import idle_threads
 from rlhf_core.processes.identity import interface_towards
 from rlhf_core.sampling.requests import PolicyFolder, architecture, received_tensors
@@ -50,6 +50,10 @@ class VllmSampler:
         self._llm: Any = _start_engine(policy, config, transfer=transfer)
         self._numbers = itertools.count()
         self._loads = 0
+        self._base: Path | None = policy
+        """Folder whose weights the engine has, without adapters; None for weights that a trainer sent."""
+        self._adapter: Any = None
+        """vLLM's name of the adapter that is added to them."""
         self._asleep = False
         self._sampled: dict[str, tuple[int, SamplingRequest]] = {}
 
@@ -64,6 +68,7 @@ class VllmSampler:
             [self._prompt(request) for request in requests],
             [self._sampling_params(request, sampling) for request in requests],
             use_tqdm=False,
+            lora_request=self._adapter,
         )
         return [
             self._completion(request, output.outputs[0], sampling)
@@ -78,7 +83,7 @@ class VllmSampler:
         for number, request in new:
             name = f"advance-{next(self._numbers)}"
             params = self._sampling_params(request, sampling, when_done=True)
-            engine.add_request(name, {"type": "token", **self._prompt(request)}, params)
+            engine.add_request(name, {"type": "token", **self._prompt(request)}, params, lora_request=self._adapter)
             self._sampled[name] = (number, request)
         finished: list[tuple[int, Completion]] = []
         while self._sampled and not finished:
@@ -91,13 +96,17 @@ class VllmSampler:
     def load_weights(self, weights: Weights, *, version: int) -> None:
         """Replace the policy by `weights` (payload: Hugging Face name -> CPU tensor); completions carry `version`.
 
-        Raises SamplingError if the received weights differ from those that were sent, or if the engine refuses them.
+        Adapters alone replace those before them. Raises SamplingError if the received weights differ from those that were
+        sent, or if the engine refuses them.
         """
         from rlhf_core.sampling.vllm_worker import probe_weights  # imports torch, as vLLM does
 
         tensors = received_tensors(weights)
-        self._reload(weights_iterator=list(tensors.items()))
-        self.check_probes(probe_weights(tensors))
+        if weights.adapters:
+            self._load_adapter(tensors, weights.adapters)
+        else:
+            self._reload(weights_iterator=list(tensors.items()))
+            self.check_probes(probe_weights(tensors))
         self.version = version
 
     # ------------------------------------------------------------ warm engine
@@ -109,6 +118,7 @@ class VllmSampler:
     def load_policy(self, policy: Path) -> None:
         """Load the safetensors of another policy that this engine `accepts`; its completions carry version 0."""
         self._reload(weights_path=str(policy))
+        self._base = policy
         self._policy = PolicyFolder.read(policy, max_model_len=self.config.max_model_len)
         self.version = 0
 
@@ -125,8 +135,22 @@ class VllmSampler:
             self._llm.wake_up()
             self._asleep = False
 
+    def _load_adapter(self, tensors: Mapping[str, Any], sent: Adapters) -> None:
+        if self._base is None or str(self._base) != sent.base:
+            rule = f"the adapters change the weights of {sent.base}, which the engine does not have"
+            raise SamplingError("weights", str(self._base), rule, "sample the policy that the stage began with")
+        self._abandon()
+        self._forget_prefixes()
+        form = {"r": sent.lora.rank, "lora_alpha": sent.lora.alpha, "use_rslora": sent.lora.variant == "rslora"}
+        for wrong in self._llm.collective_rpc("load_adapter", args=(dict(tensors), form, self._loads)):
+            if wrong:
+                remedy = 'leave them out of lora.target_modules, or set runtime.sampler.lora_sync = "merged"'
+                raise SamplingError("runtime.sampler.lora_sync", "adapter", wrong, remedy)
+        self._adapter = _vllm().adapter(self._loads)
+
     def _reload(self, **source: Any) -> None:
         self._abandon()
+        self._base = self._adapter = None  # vLLM drops adapters with the weights
         try:
             self._llm.collective_rpc("reload_weights", kwargs=source)
             self._llm.collective_rpc("repack_heads")

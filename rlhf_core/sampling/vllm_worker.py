@@ -57,6 +57,37 @@ class WeightReload:
             if kernel is not None and layer.w13_weight.device.type == "cpu":
                 kernel.fused_experts.process_weights_after_loading(layer)
 
+    def load_adapter(self, tensors: Mapping[str, Tensor], form: Mapping[str, Any], number: int) -> str:
+        """Replace the adapter by `tensors`, as `number`; return why it cannot be served, or "".
+
+        `form` has the fields of peft's configuration that scale it. vLLM itself would leave out modules that it lacks.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = self.model_runner.lora_manager._adapter_manager
+        helper = PEFTHelper.from_dict({**form, "target_modules": []})
+        try:
+            helper.validate_legal(manager.lora_config)
+        except ValueError as error:
+            return str(error)
+        renamed = getattr(manager.model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            number,
+            {name: tensor.clone() for name, tensor in tensors.items()},  # vLLM scales B in place
+            helper,
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=renamed and renamed.get_rename_mapper(),
+        )
+        held = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
+        if missing := sorted(adapter.loras.keys() - held):
+            return f"vLLM has no adapters for {len(missing)} modules of this model, such as {missing[0]}"
+        manager.remove_all_adapters()
+        manager.add_adapter(adapter)
+        manager.activate_adapter(number)
+        return ""
+
     def mismatched_weights(self, probes: Probes) -> list[str]:
         """Return the names of tensors that differ from `probes`, among those that this worker stores unchanged.
 

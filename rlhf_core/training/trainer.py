@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.algorithms.token_math import LossOutput
-from rlhf_core.config.engines import OptimizerConfig, TrainerConfig
+from rlhf_core.config.engines import OptimizerConfig, TrainerConfig, check_lora_sync
 from rlhf_core.errors import TrainingError
-from rlhf_core.interfaces import Metrics, ModelSpec, Weights
+from rlhf_core.interfaces import Adapters, Metrics, ModelSpec, Weights
 from rlhf_core.models.architecture import padding_id
 from rlhf_core.models.batches import TokenBatch, unpack
 from rlhf_core.models.forward import model_rules, sequence_scores, step_scores, token_logprobs, token_values, watching
@@ -114,7 +114,8 @@ T = TypeVar("T")
 class LocalTrainer:
     """A `Trainer` of one role on this rank. The model is frozen if there is no optimizer.
 
-    `engine` defaults to the one that `config` names. The launcher's environment variables determine the rank.
+    `engine` defaults to the one that `config` names. The launcher's environment variables determine the rank. With
+    `adapters_alone` a sampler gets the adapters without the other weights.
 
     >>> trainer = LocalTrainer(spec, OptimizerConfig(), TrainerConfig(engine="torch"))  # doctest: +SKIP
     >>> trainer.forward_backward(samples, SftObjective(pack_to=None))["loss"]  # doctest: +SKIP
@@ -122,9 +123,16 @@ class LocalTrainer:
     """
 
     def __init__(
-        self, spec: ModelSpec, optimizer: OptimizerConfig | None, config: TrainerConfig, *, engine: Engine | None = None
+        self,
+        spec: ModelSpec,
+        optimizer: OptimizerConfig | None,
+        config: TrainerConfig,
+        *,
+        engine: Engine | None = None,
+        adapters_alone: bool = False,
     ) -> None:
         self._spec = spec
+        self._adapters_alone = adapters_alone
         self._trained = optimizer is not None
         self._rows = config.micro_batch
         self._padded_tokens = config.micro_tokens
@@ -228,19 +236,32 @@ class LocalTrainer:
     # ------------------------------------------------------------ weights and state
 
     def weights(self) -> Weights:
-        """Return the full weights (LoRA merged) by Hugging Face name, as CPU tensors separate from the model's.
+        """Return the weights of `stream`, as CPU tensors separate from the model's.
 
         Every rank must call it. Rank 0 gets the weights and the others none, so that a node holds them once.
         """
         payload: dict[str, Tensor] = {}
-        for name, tensor in self._engine.stream():
+        for name, tensor in self.stream():
             if self._engine.rank == 0:
                 payload[name] = tensor.to("cpu", copy=True)
-        return Weights(payload=payload, digest=weights_digest(payload))
+        return Weights(payload=payload, digest=weights_digest(payload), adapters=self.adapters)
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """Return what belongs to the adapters that are sent alone; None if whole weights are sent."""
+        lora = self._spec.lora
+        return Adapters(self._spec.path, lora) if self._adapters_alone and lora else None
 
     def stream(self) -> WeightStream:
-        """Return the full weights (LoRA merged) by Hugging Face name, to be iterated by every rank: one at a time."""
-        return self._engine.stream()
+        """Return the weights for a sampler, to be iterated by every rank: one at a time.
+
+        They are the full weights (LoRA merged) by Hugging Face name, or the adapters alone. Raises ConfigError where these
+        cannot be sent.
+        """
+        if not self._adapters_alone:
+            return self._engine.stream()
+        check_lora_sync(self._spec.lora, key="lora")
+        return WeightStream(self._engine.module, whole=self._engine.stream().whole, adapters_alone=True)
 
     def save(self, folder: Path) -> None:
         """Copy weights, optimizer and this rank's random state, and write the copies to `folder` in the background.

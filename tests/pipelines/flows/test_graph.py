@@ -115,6 +115,34 @@ def test_episodes_that_may_outgrow_the_sampler_are_refused_in_the_plan(tmp_path)
     assert plan(load_profile("tiny/full", [agent % 256]), ArtifactStore(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (
+            "",
+            r"ppo\.lora = None: there are no adapters, which runtime\.sampler\.lora_sync = .adapter. would send; give it",
+        ),
+        ('{variant = "dora"}', r"ppo\.lora\.variant = 'dora': vLLM does not scale rows to norms; use"),
+        ('{quantize = "nf4"}', r"ppo\.lora\.quantize = 'nf4': the sampler has the weights before they were rounded"),
+        ("{rank = 17}", r"ppo\.lora\.rank = 17: runtime\.sampler\.max_lora_rank is 16; raise that, or lower this"),
+    ],
+)
+def test_adapters_that_cannot_be_sent_alone_are_refused_in_the_plan(tmp_path, lora, message):
+    changed = ["runtime.sampler.lora_sync=adapter", *([f"ppo.lora={lora}"] if lora else [])]
+    with pytest.raises(ConfigError, match=message):
+        plan(load_profile("tiny/full", changed), ArtifactStore(tmp_path))
+
+
+def test_adapters_alone_are_another_result_and_their_largest_rank_is_not(tmp_path):
+    def sampler(*overrides: str) -> object:
+        stages = plan(load_profile("tiny/full", ["ppo.lora={}", *overrides]), ArtifactStore(tmp_path))
+        return next(one.spec.engines["sampler"] for one in stages if one.label == "ppo")
+
+    assert sampler() == sampler("runtime.sampler.lora_sync=merged")
+    alone = sampler("runtime.sampler.lora_sync=adapter")
+    assert sampler() != alone == sampler("runtime.sampler.lora_sync=adapter", "runtime.sampler.max_lora_rank=64")
+
+
 def test_the_functions_of_users_are_found_wherever_they_stand():
     config = PPOConfig.model_validate(
         {

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rlhf_core.config.engines import LoraConfig
@@ -140,6 +140,17 @@ def test_a_saved_adapter_loads_in_peft_on_the_base(tiny_llama, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
     again = peft.PeftModel.from_pretrained(base, str(tmp_path))
     assert torch.equal(logits(again), logits(model))
+
+
+def test_adapters_alone_are_those_of_the_file_but_for_the_idle_ones(tiny_llama, tmp_path):
+    model = trained(tiny_llama)
+    model.model.layers[1].mlp.up_proj.lora_A.requires_grad_(False)
+    save_adapter(model, tmp_path)
+    saved, stream = load_file(tmp_path / "adapter_model.safetensors"), WeightStream(model, adapters_alone=True)
+    sent = dict(stream)
+    assert saved.keys() - sent.keys() == {"base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"}
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in sent.items())
+    assert stream.digest() == weights_digest(sent)
 
 
 def test_a_saved_adapter_has_the_same_bytes_each_time(tiny_llama, tmp_path):

@@ -28,8 +28,13 @@ def test_a_prefix_is_computed_once_for_each_version_of_the_weights(tmp_path):
     result = tmp_path / "seen.json"
     subprocess.run([sys.executable, PROGRAM, policy, result], env=environment, check=True, timeout=400)
     seen = json.loads(result.read_text())
-    first, again, updated = seen["cached"]
+    first, again, updated, *adapted = seen["cached"]
     assert first[0] == updated[0] == 0  # nobody has computed it with these weights
     assert min(again) >= 128  # whole blocks of the 300 tokens that the requests share
     assert seen["same_tokens"]
     assert seen["other_logprobs"]
+    # Two versions of an adapter, each loaded twice: nothing is found across loads.
+    assert [one[0] for one in adapted] == [0, 0, again[0], 0, 0, again[0]]
+    for theirs, ours in zip(seen["adapted"], seen["expected"], strict=True):
+        assert theirs == pytest.approx(ours, abs=1e-4)  # some tens of roundings of a log-prob of about -6 in float32
+    assert seen["adapted"][0] != pytest.approx(seen["adapted"][4], abs=1e-2)  # an update moves them by far more
