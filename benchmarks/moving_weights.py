@@ -1,12 +1,16 @@
 """Measure what loading, handing out, exporting and resuming a model add to the memory of a rank, beside their targets.
 
     python -m benchmarks.moving_weights --ranks 1 2 4
+    python -m benchmarks.moving_weights --lora-sync 16
 
 A random Llama of 168M parameters with an LM head of its own is opened frozen under ZeRO 3. Peaks are those of anonymous
 memory (`RssAnon`), on the rank that has most: files that are mapped and the object store are shared, and not counted. A
 load counts from the process before, the others from what the model keeps. For `resume` a model of 68M parameters is
 trained under each stage of `--stages`, saved and opened anew; its peak counts from what it keeps when it is restored.
 `reads` is how much one process reads to find damage in that checkpoint: the driver, and the rank that reads most.
+
+`--lora-sync RANK` sends the large model with adapters of that rank on all linear layers to vLLM in the same process, merged and
+as adapters alone: three times each, after a first time, without Ray's copy to its store.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,12 +48,18 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], metavar="R")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--stages", nargs="*", type=int, default=[0, 1, 3], metavar="ZERO")
+    parser.add_argument("--lora-sync", type=int, metavar="RANK", help="send to vLLM, merged and adapters alone")
+    parser.add_argument("--one-sync", nargs=2, metavar=("FOLDER", "WAY"), help=argparse.SUPPRESS)
     parser.add_argument("--one-rank", nargs=2, metavar=("FOLDER", "DTYPE"), help=argparse.SUPPRESS)
     parser.add_argument("--resume", type=int, metavar="ZERO", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one_rank:
         folder, dtype = options.one_rank
         return run_rank(Path(folder), dtype) if options.resume is None else resume(Path(folder), dtype, options.resume)
+    if options.one_sync:
+        return sync_with_vllm(Path(options.one_sync[0]), options.dtype, options.one_sync[1], options.lora_sync)
+    if options.lora_sync:
+        return lora_syncs(options.dtype, options.lora_sync)
     print("| ranks | moment | MiB above | target MiB |\n|--:|---|--:|--:|", flush=True)
     with tempfile.TemporaryDirectory() as place:
         for name, shape in (("small", SMALL), ("large", LARGE), ("trained", TRAINED)):
@@ -163,6 +174,50 @@ def run_rank(folder: Path, dtype: str) -> int:
     print(json.dumps(moments | {"whole": sum(sizes), "largest": max(sizes), "bucket": BUCKET_BYTES / MIB}))
     trainer.close()
     return 0
+
+
+def lora_syncs(dtype: str, rank: int) -> int:
+    """Print what a sync costs, merged and with adapters alone, each in a process of its own."""
+    print("| sent | MiB | seconds of a sync | MiB above |\n|---|--:|---|--:|", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        make_model(Path(place) / "large", LARGE, dtype)
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.moving_weights", "--lora-sync", str(rank)]
+        for way in ("merged", "adapter"):
+            one = [*command, "--dtype", dtype, "--one-sync", str(Path(place) / "large"), way]
+            ended = subprocess.run(one, stdout=subprocess.PIPE, text=True, check=True)
+            found = json.loads(ended.stdout.splitlines()[-1])
+            seconds = ", ".join(f"{each:.2f}" for each in found["seconds"])
+            print(f"| {way} | {found['sent']:,.1f} | {seconds} | {found['above']:,.0f} |", flush=True)
+    return 0
+
+
+def sync_with_vllm(folder: Path, dtype: str, way: Any, rank: int) -> int:
+    """Print how many MiB one way sends, and the seconds and the memory of three syncs."""
+    from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig, VllmSamplerConfig
+    from rlhf_core.interfaces import ModelSpec
+    from rlhf_core.sampling.vllm_sampler import VllmSampler
+
+    config = VllmSamplerConfig(dtype=dtype, max_model_len=64, kv_cache_gib=0.25, lora_sync=way, max_lora_rank=rank)
+    sampler = VllmSampler(folder, config, threads=1, transfer="")
+    from rlhf_core.training.trainer import LocalTrainer  # after the variables that vLLM reads are set
+
+    spec = ModelSpec(str(folder), "lm", LoraConfig(rank=rank, target_modules="all-linear"), 1)
+    torch_engine = TrainerConfig(engine="torch", dtype=dtype)
+    trainer = LocalTrainer(spec, OptimizerConfig(), torch_engine, adapters_alone=way == "adapter")
+    sent = sum(weight.nbytes / MIB for weight in trainer.stream().metadata.values())
+
+    def sync() -> None:
+        sampler.load_weights(trainer.weights(), version=1)
+
+    sync()
+    seconds, most = [], 0.0
+    for _ in range(3):
+        began = time.perf_counter()
+        rise, _ = above(sync)
+        seconds.append(time.perf_counter() - began)
+        most = max(most, rise)
+    print(json.dumps({"sent": sent, "seconds": seconds, "above": most}), flush=True)
+    os._exit(0)  # exit under vLLM is slow
 
 
 def resume(folder: Path, dtype: str, stage: int) -> int:

@@ -357,13 +357,21 @@ def experts(place: Place, figures: Figures) -> None:
         figures |= synced(Path(name), place, transfer="ipc" if place.on_gpu else "")
 
 
-def synced(policy: Path, place: Place, *, transfer: str, gpus: float = 0.5, engines: int = 1) -> dict[str, float]:
+def adapters(place: Place, figures: Figures) -> None:
+    """Send adapters alone."""
+    with tempfile.TemporaryDirectory() as name:
+        figures |= synced(small_policy(Path(name)), place, transfer="", alone=True)
+
+
+def synced(
+    policy: Path, place: Place, *, transfer: str, gpus: float = 0.5, engines: int = 1, alone: bool = False
+) -> dict[str, float]:
     """Train and send twice; return the seconds, and the largest difference of log-probabilities that was left."""
     from rlhf_core.config.engines import SamplingConfig
 
     requests = requests_of(16)
     largest, seconds = 0.0, []
-    with shared(policy, place, gpus=gpus, engines=engines) as (runtime, trainer, engine):
+    with shared(policy, place, gpus=gpus, engines=engines, alone=alone) as (runtime, trainer, engine):
         check(runtime._transfer() == transfer, f"weights would go by {runtime._transfer()!r}, not {transfer!r}")
         for number in (1, 2):
             one_step(trainer)
@@ -403,10 +411,13 @@ def sleep(place: Place, figures: Figures) -> None:
 
 @contextlib.contextmanager
 def shared(
-    policy: Path, place: Place, *, gpus: float = 0.5, engines: int = 1, sleep: bool = False
+    policy: Path, place: Place, *, gpus: float = 0.5, engines: int = 1, sleep: bool = False, alone: bool = False
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield a runtime, a trainer and an engine in float32; with half a GPU each, they share one."""
-    from rlhf_core.config.engines import OptimizerConfig, RuntimeConfig, TrainerConfig, VllmSamplerConfig
+    """Yield a runtime, a trainer and an engine in float32; with half a GPU each, they share one.
+
+    With `alone` the trainer has adapters, and the engine takes these alone.
+    """
+    from rlhf_core.config.engines import LoraConfig, OptimizerConfig, RuntimeConfig, TrainerConfig, VllmSamplerConfig
     from rlhf_core.interfaces import ModelSpec
     from rlhf_core.runtime.ray_runtime import RayRuntime
 
@@ -417,15 +428,21 @@ def shared(
         gpus_per_engine=part,
         trainer=TrainerConfig(engine="torch"),
         sampler=VllmSamplerConfig(
-            max_model_len=96, gpu_memory_fraction=0.3, kv_cache_gib=0.25, sleep=sleep, engines=engines
+            max_model_len=96,
+            gpu_memory_fraction=0.3,
+            kv_cache_gib=0.25,
+            sleep=sleep,
+            engines=engines,
+            lora_sync="adapter" if alone else "merged",
         ),
     )
+    lora = LoraConfig(target_modules="all-linear") if alone else None
     runtime = RayRuntime(config)
     try:
         # The engine first: it measures what is free when it starts.
         with (
             runtime.sampler(policy) as engine,
-            runtime.trainer("policy", ModelSpec(str(policy), "lm", None, 0), OptimizerConfig()) as trainer,
+            runtime.trainer("policy", ModelSpec(str(policy), "lm", lora, 0), OptimizerConfig()) as trainer,
         ):
             yield runtime, trainer, engine
     finally:
@@ -550,6 +567,7 @@ STEPS: dict[str, Step] = {
             for graphs in (False, True)
         ),
         Step("sync", "weights by CUDA IPC, a tensor above 1 GiB", sync, never_on_cpu="CUDA IPC"),
+        Step("adapters", "adapters alone, as a LoRA request", adapters, never_on_cpu="kernels of a GPU"),
         Step("experts", "weights of a mixture of experts", experts, never_on_cpu="CUDA IPC"),
         Step("sleep", "an engine gives its memory to a trainer and back", sleep, never_on_cpu="sleep and wake"),
         Step("throughput", "a training step at a vocabulary of 128k, with MFU", throughput, 900.0, never_on_cpu="real sizes"),

@@ -263,10 +263,11 @@ def step_seconds(
     seconds["train"] = max(trained.values(), default=0.0)
     policy = next((role for role in roles if role.trained and role.name == "policy"), None)
     if step.answers and policy is not None and sampled is not None:
-        weights = BYTES[trainer.dtype] * policy.shape.parameters
-        crowded = on.name != CPU and runtime.train_workers > 1 and runtime.shares_gpus
+        alone = runtime.sampler.needs().adapters and policy.lora is not None
+        weights = BYTES[trainer.dtype] * (policy.trained_parameters if alone else policy.shape.parameters)
+        by_host = on.name != CPU and (alone or (runtime.train_workers > 1 and runtime.shares_gpus))
         across = on.link if workers + _engine_gpus(runtime) <= on.per_node else on.network
-        seconds["sync"] = weights / (PCIE if crowded else across)
+        seconds["sync"] = weights / (PCIE if by_host else across)
     return seconds
 
 
