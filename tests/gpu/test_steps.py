@@ -5,7 +5,15 @@ import pytest
 from benchmarks.gpu.__main__ import run_apart
 from benchmarks.gpu.steps import STEPS, Place
 
-SHORT = ("imports", "train", "sync", "adapters", "experts", "sleep", *(name for name in STEPS if name.startswith("generate")))
+SHORT = (
+    "imports",
+    "train",
+    "sync",
+    "adapters",
+    "experts",
+    "sleep",
+    *(name for name in STEPS if name.startswith("generate")),
+)
 
 
 @pytest.mark.parametrize("name", SHORT)

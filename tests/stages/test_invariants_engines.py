@@ -237,7 +237,8 @@ def test_every_adapter_arrives_in_every_sampler_and_changes_nothing_that_was_sen
 def test_a_resumed_run_with_adapters_alone_repeats_the_whole_one(alone, tmp_path, policy):
     terms = {"short": {"type": "function", "function": "tests.stages.test_ppo:short_is_good"}}
     settings = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_tokens": 6}}
-    settings |= {"advantage": {"type": "grpo"}, "optimizer": FAST, "rewards": {"terms": terms}, "lora": LORA}
+    settings |= {"advantage": {"type": "grpo"}, "optimizer": FAST, "rewards": {"terms": terms}}
+    settings |= {"kl": {"in": "loss", "coef": 0.1}, "lora": LORA}  # the reference is the policy without its adapters
     config = PPOConfig.model_validate(settings | {"checkpoint_every": 1})
     made = []
     for name in ("whole", "resumed"):
