@@ -107,18 +107,21 @@ def test_the_ray_of_the_pods_is_the_one_of_the_pins_and_job_and_cluster_have_the
     assert job == once
 
 
-def test_prefect_makes_a_job_of_the_template_that_kubernetes_accepts(monkeypatch):
+def test_prefect_makes_a_job_of_the_template_that_kubernetes_accepts():
     worker = pytest.importorskip("prefect_kubernetes.worker", reason="prefect-kubernetes, of requirements/services.txt")
     kubernetes = pytest.importorskip("kubernetes_validate", reason="of requirements/services.txt")
     from prefect.client.schemas.objects import FlowRun
+    from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")  # nothing is asked there, and no server is started
     template = json.loads((FILES / "prefect-job-template.json").read_text())
 
     def job(template: dict[str, Any]) -> dict[str, Any]:
         values = {"env": {"RLHF_USER": "ada"}, "gpus": "4"}
-        made = asyncio.run(worker.KubernetesWorkerJobConfiguration.from_template_and_values(template, values))
-        made.prepare_for_flow_run(FlowRun(id=uuid4(), flow_id=uuid4(), name="mini"))
+        with temporary_settings(
+            {PREFECT_API_URL: "http://127.0.0.1:9/api"}
+        ):  # nothing is asked there, and no server started
+            made = asyncio.run(worker.KubernetesWorkerJobConfiguration.from_template_and_values(template, values))
+            made.prepare_for_flow_run(FlowRun(id=uuid4(), flow_id=uuid4(), name="mini"))
         kubernetes.validate(made.job_manifest, kubernetes.latest_version(), strict=True)
         return made.job_manifest["spec"]["template"]["spec"]["containers"][0]
 
