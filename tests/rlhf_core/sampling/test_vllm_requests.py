@@ -23,7 +23,9 @@ class Engine:
         self.calls: list[str] = []
         self.llm_engine = SimpleNamespace(abort_request=lambda names: self.calls.append("abort"))
 
-    def generate(self, prompts: list[dict[str, Any]], params: list[Any], *, use_tqdm: bool) -> list[Any]:
+    def generate(
+        self, prompts: list[dict[str, Any]], params: list[Any], *, use_tqdm: bool, lora_request: None
+    ) -> list[Any]:
         self.prompts += prompts
         self.calls.append("generate")
         output = SimpleNamespace(token_ids=(12,), logprobs=[{12: SimpleNamespace(logprob=-0.5)}])
