@@ -16,8 +16,8 @@ import pytest
 from pipelines.services.home import Home
 from tests.support.small_pipeline import write_mini
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-PATIENCE_S = 400.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+PATIENCE_S = 900.0
 LIMITED = "[deployments]\nlimits = {prepare_data = 1}\n"
 
 
