@@ -30,7 +30,7 @@ from rlhf_core.store.places import Conflict, Unreachable, Versioned
 SCHEMES = ("s3", "gs", "az")
 _MARK, _DROPPED = "_put", "_dropped"
 _LARGE = 16 << 20  # bytes from which a file is sent in parts
-_PART = 16 << 20
+_PART = 8 << 20  # four are in memory at once; an object has at most 10,000
 _ONE_LARGE = threading.Lock()
 """Held while a large file is sent, whose parts are sent at once: each is in memory."""
 _TRIES = 5
@@ -191,7 +191,8 @@ class BucketObjects:
         size = path.stat().st_size
         large = size > _LARGE
         with _ONE_LARGE if large else nullcontext(), self.bucket.answering():
-            self.bucket.client.put(name, path, use_multipart=large, chunk_size=_PART, max_concurrency=4)
+            part = max(_PART, size // 9_000)
+            self.bucket.client.put(name, path, use_multipart=large, chunk_size=part, max_concurrency=4)
         if (self.found(name) or (-1, 0.0))[0] != size:
             raise Unreachable(explain("store", name, f"has not {size} bytes after its upload", "run again"))
 
