@@ -270,10 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     _worker_verb(command("worker", "Run what is scheduled in a work pool of Prefect, until it is stopped."))
     command("down", "Stop the services that `rlhf up` started.")
     status = command("status", "Show the services and their addresses; exit with 1 if one does not respond.")
-    _scaffold_verb(
-        command("scaffold", "Write the files with which another place runs profiles, such as a Slurm cluster.")
-    )
-
+    _scaffold_verb(command("scaffold", "Write the files with which a place runs profiles: Slurm, Kubernetes, ..."))
     _run_verb(command("run", "Run a pipeline on this machine; finished stages are reused."))
     _sweep_verb(command("sweep", "Run a profile with several values of its keys and compare the results."))
     data = command("data", "Show what data files hold: format, columns, dropped rows with reasons, two rows, tables.")
@@ -289,9 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     _judge_verb(command("judge", "Judge the comparisons that a run waits for, with keys, in a browser."))
     _gate_verb(command("approve", "Approve an artifact at a gate; the stages that depend on it may run."))
     _gate_verb(command("reject", "Reject an artifact at a gate; the stages that depend on it will not run."))
-    champion = command("champion", "Show the champion of a registered model and the previous champions.")
-    rollback = command("rollback", "Make the previous champion of a registered model its champion again.")
-    _registry_verbs(champion, rollback)
+    _registry_verbs(command)
     _store_options(command("reconcile", "Mark killed runs as interrupted in Prefect, MLflow and the store."))
     _resume_verb(command("resume", "Run an unfinished run again; finished stages are reused."))
     runs = command("runs", "List the runs of this project, newest first, with the command that goes on with each.")
@@ -390,7 +385,9 @@ def _show_verb(show: argparse.ArgumentParser) -> None:
     _store_options(show)
 
 
-def _registry_verbs(champion: argparse.ArgumentParser, rollback: argparse.ArgumentParser) -> None:
+def _registry_verbs(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    champion = command("champion", "Show the champion of a registered model and the previous champions.")
+    rollback = command("rollback", "Make the previous champion of a registered model its champion again.")
     for verb in (champion, rollback):
         verb.add_argument("name", nargs="?", default="", help="name of the registered model; default: the only one")
     rollback.add_argument("--reason", required=True, help="reason, kept in the registry")
