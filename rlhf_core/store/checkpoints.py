@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 from pydantic import Field
 
-from rlhf_core.errors import ArtifactError, ConfigError
+from rlhf_core.errors import ArtifactError, ConfigError, WorkerLostError
 from rlhf_core.store.fingerprint import hash_file, list_files
 from rlhf_core.store.layout import (
     disk_full,
@@ -50,6 +50,10 @@ STALLED_SECONDS = 600.0  # a network disk may stand still for minutes while it f
 _WRITING = ".writing-"
 _FAILED = ".failed-"
 _SLOWEST_POLL = 0.1  # s
+
+
+class WriterDied(ArtifactError, WorkerLostError):
+    """A process died while it wrote its part of a checkpoint; the run itself is fine and can be retried."""
 
 
 def write_part(folder: Path, part: str, write: Callable[[], None]) -> None:
@@ -87,6 +91,8 @@ def _write(note: Path, held: BinaryIO, write: Callable[[], None]) -> None:
     with held:
         try:
             write()
+        except WorkerLostError as error:  # the note without its lock says that the writer, on another node, has died
+            logger.warning("could not write the checkpoint part %s: %s", note, error)
         except BaseException as error:
             logger.error("could not write the checkpoint part %s", note, exc_info=error)
             _note_failure(note, held, error)
@@ -121,7 +127,7 @@ def _check_writer(note: Path, folder: Path) -> None:
     except (BlockingIOError, FileNotFoundError):
         return
     remedy = "run again to resume from the checkpoint before this one"
-    raise ArtifactError("checkpoint.part", _name(note, folder), "its writer died", remedy)
+    raise WriterDied("checkpoint.part", _name(note, folder), "its writer died", remedy)
 
 
 def _name(note: Path, folder: Path) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.errors import ArtifactError, ConfigError
-from rlhf_core.store.checkpoints import Checkpoints, damaged_archive, wait_for_parts, write_part
+from rlhf_core.errors import ArtifactError, ConfigError, TrainerLostError, WorkerLostError
+from rlhf_core.store.checkpoints import Checkpoints, WriterDied, damaged_archive, wait_for_parts, write_part
 
 FORK = multiprocessing.get_context("fork")
 
@@ -361,6 +361,15 @@ def test_a_part_that_failed_is_named_with_the_reason(tmp_path, error, text):
         wait_for_parts(tmp_path)
 
 
+def test_a_writer_on_another_node_that_died_can_be_retried(tmp_path):
+    def write() -> None:
+        raise TrainerLostError("the worker died")
+
+    write_part(tmp_path, "rank_3", write)
+    with pytest.raises(WorkerLostError, match=r"checkpoint\.part = 'rank_3': its writer died; run again"):
+        wait_for_parts(tmp_path)
+
+
 def _begin_and_hang(folder: Path) -> None:
     write_part(folder, "rank_1", lambda: time.sleep(600))
     (folder / "begun").touch()
@@ -376,7 +385,7 @@ def test_a_writer_that_was_killed_is_noticed_at_once(tmp_path):
         wait_for_parts(tmp_path, stalled_s=0.05)
     os.kill(process.pid or 0, 9)
     process.join()
-    with pytest.raises(ArtifactError, match=r"checkpoint\.part = 'rank_1': its writer died; run again"):
+    with pytest.raises(WriterDied, match=r"checkpoint\.part = 'rank_1': its writer died; run again"):
         wait_for_parts(tmp_path)
 
 
