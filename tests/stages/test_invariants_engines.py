@@ -5,6 +5,7 @@ test_invariants.py has them for the plain engine and transformers. One runtime f
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 
 from rlhf_core.config.engines import (
     InitModel,
+    LoraConfig,
     OptimizerConfig,
     RuntimeConfig,
     SamplingConfig,
     TrainerConfig,
     VllmSamplerConfig,
 )
+from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import ModelSpec, Sampler, Trainer, Weights
 from rlhf_core.models.initialize import initialize_llama, train_tokenizer
 from rlhf_core.models.lora import weights_digest
@@ -28,7 +31,7 @@ from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.training.objectives.base import SftObjective
 from rlhf_core.types import PolicyRef, SamplingRequest, TokenSample
 from stages.ppo import PPOConfig
-from tests.support.training import prompts, series, shop_and_inputs, untimed
+from tests.support.training import prompts, series, shop_and_inputs, stopped_and_resumed, untimed
 from tests.support.workshop import Workshop
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -47,6 +50,8 @@ CONFIG = RuntimeConfig(
     trainer=TrainerConfig(engine="deepspeed", zero_stage=2, micro_batch=4),
     sampler=VllmSamplerConfig(max_model_len=96, kv_cache_gib=0.25),
 )
+LORA = LoraConfig(rank=8, alpha=16.0, target_modules="all-linear")
+ALONE = {"lora_sync": "adapter", "max_lora_rank": 8}
 REQUESTS = [SamplingRequest((5, 6, 7, 8 + index), seed=index) for index in range(8)]
 ROWS = [TokenSample((5, 6, 7, 8, 9), (0, 1, 1, 1, 1)), TokenSample((9, 8, 7, 6), (0, 1, 1, 1))]
 SFT = SftObjective(pack_to=None)
@@ -184,6 +189,67 @@ def test_twin_runs_have_identical_curves(runtime, tmp_path, policy):
     assert curves[0] == curves[1]
 
 
+@pytest.fixture(scope="module")
+def alone() -> Iterator[RayRuntime]:
+    """Two engines that are sent the adapters of a policy without its other weights."""
+    sampler = CONFIG.sampler.model_copy(update=ALONE | {"engines": 2})
+    runtime = RayRuntime(CONFIG.model_copy(update={"sampler": sampler}))
+    yield runtime
+    runtime.close()
+
+
+def test_every_adapter_arrives_in_every_sampler_and_changes_nothing_that_was_sent(alone, policy):
+    spec = ModelSpec(str(policy), "lm", LORA, 1)
+    with alone.trainer("policy", spec, FAST) as trainer, alone.sampler(policy) as sampler:
+        base = sampled(sampler)
+        sampler.load_weights(trainer.weights(), version=0)
+        assert largest_change(sampled(sampler), base) < 1e-5  # B is 0
+        for version in (1, 2):
+            trainer.forward_backward(ROWS, SFT)
+            trainer.optim_step(learning_rate=1e-2)
+            weights = trainer.weights()
+            sampler.load_weights(weights, version=version)
+            assert max(abs(value) for value in mismatch(trainer, sampler)) < 1e-4  # as with merged weights
+        trained, tensors, silent = sampled(sampler), received(weights), []
+        assert {name.split(".")[-2] for name in tensors} == {"lora_A", "lora_B"}
+        for version, name in enumerate(tensors, start=3):
+            changed = tensors | {name: tensors[name] + 0.3}
+            sampler.load_weights(replace(sent(changed), adapters=weights.adapters), version=version)
+            if largest_change(sampled(sampler), trained) < 1e-3:
+                silent.append(name)
+        sampler.load_weights(weights, version=100)
+        assert sampled(sampler) == trained
+        assert {one.policy_version for one in sampler.generate(REQUESTS, SamplingConfig(max_tokens=2))} == {100}
+        assert silent == []
+        assert len(tensors) == 14  # A and B of the seven matrices of the layer
+        head = {"base_model.model.lm_tail.lora_A.weight": torch.ones(8, 128)}
+        with pytest.raises(
+            SamplingError, match=r"lora_sync = 'adapter': vLLM has no adapters for 1 modules .*lm_tail; leave"
+        ):
+            sampler.load_weights(replace(sent(tensors | head), adapters=weights.adapters), version=101)
+
+
+def test_a_resumed_run_with_adapters_alone_repeats_the_whole_one(alone, tmp_path, policy):
+    terms = {"short": {"type": "function", "function": "tests.stages.test_ppo:short_is_good"}}
+    settings = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_tokens": 6}}
+    settings |= {"advantage": {"type": "grpo"}, "optimizer": FAST, "rewards": {"terms": terms}}
+    settings |= {"kl": {"in": "loss", "coef": 0.1}, "lora": LORA}  # the reference is the policy without its adapters
+    config = PPOConfig.model_validate(settings | {"checkpoint_every": 1})
+    made = []
+    for name in ("whole", "resumed"):
+        (tmp_path / name).mkdir()
+        shop, inputs = shop_and_inputs(tmp_path / name, policy)
+        shop.runtime = alone
+        if name == "whole":
+            ref, _ = shop.run("ppo", config, inputs)
+            assert max(series(shop, "mismatch/log_q_max")) < 1e-4
+        else:
+            ref, step = stopped_and_resumed(shop, "ppo", config, inputs, at=2)
+            assert step == 2
+        made.append((ref.digest, untimed(shop.tracker.points)))
+    assert made[0] == made[1]
+
+
 def mixture_of_experts(folder: Path) -> None:
     """Turn a policy into one with four experts in each layer, of which a token asks two."""
     from transformers import LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -196,23 +262,28 @@ def mixture_of_experts(folder: Path) -> None:
     Qwen3MoeForCausalLM(Qwen3MoeConfig(max_position_embeddings=96, **shape, **tokens)).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("variant", ["an engine of two, ZeRO 3 with states on the host", "a mixture of experts"])
+HOST, EXPERTS = "an engine of two, ZeRO 3 with states on the host", "a mixture of experts"
+
+
+@pytest.mark.parametrize("variant", [HOST, EXPERTS, "adapters alone"])
 def test_after_an_update_the_sampler_says_what_the_trainer_says(tmp_path, policy, variant):
     folder = tmp_path / "policy"
     shutil.copytree(policy, folder)
     config = CONFIG
-    if variant == "a mixture of experts":
+    if variant == EXPERTS:
         mixture_of_experts(folder)
     else:
         trainer = {"zero_stage": 3, "offload_optimizer": True}
         parts = {"trainer": CONFIG.trainer.model_copy(update=trainer)}
-        parts["sampler"] = CONFIG.sampler.model_copy(update={"tensor_parallel": 2})
+        sync = ALONE if variant == "adapters alone" else {}
+        parts["sampler"] = CONFIG.sampler.model_copy(update={"tensor_parallel": 2} | sync)
         config = CONFIG.model_copy(update=parts)
     shop, inputs = shop_and_inputs(tmp_path, folder)
     shop.runtime = runtime = RayRuntime(config)
     terms = {"short": {"type": "function", "function": "tests.stages.test_ppo:short_is_good"}}
     settings = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_tokens": 6}}
     settings |= {"advantage": {"type": "grpo"}, "optimizer": FAST, "rewards": {"terms": terms}, "kl": {"coef": 0.0}}
+    settings |= {"lora": LORA} if variant == "adapters alone" else {}
     shop.run("ppo", PPOConfig.model_validate(settings), inputs)
     runtime.close()
     moved = [values["ppo/policy/grad_norm"] for _, values in shop.tracker.points if "ppo/policy/grad_norm" in values]

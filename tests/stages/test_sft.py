@@ -1,6 +1,8 @@
 """SFT learns, reports its losses, and a killed run ends with the same bytes."""
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rlhf_core.config.engines import OptimizerConfig
 from rlhf_core.config.policy import LoopConfig
@@ -51,6 +53,31 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, policy):
         made = shop.run("sft", CONFIG, inputs)[0] if name == "whole" else None
         refs.append(made or killed_and_resumed(shop, "sft", CONFIG, inputs, at=7))
     assert refs[0].digest == refs[1].digest
+
+
+@pytest.mark.slow
+def test_adapters_over_weights_of_4_bits_learn_and_are_merged_into_whole_weights(tmp_path, policy):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    lora = {"rank": 8, "quantize": "nf4", "target_modules": "all-linear"}
+    config = SFTConfig.model_validate(CONFIG.model_dump() | {"lora": lora})
+    made = []
+    for name in ("whole", "killed"):
+        shop = Workshop(ArtifactStore(tmp_path / name / "store"))
+        base = shop.store.external(PolicyRef, policy)
+        inputs = {"policy": base, "demonstrations": demonstrations(shop.store, tmp_path / name)}
+        if name == "whole":
+            ref, decision = shop.run("sft", config, inputs)
+            assert shop.metrics(decision)["eval/loss"] < shop.metrics(decision)["before/eval/loss"] - 0.2
+        else:
+            ref = killed_and_resumed(shop, "sft", config, inputs, at=7)
+        made.append((ref.digest, load_file(shop.store.path(ref) / "model.safetensors")))
+    assert made[0][0] == made[1][0]
+    weights, before = made[0][1], load_file(policy / "model.safetensors")
+    assert {name: (one.dtype, one.shape) for name, one in weights.items()} == {
+        name: (one.dtype, one.shape) for name, one in before.items()
+    }
+    for name, one in weights.items():  # rounded, and what was learned; the rest stays as it was
+        assert torch.equal(one, before[name]) != name.endswith("proj.weight"), name
 
 
 def test_models_on_the_way_are_artifacts_of_their_own_and_the_same_after_a_kill(tmp_path, policy):

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.engines import SamplingConfig, VllmSamplerConfig
+from rlhf_core.config.engines import LoraConfig, SamplingConfig, VllmSamplerConfig
+from rlhf_core.errors import SamplingError
+from rlhf_core.interfaces import Adapters, Weights
+from rlhf_core.models.lora import weights_digest
 from rlhf_core.sampling import vllm_sampler
 from rlhf_core.sampling.vllm_sampler import VllmSampler
 from rlhf_core.types import SamplingRequest
@@ -102,3 +105,13 @@ def test_an_engine_falls_asleep_once_and_not_while_it_samples(policies, monkeypa
     sampler.generate(REQUESTS, SamplingConfig(max_tokens=1))
     sampler.sleep()
     assert engine.calls == ["sleep 1", "wake", "abort", "generate", "sleep 1"]
+
+
+def test_adapters_of_a_policy_that_the_engine_does_not_have_are_refused(policies, monkeypatch):
+    sampler, engine = opened(policies[0], monkeypatch, lora_sync="adapter")
+    sent = Weights({}, weights_digest({}), Adapters("elsewhere", LoraConfig()))
+    with pytest.raises(
+        SamplingError, match="the adapters change the weights of elsewhere, which the engine does not have"
+    ):
+        sampler.load_weights(sent, version=1)
+    assert engine.calls == []
