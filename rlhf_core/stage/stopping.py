@@ -16,7 +16,6 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.schema.base import LONGEST_S
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ def grace_s() -> float:
         seconds = float(given)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds <= LONGEST_S:
+    if not 0 <= seconds <= threading.TIMEOUT_MAX:
         raise ConfigError("RLHF_GRACE_S", given, "is not a number of seconds", f"unset it for {GRACE_S:g}")
     return seconds
 

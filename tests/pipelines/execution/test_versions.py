@@ -30,7 +30,7 @@ def test_what_differs_from_when_the_stage_was_made_is_said(tmp_path, monkeypatch
     numpy = records.versions()["numpy"]
     monkeypatch.setattr(records, "versions", lambda: {"python": records.platform.python_version(), "numpy": "0.1"})
     said = list(version_lines(store, spec, record))
-    assert f"numpy: {numpy} -> 0.1" in said and "pydantic: " in "".join(said)
+    assert said == [f"numpy: {numpy} -> 0.1"], "packages that are not installed are no difference"
     other = policy(store, two, template="B")
     found = version_lines(store, toy_spec(inputs={"policy": other, "reference": other}), None)
     # The tokenizer's file holds the template, too.
