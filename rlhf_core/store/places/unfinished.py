@@ -3,8 +3,9 @@
 While a stage runs on a mirror, a thread uploads each new checkpoint behind it. Links to the files are made first, because a
 checkpoint is removed when the next one is whole. The record `unfinished/<key>.json`, written last, names the files of one
 state, which lie in `work/<key>/<sha256>`; those of the state before are removed then. Parts that ranks on other nodes have
-uploaded themselves (`rlhf_core.store.places.place`) are `apart`: whoever goes on gets them when a rank needs them. An attempt never replaces the work
-of a later one. A node that takes the lease of a key gets the work if it has none of this attempt or a later one.
+uploaded themselves (`rlhf_core.store.places.place`) are `apart`: whoever goes on gets them when a rank needs them. An
+attempt never replaces the work of a later one. A node that takes the lease of a key gets the work if it has none of this
+attempt or a later one.
 """
 
 import logging
