@@ -67,6 +67,8 @@ def until(read: Callable[[], Any], good: Callable[[Any], bool]) -> Any:
 
 
 def test_a_pool_runs_by_priority_and_its_dead_runs_get_their_state_and_slot(project, client):
+    from prefect.client.schemas.filters import FlowRunFilter  # late: it reads the settings of the fixture
+
     made = typed("deploy", "mini.toml", "--pool", "gpus", "--name", "full", "--set", "name=slow")
     assert "rlhf-pipeline/full: made of profile" in made
     typed("deploy", "mini.toml", "--pool", "gpus", "--set", "deployments.priority=high", "--set", "seed=5")
@@ -77,26 +79,23 @@ def test_a_pool_runs_by_priority_and_its_dead_runs_get_their_state_and_slot(proj
         ("high", "user:ada"),
     ]
 
-    typed("deployment", "run", "rlhf-pipeline/full", "--param", "until=prepare_data", module="prefect")
-    [low] = client.read_flow_runs()
+    typed("deployment", "run", "rlhf-pipeline/full", "--param", "until=sft", module="prefect")
+    [low] = client.read_flow_runs(flow_run_filter=FlowRunFilter(deployment_id={"any_": [found["full"].id]}))
     high = client.create_flow_run_from_deployment(found["mini"].id, parameters={"until": "prepare_data"})
-    with worker(project):
-        low, high = (until(lambda one=one: client.read_flow_run(one.id), ended) for one in (low, high))
-        assert [low.state.name, high.state.name] == ["Completed", "Completed"]
-        assert high.end_time <= low.start_time, "the one in the queue `high` is first, though it came last"
-        assert {"user:ada", "pipeline"} <= set(low.tags)
-    assert client.read_global_concurrency_limit_by_name("stage:prepare_data").limit == 1
-
     with worker(project) as process:
-        lost = client.create_flow_run_from_deployment(found["mini"].id, parameters={"until": "sft", "seed": 6})
-        until(lambda: client.read_flow_run(lost.id).labels, lambda labels: "owner.pid" in labels)
+        until(lambda: client.read_flow_run(low.id).labels, lambda labels: "owner.pid" in labels)
         for one in [process, *process.children()]:  # the worker first, which would report the other's end
             one.send_signal(signal.SIGKILL)
-    assert client.read_flow_run(lost.id).state.is_running()
+    low, high = (client.read_flow_run(one.id) for one in (low, high))
+    assert (low.state.name, high.state.name) == ("Running", "Completed")
+    assert high.end_time <= low.start_time, "the one in the queue `high` is first, though it came last"
+    assert {"user:ada", "pipeline"} <= set(low.tags)
+    assert client.read_global_concurrency_limit_by_name("stage:prepare_data").limit == 1
+
     with worker(project):
-        state = until(lambda: client.read_flow_run(lost.id).state, lambda state: state.is_final())
+        state = until(lambda: client.read_flow_run(low.id).state, lambda state: state.is_final())
         assert (state.name, "ended without reporting a result" in state.message) == ("Crashed", True)
-        again = client.create_flow_run_from_deployment(found["mini"].id, parameters={"until": "sft", "seed": 6})
+        again = client.create_flow_run_from_deployment(found["full"].id, parameters={"until": "prepare_data"})
         assert until(lambda: client.read_flow_run(again.id), ended).state.name == "Completed"
 
 
