@@ -130,8 +130,13 @@ def test_whatever_dies_the_bits_are_those_of_one_machine_with_a_disk(bed):
     first.process.kill()
     first.process.wait()
 
+    [copy] = (ben.own / "cache").glob(f"*/objects/*/{expected['sft']}/model.safetensors")
+    whole = copy.read_bytes()
+    copy.chmod(0o644)
+    copy.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     second = bed.run(ben, "second")
     assert second.digests() == expected
+    assert copy.read_bytes() == whole, "the flipped bit was found, and the copy fetched again"
     assert second.said("finished")[:3] == [[label, "HIT"] for label in ("prepare_data", "sft", "reward_model")]
     assert second.said("finished")[3:] == [["ppo", "RESUME"]]
 

@@ -44,7 +44,7 @@ CONFIGS: dict[str, Config] = {
         prompts_per_step=3,
         samples_per_prompt=2,
         sampling=SamplingConfig(max_tokens=6),
-        rewards=RewardsConfig(terms={"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}),
+        rewards=RewardsConfig(terms={"short": FunctionReward(function="tests.support.token_rewards:small_is_good")}),
         optimizer=RATE,
         value={"optimizer": RATE},
         kl={"target": 0.5},

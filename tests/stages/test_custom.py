@@ -156,7 +156,7 @@ def test_without_a_reference_none_is_asked():
 
 
 def test_ppo_with_the_users_loss_and_estimator_learns_as_with_the_built_in_ones(tmp_path, policy, file):
-    functions = (f"{file}:clipped", f"{file}:leave_one_out", "tests.stages.test_ppo:short_is_good")
+    functions = (f"{file}:clipped", f"{file}:leave_one_out", "tests.support.token_rewards:small_is_good")
     custom = {
         "loss": {"type": "custom", "function": functions[0], "arguments": {"clip": 0.2}},
         "advantage": {"type": "custom", "function": functions[1]},

@@ -83,7 +83,9 @@ def test_twin_runs_have_identical_curves(tmp_path, policy):
             "steps": 3,
             "prompts_per_step": 4,
             "sampling": {"max_tokens": 6},
-            "rewards": {"terms": {"short": {"type": "function", "function": "tests.stages.test_ppo:short_is_good"}}},
+            "rewards": {
+                "terms": {"short": {"type": "function", "function": "tests.support.token_rewards:small_is_good"}}
+            },
             "optimizer": FAST,
             "value": {"optimizer": FAST},
         }

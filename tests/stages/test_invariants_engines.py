@@ -173,7 +173,9 @@ def test_twin_runs_have_identical_curves(runtime, tmp_path, policy):
             "steps": 2,
             "prompts_per_step": 4,
             "sampling": {"max_tokens": 6},
-            "rewards": {"terms": {"short": {"type": "function", "function": "tests.stages.test_ppo:short_is_good"}}},
+            "rewards": {
+                "terms": {"short": {"type": "function", "function": "tests.support.token_rewards:small_is_good"}}
+            },
             "optimizer": FAST,
             "value": {"optimizer": FAST},
         }
@@ -230,7 +232,7 @@ def test_every_adapter_arrives_in_every_sampler_and_changes_nothing_that_was_sen
 
 
 def test_a_resumed_run_with_adapters_alone_repeats_the_whole_one(alone, tmp_path, policy):
-    terms = {"short": {"type": "function", "function": "tests.stages.test_ppo:short_is_good"}}
+    terms = {"short": {"type": "function", "function": "tests.support.token_rewards:small_is_good"}}
     settings = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_tokens": 6}}
     settings |= {"advantage": {"type": "grpo"}, "optimizer": FAST, "rewards": {"terms": terms}}
     settings |= {"kl": {"in": "loss", "coef": 0.1}, "lora": LORA}  # the reference is the policy without its adapters
@@ -280,7 +282,7 @@ def test_after_an_update_the_sampler_says_what_the_trainer_says(tmp_path, policy
         config = CONFIG.model_copy(update=parts)
     shop, inputs = shop_and_inputs(tmp_path, folder)
     shop.runtime = runtime = RayRuntime(config)
-    terms = {"short": {"type": "function", "function": "tests.stages.test_ppo:short_is_good"}}
+    terms = {"short": {"type": "function", "function": "tests.support.token_rewards:small_is_good"}}
     settings = {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 2, "sampling": {"max_tokens": 6}}
     settings |= {"advantage": {"type": "grpo"}, "optimizer": FAST, "rewards": {"terms": terms}, "kl": {"coef": 0.0}}
     settings |= {"lora": LORA} if variant == "adapters alone" else {}

@@ -41,23 +41,13 @@ TAUGHT = {"teachers": {"a": 1.0}}
 PROMPTS = [Prompt(f"p{i}", (Message("user", str(i)),), "", "test") for i in range(5)]
 
 
-def short_is_good(generations: Sequence[Generation]) -> list[float]:
-    """A reward that a random policy can learn: tokens with small ids."""
-    return [-sum(row.completion.token_ids) / len(row.completion.token_ids) / 100 for row in generations]
-
-
-def every_fourth(generations: Sequence[Generation]) -> list[float]:
-    """A reward that leaves most pairs undecided."""
-    return [float(row.completion.token_ids[0] % 4 == 0) for row in generations]
-
-
 def config(**changes: Any) -> PPOConfig:
     settings: dict[str, Any] = {
         "steps": 4,
         "prompts_per_step": 4,
         "samples_per_prompt": 2,
         "sampling": SamplingConfig(max_tokens=6),
-        "rewards": RewardsConfig(terms={"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}),
+        "rewards": RewardsConfig(terms={"short": FunctionReward(function="tests.support.token_rewards:small_is_good")}),
         "optimizer": OptimizerConfig(learning_rate=5e-3, schedule="constant"),
         "value": {"optimizer": OptimizerConfig(learning_rate=5e-3, schedule="constant")},
         "kl": {"coef": 0.0},
@@ -338,7 +328,7 @@ def test_rollouts_made_since_the_last_checkpoint_are_not_made_again(tmp_path, po
 
     monkeypatch.setattr(WholeAnswers, "sample_round", counted)
     # the normaliser's running statistics are part of what a rollout step leaves behind
-    terms = {"short": FunctionReward(function="tests.stages.test_ppo:short_is_good")}
+    terms = {"short": FunctionReward(function="tests.support.token_rewards:small_is_good")}
     settings = config(checkpoint_every=2, rewards=RewardsConfig(terms=terms, normalize="running"))
     whole, inputs = shop_and_inputs(tmp_path / "whole", policy)
     expected, _ = whole.run("ppo", settings, inputs)
@@ -411,7 +401,7 @@ def test_a_mix_without_demonstrations_is_an_error(tmp_path, policy):
 
 
 def test_dynamic_sampling_replaces_groups_without_a_gradient_and_resumes_bitwise(tmp_path, policy):
-    terms = {"fourth": FunctionReward(function="tests.stages.test_ppo:every_fourth")}
+    terms = {"fourth": FunctionReward(function="tests.support.token_rewards:every_fourth")}
     settings = {"rewards": RewardsConfig(terms=terms), "advantage": {"type": "dr_grpo"}}
     plain, inputs = shop_and_inputs(tmp_path / "plain", policy)
     plain.run("ppo", config(**settings), inputs)
@@ -505,7 +495,7 @@ def of_two_sources(root: Path, policy: Path) -> tuple[Workshop, dict[str, Any]]:
 
 
 def test_a_mixture_of_sources_with_terms_of_their_own_continues_after_a_kill(tmp_path, policy):
-    short = FunctionReward(function="tests.stages.test_ppo:short_is_good")
+    short = FunctionReward(function="tests.support.token_rewards:small_is_good")
     terms = {
         "desk": short.model_copy(update={"sources": ("desk",)}),
         "sums": short.model_copy(update={"sources": ("sums",)}),

@@ -13,3 +13,8 @@ def small_is_good(generations: Sequence[Generation]) -> list[float]:
 def large_is_good(generations: Sequence[Generation]) -> list[float]:
     """Return the opposite."""
     return [-value for value in small_is_good(generations)]
+
+
+def every_fourth(generations: Sequence[Generation]) -> list[float]:
+    """Return a reward that leaves most pairs undecided."""
+    return [float(row.completion.token_ids[0] % 4 == 0) for row in generations]
