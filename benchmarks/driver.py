@@ -174,13 +174,13 @@ def step(sampler: Any, trainer: Any, apart: Any, answers: int, tokens: int) -> d
 
     dice = np.random.default_rng(0)
     asked = [numbers("i", dice.integers(0, VOCABULARY, PROMPT, dtype=np.int32)) for _ in range(answers // 8)]
+    prompts = [Prompt(str(at), (Message("user", "q"),), "", "") for at in range(len(asked))]  # of all its answers
     requests: Any = [SamplingRequest(asked[at // 8], at) for at in range(answers)]
     lengths = sum(int(np.random.default_rng(at).integers(tokens // 2, tokens + 1)) for at in range(answers))
     clock = Clock(lengths)
     completions = sampler.generate(requests, SamplingConfig(max_tokens=tokens))
     rollouts = [
-        Rollout(Prompt(str(at // 8), (Message("user", "q"),), "", ""), requests[at].prompt_ids, one, float(at % 3), {})
-        for at, one in enumerate(completions)
+        Rollout(prompts[at // 8], requests[at].prompt_ids, one, float(at % 3), {}) for at, one in enumerate(completions)
     ]
     clock.ended("receive the answers")
     with tempfile.TemporaryDirectory() as folder:

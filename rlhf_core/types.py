@@ -24,6 +24,8 @@ from rlhf_core.columns import mask as mask
 from rlhf_core.columns import zeros as zeros
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -237,9 +239,13 @@ class Completion:
         >>> Completion((5, 6, 7), (-0.1, 0.0, -0.2), "", "stop", 0, 1, (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))).action_mask
         (1, 0, 1)
         """
-        spans = tuple((span.start, span.end) for span in self.spans) or ((0, len(self.token_ids)),)
-        runs = Runs("B", len(self.token_ids), spans)
-        return Column.elsewhere(runs) if self.token_ids.held else mask(runs.read())
+        return sampled(self.token_ids, self.spans)
+
+
+def sampled(token_ids: Column[int], spans: Sequence[ActionSpan]) -> Column[int]:
+    """Return `Completion.action_mask` of these tokens; of all of them without spans."""
+    runs = Runs("B", len(token_ids), tuple((span.start, span.end) for span in spans) or ((0, len(token_ids)),))
+    return Column.elsewhere(runs) if token_ids.held else mask(runs.read())
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,18 @@ from rlhf_core.config.policy import Advantage, KLCredit, KLInReward, PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.interfaces import Apart, Metrics
 from rlhf_core.rows import Columns
-from rlhf_core.types import Column, PolicySample, Rollout, TokenSample, ValueSample, floats, joined, zeros
+from rlhf_core.types import (
+    ActionSpan,
+    Column,
+    PolicySample,
+    Rollout,
+    TokenSample,
+    ValueSample,
+    floats,
+    joined,
+    sampled,
+    zeros,
+)
 from rlhf_core.user_code.dependencies import UserFunction
 
 BLOCK = 2**24
@@ -90,17 +101,17 @@ def token_samples(rollouts: Sequence[Rollout], apart: Apart) -> Sequence[TokenSa
         sequences,
         [one.prompt_ids for one in rollouts],
         [one.token_ids for one in completions],
-        [one.action_mask for one in completions],
+        [one.spans for one in completions],
     )
 
 
 def sequences(
-    prompts: Sequence[Column[int]], completions: Sequence[Column[int]], masks: Sequence[Column[int]]
+    prompts: Sequence[Column[int]], completions: Sequence[Column[int]], spans: Sequence[Sequence[ActionSpan]]
 ) -> list[TokenSample]:
-    """Return the samples of prompts and completions, with the `masks` of these."""
+    """Return the samples of prompts and completions, of which the policy sampled `spans` (see `Completion`)."""
     return [
-        TokenSample(joined(prompt, tokens), joined(zeros("B", len(prompt), beside=tokens), chosen))
-        for prompt, tokens, chosen in zip(prompts, completions, masks, strict=True)
+        TokenSample(joined(prompt, tokens), joined(zeros("B", len(prompt), beside=tokens), sampled(tokens, each)))
+        for prompt, tokens, each in zip(prompts, completions, spans, strict=True)
     ]
 
 
