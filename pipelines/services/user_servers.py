@@ -65,9 +65,10 @@ def prefect_trouble(environment: Mapping[str, str]) -> str:
 def connect_user_prefect(home: Home, api: str) -> None:
     """Connect Prefect's client to the user's own server; raise ServiceError if it does not answer."""
     trouble = prefect_trouble(client_environment(home, prefect_api=api))
-    if " 401 " in trouble or "'401 " in trouble:
+    refused = re.search(r"'(40[13] [\w ]+)'", trouble)
+    if refused is not None:
         remedy = f"set {AUTH}=NAME:PASSWORD (PREFECT_API_KEY for Prefect Cloud) of a user whom it knows"
-        raise ServiceError(f"PREFECT_API_URL = {shown(api)}: refuses this user ({trouble}); {remedy}")
+        raise ServiceError(f"PREFECT_API_URL = {shown(api)}: refuses this user ({refused[1]}); {remedy}")
     if trouble:
         remedy = "start it, or fix the address and the key; if it is unset (also with `prefect config unset`), rlhf starts a server"
         raise ServiceError(f"PREFECT_API_URL = {shown(api)}: does not answer ({trouble}); {remedy}")

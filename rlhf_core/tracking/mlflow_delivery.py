@@ -123,20 +123,19 @@ class Outbox:
 
     def close(self, timeout_s: float) -> bool:
         """Deliver as many records as possible, stop, and leave the rest in the spool for the next process."""
-        delivered = self.flush(timeout_s, retry=True)
+        self.flush(timeout_s, retry=True)
         with self._condition:
             self._closing = True
             self._condition.notify_all()
         self._thread.join(timeout=timeout_s)
         with self._condition:
-            if not self._queue:
+            left = len(self._queue)  # what was under way when the time was up may have arrived since
+            if not left:
                 self._path.unlink(missing_ok=True)
             self._file.close()
-        if not delivered:
-            logger.warning(
-                "tracking: %d records are kept in %s, and the next run sends them", len(self._queue), self._path
-            )
-        return delivered
+        if left:
+            logger.warning("tracking: %d records are kept in %s, and the next run sends them", left, self._path)
+        return not left
 
     def _adopt(self) -> None:
         """Take over the records of processes that are gone: those whose spool file is not locked."""
@@ -311,7 +310,7 @@ class Delivery:
         except Exception as error:
             opens = self._client is None or records[0]["op"] == "open_run"
             if opens and (why := _why_refused(error)):
-                raise Refused(f"{without_secrets(self._uri)} {why}") from error
+                raise Refused(f"{without_secrets(self._uri)}: {why}") from error
             if self._may_recover(error, records[0]):
                 raise Unreachable(f"{without_secrets(self._uri)} does not answer ({_first_line(error)})") from error
             logger.warning(

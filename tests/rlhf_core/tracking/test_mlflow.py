@@ -392,10 +392,10 @@ def refusing() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("uri", "rule"),
     [
-        ("{server}/401", "refuses this user .*401.*; set MLFLOW_TRACKING_USERNAME"),
-        ("{server}/403", "refuses this user .*403.*; set MLFLOW_TRACKING_USERNAME"),
-        ("{server}/200", "refuses this user .*403.*; set MLFLOW_TRACKING_USERNAME"),  # may read, may not create a run
-        ("mysql+pymysql://me:hunter2@127.0.0.1/mlflow", "needs the package pymysql"),
+        ("{server}/401", ": refuses this user .*401.*; set MLFLOW_TRACKING_USERNAME"),
+        ("{server}/403", ": refuses this user .*403.*; set MLFLOW_TRACKING_USERNAME"),
+        ("{server}/200", ": refuses this user .*403.*; set MLFLOW_TRACKING_USERNAME"),  # may read, may not create a run
+        ("mysql+pymysql://me:hunter2@127.0.0.1/mlflow", ": needs the package pymysql"),
     ],
 )
 def test_a_server_that_will_never_record_ends_a_run_at_its_start(refusing, uri, rule, tmp_path):

@@ -11,6 +11,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
 from rlhf_core.tracking.mlflow_delivery import TRIES_OF_ONE_RECORD, Delivery, Outbox, Record, Unreachable
+from tests.support.forks import soon
 
 
 class Server:
@@ -87,6 +88,23 @@ def test_the_next_process_sends_what_the_last_one_could_not(tmp_path):
     assert second.close(5.0)
     assert numbers(server) == [1, 2, 3]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_arrives_after_the_time_of_a_close_is_not_left_to_the_next_run(tmp_path, monkeypatch, caplog):
+    under_way = threading.Event()
+
+    def slow(records: Sequence[Record]) -> int:
+        under_way.set()
+        soon(lambda: outbox._closing)
+        return len(records)
+
+    outbox = Outbox(tmp_path, slow)
+    outbox.append(tag(1))
+    outbox.flush(0.0, retry=False)
+    assert under_way.wait(60)
+    monkeypatch.setattr(outbox, "flush", lambda timeout_s, retry: False)  # the time is up
+    assert outbox.close(60.0)
+    assert caplog.text == "" and list(tmp_path.iterdir()) == []
 
 
 def test_the_spool_of_a_living_process_is_left_alone(tmp_path):
