@@ -17,7 +17,7 @@ from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.records import KeyRecord
 from rlhf_core.store.sharing import share
 from tests.support.small_pipeline import write_mini
-from tests.support.team_server import GROUP, Person, TeamServer, team_server
+from tests.support.team_server import Person, TeamServer, team_server
 
 STAGES = ["prepare_data", "sft"]
 PROJECT = '[project]\nname = "bot"\nkeep_days = 14\n'
@@ -40,7 +40,7 @@ def test_two_users_of_one_server_and_one_store_have_the_results_of_each_other(
     let_in(server, [ada, ben], monkeypatch)
     store = ArtifactStore(server.folder / "store")
     store.create()
-    share(store.root, GROUP)
+    share(store.root, server.users.group.gr_name)
     profile = write_mini(server.folder, PROJECT)
     profile.write_text(f'store = "{store.root}"\n{profile.read_text()}')
     run = ["run", str(profile), "--until", "sft"]

@@ -31,7 +31,6 @@ from tests.support.forks import soon
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-GROUP = "daemon"  # of every Unix
 SERVICE_USER = 12003
 CADDYFILE = "{{\nadmin off\nskip_install_trust\nauto_https disable_redirects\n}}\nimport {etc}/Caddyfile\n"
 """Settings without which Caddy takes port 80 and adds to this machine's authorities; what is imported is as written."""
@@ -53,6 +52,8 @@ class Users:
         self._reach = _reaching_this_python(folder)
         trial = [*self._prefix(SERVICE_USER, ()), sys.executable, "-c", "import encodings"]
         self.apart = os.geteuid() == 0 and subprocess.run(trial, capture_output=True, check=False).returncode == 0
+        self.group = grp.getgrnam("daemon") if self.apart else grp.getgrgid(os.getgid())  # of every Unix
+        """The group that the members of the team have in common."""
 
     def start(self, command: Sequence[str], user: int, *groups: int, **options: Any) -> subprocess.Popen[str]:
         """Start a command as a user, with a umask that keeps everybody else out."""
@@ -102,7 +103,7 @@ class Person:
         variables = {**login, **ours, "RLHF_HOME": str(self.home / "rlhf"), **self.exported, **changes}
         command = [sys.executable, "-P", "-m", "pipelines.cli.main", *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        group = grp.getgrnam(GROUP).gr_gid
+        group = self.users.group.gr_gid
         with self.users.start(command, self.user, group, env=variables, cwd=self.home, **pipes) as process:
             said, complained = process.communicate(timeout=400)
         return subprocess.CompletedProcess(command, process.returncode, said, complained)
