@@ -146,7 +146,7 @@ def test_what_is_interrupted_says_so_and_a_run_of_this_terminal_is_left_alone(cl
     assert interrupt("stopped") == [], "a run that is only planned is not under way"
     client.set_flow_run_state(served, Running(), force=True)
     assert [(found.id, found.state) for found in interrupt("stopped")] == [(str(served), "Crashed")]
-    assert client.read_flow_run(served).state.message == "interrupted by rlhf down; run it again and it resumes"
+    assert client.read_flow_run(served).state.message == "stopped; run it again and it resumes"
     assert [client.read_flow_run(run).state.name for run in (foreground, *others)] == ["Running"] * 4
 
 
