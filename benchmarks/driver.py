@@ -23,6 +23,7 @@ from typing import Any
 PROMPT = 256
 RANKS = 2
 VOCABULARY = 150_000
+Figures = dict[str, tuple[float, float]]  # microseconds and bytes a token of each part
 
 
 def numbers(kind: str, row: Any) -> Any:
@@ -45,7 +46,7 @@ class Clock:
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
-        self.parts: dict[str, tuple[float, float]] = {}
+        self.parts: Figures = {}
         self._first = anonymous()
         self._last = time.process_time()
 
@@ -117,7 +118,7 @@ class Noise:
         return os.getpid()
 
 
-def walk(answers: int, tokens: int) -> dict[str, tuple[float, float]]:
+def walk(answers: int, tokens: int) -> Figures:
     """Return microseconds and bytes a token of each part of a step with `answers` answers of up to `tokens` tokens."""
     import ray
     import torch
@@ -162,9 +163,7 @@ def _here(function: Any, *arguments: Any, **keywords: Any) -> Any:
     return function(*arguments, **keywords)
 
 
-def step(
-    folder: Path, sampler: Any, trainer: Any, apart: Any, answers: int, tokens: int
-) -> dict[str, tuple[float, float]]:
+def step(folder: Path, sampler: Any, trainer: Any, apart: Any, answers: int, tokens: int) -> Figures:
     """Make a step as `stages/ppo.py` does, with its log in `folder`; return its figures."""
     import numpy as np
 
@@ -222,12 +221,12 @@ def policy_objective(kind: Any) -> Any:
     )
 
 
-def walked(root: Path, answers: int, tokens: int) -> dict[str, tuple[float, float]]:
+def walked(root: Path, answers: int, tokens: int) -> Figures:
     """Return the figures of the packages in `root`, by a process of their own."""
     command = [sys.executable, "-P", __file__, "--json", "--answers", str(answers), "--tokens", str(tokens)]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=root, stdout=subprocess.PIPE, check=True, text=True)
-    parts: dict[str, tuple[float, float]] = json.loads(done.stdout.splitlines()[-1])
+    parts: Figures = json.loads(done.stdout.splitlines()[-1])
     return parts
 
 
