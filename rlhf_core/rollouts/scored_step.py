@@ -197,14 +197,19 @@ class StepScorer:
 def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> list[Rollout]:
     """Return the groups of `group_size` consecutive rollouts in which every one is valid.
 
-    A group that lost a member would be compared with another baseline. RewardError if no group is left.
+    A group that lost a member would be compared with another baseline; the log has the first reason. RewardError if no group
+    is left.
     """
     groups = [rollouts[start : start + group_size] for start in range(0, len(rollouts), group_size)]
     kept = [rollout for group in groups if not any(one.invalid for one in group) for rollout in group]
-    if rollouts and not kept:
-        first = next(rollout for rollout in rollouts if rollout.invalid)
-        where = f"rewards[prompt {first.prompt.id}]"
-        raise RewardError(where, first.invalid, "every group of the step has an invalid rollout", "fix it")
+    invalid = [one for one in rollouts if one.invalid]
+    if invalid and not kept:
+        where = f"rewards[prompt {invalid[0].prompt.id}]"
+        raise RewardError(where, invalid[0].invalid, "every group of the step has an invalid rollout", "fix it")
+    if invalid:
+        first, lost = invalid[0], len(rollouts) - len(kept)
+        text = "%d of %d rollouts are invalid, %d are left out with them; the first, of prompt %s: %s"
+        logger.warning(text, len(invalid), len(rollouts), lost - len(invalid), first.prompt.id, first.invalid)
     return kept
 
 

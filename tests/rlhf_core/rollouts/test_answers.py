@@ -137,7 +137,7 @@ def failed_of(shop: Workshop, decision: Decision) -> dict[str, tuple[int, int]]:
     return {path: (one.failed, one.answers) for path, one in record.failures.items()}
 
 
-def test_failed_episodes_are_left_out_with_their_group_and_counted(tmp_path, policy):
+def test_failed_episodes_are_left_out_with_their_group_and_counted(tmp_path, policy, caplog):
     shop, inputs = shop_and_inputs(tmp_path, policy)
     agent = world("Moody", retries=0)
     settings = config(agent, prompts_per_step=6, samples_per_prompt=2, steps=1)
@@ -145,6 +145,7 @@ def test_failed_episodes_are_left_out_with_their_group_and_counted(tmp_path, pol
     failed, valid = series(shop, "rollout/failed_episodes")[0], series(shop, "rollout/valid")[0]
     assert 0 < failed < 1 and 0 < valid < 1 - failed / 2
     assert failed_of(shop, decision) == {"agent": (round(failed * 12), 12)}
+    assert f"{round(failed * 12)} of 12 rollouts are invalid" in caplog.text and "not today" in caplog.text
     assert shop.run("ppo", settings, inputs)[1].action == "HIT"
     patient = config(agent | {"retries": 1}, prompts_per_step=6, samples_per_prompt=2, steps=1)
     assert shop.run("ppo", patient, inputs)[1].action == "RUN"
