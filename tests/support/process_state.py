@@ -20,9 +20,9 @@ KEPT = {"RAY_AUTH_MODE"}
 def process_taken_back() -> Iterator[None]:
     """Take back what the block changes of its process: the program sets variables, and learns secrets, for good."""
     environment, factory = dict(os.environ), logging.getLogRecordFactory()
-    hooks = sys.excepthook, threading.excepthook
-    known = redaction._Known.values, redaction._Known.pattern
+    hooks, known = (sys.excepthook, threading.excepthook), (redaction._Known.values, redaction._Known.pattern)
     yield
+    logging.disable(logging.NOTSET)  # benchmarks silence their whole process
     logging.setLogRecordFactory(factory)
     sys.excepthook, threading.excepthook = hooks
     redaction._Known.values, redaction._Known.pattern = known
