@@ -10,6 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.store.failures import FAILURES
-from rlhf_core.store.layout import CHECKPOINTS, make_folder, object_of, read_json, remove_tree, write_json
+from rlhf_core.store.layout import CHECKPOINTS, make_folder, object_of, read_json, remove_tree, temporary_for, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def begin(
         continues=continues,
     )
     for number in _numbered(folder, "out"):
-        remove_tree(folder / f"out-{number}")
+        _remove_output(folder / f"out-{number}")
     if _works(folder):
         latest_work(folder).rename(work(folder, attempt))
     make_folder(work(folder, attempt))
@@ -113,11 +114,19 @@ def end(
     folder: Path, attempt: Attempt, *, label: str, status: Status, failure: str, seconds: float, halted: bool = False
 ) -> None:
     """Record how the attempt ended and remove its output folder, if it still exists."""
-    remove_tree(output(folder, attempt))
+    _remove_output(output(folder, attempt))
     past = {item.number: item for item in history(folder)}
     ended = past.pop(attempt.number, attempt)  # as it is recorded, because another process may have marked it
     ended = replace(ended, status=status, failure=failure, seconds=round(seconds, 3), halted=halted)
     _write(folder, label, [*past.values(), ended])
+
+
+def _remove_output(out: Path) -> None:
+    """Remove an output folder. A process that was taken over may be moving it into the store now: one of them has all of it."""
+    gone = temporary_for(out)
+    with suppress(FileNotFoundError):
+        out.rename(gone)
+    remove_tree(gone)
 
 
 def abandon(folder: Path, *, committed: bool) -> tuple[str, Attempt] | None:
@@ -198,7 +207,7 @@ def clear(folder: Path, *, keep_metrics: bool, until: Attempt | None = None) -> 
             remove_tree(path)
     for number in _numbered(folder, "out"):
         if until is None or number <= until.number:
-            remove_tree(folder / f"out-{number}")
+            _remove_output(folder / f"out-{number}")
 
 
 def mark_harmed(folder: Path, digest: str, why: str) -> None:
@@ -222,7 +231,7 @@ def give_way(folder: Path, attempt: Attempt) -> None:
     """Remove the files that an attempt wrote after a later attempt took over its work; nothing reads them."""
     if any(item.number > attempt.number for item in history(folder)):
         remove_tree(work(folder, attempt))
-        remove_tree(output(folder, attempt))
+        _remove_output(output(folder, attempt))
 
 
 def _works(folder: Path) -> list[int]:

@@ -11,7 +11,7 @@ from rlhf_core.stage.run import find
 from rlhf_core.store import attempts
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.checkpoints import Checkpoints, damaged_archive
-from rlhf_core.store.layout import sweep_temporaries, write_json
+from rlhf_core.store.layout import remove_tree, sweep_temporaries, write_json
 from rlhf_core.store.leases import lease_file
 from tests.support.toy_stage import run_toy, toy_spec
 
@@ -33,9 +33,16 @@ def test_attempts_are_counted_and_keep_how_they_ended(tmp_path):
     assert second.number == 2 and not (tmp_path / "out-1").exists()
 
 
-def test_the_output_of_a_killed_attempt_is_removed_by_the_next(tmp_path):
+def test_the_output_of_an_attempt_is_removed_by_the_next_and_not_moved_meanwhile(tmp_path, monkeypatch):
     begin(tmp_path)
     (tmp_path / "out-1" / "half").write_text("x")
+
+    def removed_while_the_first_commits(path: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            (tmp_path / "out-1").rename(tmp_path / "object")
+        remove_tree(path)
+
+    monkeypatch.setattr(attempts, "remove_tree", removed_while_the_first_commits)
     begin(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "out-2", "work-2"]
 
