@@ -101,13 +101,25 @@ def leftovers(home: Path, *, unfinished: Collection[str] = ()) -> list[str]:
     sweep_temporaries(store)
     if unfinished:
         sweep(store / "leases")
-    odd = [*store.glob("leases/*.json"), *store.glob("quarantine/*"), *store.rglob("*.tmp")]
+    odd = [
+        *store.glob("leases/*.json"),
+        *store.glob("quarantine/*"),
+        *store.glob("quarantine/why/*"),
+        *store.rglob("*.tmp"),
+    ]
     for folder in store.glob("attempts/*"):
         kept = folder / attempts.HISTORY, attempts.latest_work(folder), attempts.metrics(folder)
         odd += [path for path in (*folder.glob("*"), *folder.glob("work-*/*")) if path not in kept]
     odd += [path for path in store.rglob(".*") if _TEMPORARY.search(path.name)]
-    names = {path.relative_to(store).as_posix() for path in odd if not path.name.endswith(".log")}
+    names = {_named(path, store) for path in odd if not path.name.endswith(".log")}
     return sorted(name for name in names if not any(name.startswith(f"attempts/{key}/") for key in unfinished))
+
+
+def _named(path: Path, store: Path) -> str:
+    """Return the name of a file in the store, and on the same line the text of one that tells why something was set aside."""
+    name = path.relative_to(store).as_posix()
+    reason = " ".join(path.read_text(encoding="utf-8").split()) if path.parent == store / "quarantine" / "why" else ""
+    return f"{name}: {reason}" if reason else name
 
 
 def saw_teeth(label: str, points: Sequence[tuple[str, int, float]]) -> Iterator[str]:

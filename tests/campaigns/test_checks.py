@@ -18,6 +18,7 @@ from campaigns.durability.checks import (
 )
 from rlhf_core.stage.run import execute
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.store.object_check import set_aside_record
 from tests.support.toy_stage import NoEngines, RecordingTracker, toy_spec
 
 
@@ -81,7 +82,6 @@ def test_a_flipped_byte_is_a_problem(tmp_path):
         "keys/ab/.abc.json.01234567-1-abcdef",
         "attempts/abc/work-1/ckpt/.saving-0000000004-0a1b2c3d",
         "attempts/abc/state-00000.99.tmp",
-        "quarantine/abc.json",
     ],
 )
 def test_what_should_be_gone_is_named(tmp_path, name):
@@ -90,6 +90,14 @@ def test_what_should_be_gone_is_named(tmp_path, name):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
     assert name in leftovers(tmp_path)
+
+
+def test_what_was_set_aside_is_named_with_its_reason_in_one_line(tmp_path):
+    key = make(tmp_path)["toy"].key
+    set_aside_record(ArtifactStore(tmp_path / "store").layout, key, "its object\nis gone")
+    moved, folder, why = leftovers(tmp_path)
+    assert moved.startswith(f"quarantine/{key}.") and folder == "quarantine/why"
+    assert why.startswith(f"quarantine/why/{key}.json: ") and "its object\\nis gone" in why and "\n" not in why
 
 
 def test_a_curve_that_goes_back_is_named():

@@ -70,12 +70,11 @@ def test_a_run_that_wakes_after_it_was_taken_over_ends_with_one_sentence_and_dis
     wait(lambda: all(processes.has_ended(one) if late else is_at_work(setup, one) for setup, one in pairs), seconds=5.0)
     for one in first:
         os.killpg(one, signal.SIGCONT)
-    ends = {when: (processes.finish(a, kill_after_s=None)[0], processes.finish(b, kill_after_s=None)[0])
-            for when, a, b in zip(WHEN, first, second, strict=True)}  # fmt: skip
-    for setup, when, a, b in zip(setups, WHEN, first, second, strict=True):
-        assert takeovers.wrong_ends(setup, list(ends[when]), a, b) == [], when
-        assert checks.problems(setup.home, checks.results(twin.home)) == [], when
-        assert checks.leftovers(setup.home) == [], when
+    ends = [[processes.finish(one, kill_after_s=None)[0] for one in pair] for pair in zip(first, second, strict=True)]
+    for setup, when, end, a, b in zip(setups, WHEN, ends, first, second, strict=True):
+        wrong = takeovers.wrong_ends(setup, end, a, b)
+        wrong += [*checks.problems(setup.home, checks.results(twin.home)), *checks.leftovers(setup.home)]
+        assert wrong == [], f"{when}: {'; '.join(wrong)}"
     sentences = [takeovers.SENTENCE in lives.last_words(setup, one) for setup, one in zip(setups, first, strict=True)]
     assert sum(sentences) >= len(WHEN) // 3, "hardly any was taken over"
 
