@@ -19,7 +19,15 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.store.failures import FAILURES
-from rlhf_core.store.layout import CHECKPOINTS, make_folder, object_of, read_json, remove_tree, temporary_for, write_json
+from rlhf_core.store.layout import (
+    CHECKPOINTS,
+    make_folder,
+    object_of,
+    read_json,
+    remove_tree,
+    temporary_for,
+    write_json,
+)
 
 logger = logging.getLogger(__name__)
 
