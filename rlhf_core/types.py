@@ -431,10 +431,14 @@ class DistillationSample:
 
 
 def _check_lengths(sample: TokenSample | StepSample | PolicySample | ValueSample) -> None:
-    lengths = {name: len(getattr(sample, name)) for name in sample.__dataclass_fields__}
-    if lengths.get("ref_logprobs") == 0:
-        del lengths["ref_logprobs"]
-    if len(set(lengths.values())) != 1:
+    length = len(sample.token_ids)
+    wrong = [
+        name
+        for name in sample.__dataclass_fields__
+        if (found := len(getattr(sample, name))) != length and (found or name != "ref_logprobs")
+    ]
+    if wrong:
+        lengths = {name: len(getattr(sample, name)) for name in sample.__dataclass_fields__}
         raise ValueError(f"{type(sample).__name__}: {lengths}: every field has one entry per token; align them first")
 
 

@@ -220,7 +220,7 @@ class RaySampler:
         self._drop()
         engines = len(self._workers.actors)
         bounds = [len(requests) * index // engines for index in range(engines + 1)]
-        parts = [(list(requests[start:end]), sampling) for start, end in itertools.pairwise(bounds)]
+        parts = [(packed(list(requests[start:end])), sampling) for start, end in itertools.pairwise(bounds)]
         with self._sharing.sampling():
             results = self._workers.call_each("policy", "generate", parts)
         return [completion for part in results for completion in part]
@@ -237,7 +237,7 @@ class RaySampler:
             self._waiting.setdefault(engine, []).append((number, request))
         with self._sharing.sampling():
             for engine in sorted(set(load) - set(self._running)):
-                part = self._waiting.pop(engine, [])
+                part = packed(self._waiting.pop(engine, []))
                 self._running[engine] = self._workers.begin("policy", "advance", engine, part, sampling)
             results = self._workers.first("policy", "advance", self._running) if self._running else {}
         finished = [one for result in results.values() for one in result]

@@ -104,9 +104,15 @@ class _Reducers(dict[type, Any]):
 
 def _filled(kind: type, values: tuple[Any, ...]) -> Any:
     made: Any = object.__new__(kind)
-    for name, value in zip(_names(kind), values, strict=True):
-        object.__setattr__(made, name, value)
+    for put, value in zip(_setters(kind), values, strict=True):
+        put(made, value)
     return made
+
+
+@cache
+def _setters(kind: type) -> tuple[Callable[[Any, Any], None], ...]:
+    """Return the functions that set the fields of a frozen dataclass with slots."""
+    return tuple(getattr(kind, name).__set__ for name in _names(kind))
 
 
 @cache
@@ -158,7 +164,9 @@ class _Pickler(pickle.Pickler):
     def _of_held(self, column: Column[Any]) -> tuple[Any, ...]:
         source = column.source
         if type(source) is Place:
-            return _place, (self._at(source.piece), *source[1:])
+            piece, kind, start, end, ones = source
+            at = self._numbers.get(id(piece))  # most columns of a value are in a few pieces
+            return _place, (self._at(piece) if at is None else at, kind, start, end, ones)
         return (Column.elsewhere, (source,)) if source else column.__reduce__()
 
     def _of_column(self, column: Column[Any]) -> tuple[Any, ...]:

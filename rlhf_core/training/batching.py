@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rlhf_core.models.micro_batches import row_count
 from rlhf_core.rows import Rows
 
@@ -18,11 +20,10 @@ def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
     >>> shares([5, 1, 4, 2, 3, 6], 2)
     [[3, 4, 5], [0, 1, 2]]
     """
-    dealt: list[list[int]] = [[] for _ in range(world)]
-    for position, index in enumerate(sorted(range(len(lengths)), key=lambda index: -lengths[index])):
-        lap, seat = divmod(position, world)
-        dealt[seat if lap % 2 == 0 else world - 1 - seat].append(index)
-    return [sorted(indices) for indices in dealt]
+    order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
+    lap, seat = np.divmod(np.arange(len(order)), world)
+    ranks = np.where(lap % 2 == 0, seat, world - 1 - seat)
+    return [np.sort(order[ranks == rank]).tolist() for rank in range(world)]
 
 
 def is_maximum(name: str) -> bool:

@@ -9,6 +9,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.errors import SamplingError
 from rlhf_core.interfaces import Weights
 from rlhf_core.runtime.handles import RaySampler, RayTrainer
+from rlhf_core.runtime.pieces import opened
 from rlhf_core.runtime.placement import GpuSharing
 from rlhf_core.runtime.sample_worker import SampleWorker
 from rlhf_core.runtime.weight_sync import StoredWeights
@@ -33,9 +34,9 @@ class Engines:
         self.given: list[list[int]] = [[] for _ in range(count)]
         self.is_slow = True
 
-    def begin(self, role: str, method: str, rank: int, new: list[tuple[int, Any]], sampling: SamplingConfig) -> int:
+    def begin(self, role: str, method: str, rank: int, new: Any, sampling: SamplingConfig) -> int:
         assert (role, method) == ("policy", "advance")
-        self.given[rank] += [number for number, _ in new]
+        self.given[rank] += [number for number, _ in opened(new)]
         return rank
 
     def first(self, role: str, method: str, running: dict[int, int]) -> dict[int, list[tuple[int, str]]]:
@@ -132,9 +133,9 @@ class Workers:
     def call_first(self, role: str, method: str, *arguments: Any) -> None:
         self._log.append(f"{self._name} {method}")
 
-    def begin(self, role: str, method: str, rank: int, new: list[tuple[int, Any]], sampling: SamplingConfig) -> Any:
+    def begin(self, role: str, method: str, rank: int, new: Any, sampling: SamplingConfig) -> Any:
         self._log.append(f"{self._name} {method}")
-        return [(number, "done") for number, _ in new]
+        return [(number, "done") for number, _ in opened(new)]
 
     def first(self, role: str, method: str, running: dict[int, Any]) -> dict[int, Any]:
         return running.copy()
