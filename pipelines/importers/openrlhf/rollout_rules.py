@@ -341,42 +341,51 @@ def pools(one: Sheet) -> None:
         "reward": scored,
     }
     role = {"ref": "reference", "critic": "value_model", "reward": "reward_model"}
-    beside = {"ref": ("colocate_actor_ref", "the policy"), "reward": ("colocate_critic_reward", "the value model")}
+    beside: dict[str, tuple[str, str]] = {}
+    if one.has("colocate_actor_ref"):
+        beside["ref"] = "colocate_actor_ref", "the policy"
+    if one.has("colocate_all_models"):
+        beside = dict.fromkeys(used, ("colocate_all_models", "the policy"))
+    # These two leave even --colocate_all_models. Without a value model OpenRLHF does not read the flag.
+    pair = used["critic"] and one.has("colocate_critic_reward")
+    if pair:
+        beside.pop("critic", None)
+        beside["reward"] = "colocate_critic_reward", "the value model"
     for head, is_used in used.items():
         flags = (f"{head}_num_nodes", f"{head}_num_gpus_per_node")
-        name, of_whom = beside.get(head, ("", ""))
-        together = "colocate_all_models" if one.has("colocate_all_models") else name if one.has(name) else ""
-        reason = (
-            f"{one.flag(together)} puts it beside {of_whom or 'the others'}"
-            if together
-            else "the run has no such model"
-        )
-        if together or not is_used:
+        if head in beside or not is_used:
+            name, whom = beside.get(head, ("", ""))
+            reason = f"{one.flag(name)} puts it beside {whom}" if is_used else "the run has no such model"
             for flag in flags:
                 one.ignore(flag, reason)
             continue
         roles = [role[head]]
-        if head == "critic" and one.has("colocate_critic_reward") and scored:
+        if head == "critic" and pair and scored:
             roles.append(role["reward"])
-        one.put(f"runtime.pools.{head}.workers", one.integer(flags[0]) * one.integer(flags[1]), *flags)
+        one.put(f"runtime.pools.{head}.workers", one.count(flags[0]) * one.count(flags[1]), *flags)
         one.put(f"runtime.pools.{head}.gpus_per_worker", 1.0)
         one.put(f"runtime.pools.{head}.roles", roles)
-    for flag in ("colocate_actor_ref", "colocate_critic_reward"):
-        one.elsewhere(flag, "runtime.pools: models that share GPUs are in one pool")
+    for flag, needed in (("colocate_actor_ref", used["ref"]), ("colocate_critic_reward", used["critic"])):
+        if needed:
+            one.elsewhere(flag, "runtime.pools: models that share GPUs are in one pool")
+        one.ignore(flag, "the run has one of the two models at most")
 
 
 def placement(one: Sheet) -> None:
     """Write workers and engines. A shared GPU is split in halves between one train worker and one single-GPU engine."""
     if one.arguments.module == "train_ppo_ray":
-        number = one.integer("actor_num_nodes") * one.integer("actor_num_gpus_per_node")
+        number = one.count("actor_num_nodes") * one.count("actor_num_gpus_per_node")
         one.put("runtime.train_workers", number, "actor_num_nodes", "actor_num_gpus_per_node")
         pools(one)
     tensor_parallel = one.integer("vllm_tensor_parallel_size")
-    share = one.has("colocate_all_models") and tensor_parallel == 1
+    share = one.has("colocate_all_models") and tensor_parallel == 1 and not one.has("async_train")
     halves = ["colocate_all_models"] if share else []
     one.put("runtime.gpus_per_train_worker", 0.5 if share else 1.0, *halves)
     one.put("runtime.gpus_per_engine", 0.5 if share else float(tensor_parallel), *halves)
-    if not share:
+    if one.has("async_train"):
+        what = "runtime.train_workers have the models; with --async_train the engines have GPUs of their own"
+        one.elsewhere("colocate_all_models", what)
+    elif not share:
         reason = f"an engine of {tensor_parallel} GPUs cannot share them"
         one.refuse("colocate_all_models", reason, "GPUs of their own, as written")
     if one.has("vllm_num_engines") and one.integer("vllm_num_engines") == 0:

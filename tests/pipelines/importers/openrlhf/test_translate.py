@@ -123,6 +123,35 @@ def test_models_on_the_same_gpus_are_a_train_worker_and_an_engine_on_each(tmp_pa
     assert [made.bundles[one]["GPU"] for one in (*made.train, *made.sample)] == [1] * 8 + [2] * 8
 
 
+RM = "--reward_pretrain models/rm --reward_num_gpus_per_node 2 --critic_num_gpus_per_node 2 --ref_num_gpus_per_node 3 "
+POOLS = {
+    "": {"ref": (3, ("reference",)), "critic": (2, ("value_model",)), "reward": (2, ("reward_model",))},
+    "--colocate_actor_ref --colocate_critic_reward": {"critic": (2, ("value_model", "reward_model"))},
+    "--colocate_all_models": {},
+    "--colocate_all_models --async_train": {},
+    "--colocate_all_models --colocate_critic_reward": {"critic": (2, ("value_model", "reward_model"))},
+    # no value model, so OpenRLHF does not read the flag
+    "--colocate_actor_ref --colocate_critic_reward --advantage_estimator rloo --n_samples_per_prompt 4": {
+        "reward": (2, ("reward_model",))
+    },
+}
+
+
+@pytest.mark.parametrize("flags", POOLS)
+def test_models_are_placed_as_openrlhf_places_them(flags, tmp_path):
+    config, _ = translated(PPO + RM + "--vllm_num_engines 8 " + flags, tmp_path)
+    runtime = config.runtime
+    assert {name: (pool.workers, pool.roles) for name, pool in runtime.pools.items()} == POOLS[flags]
+    assert runtime.shares_gpus == ("--colocate_all_models" in flags and "--async_train" not in flags)
+
+
+@pytest.mark.parametrize("head", ["actor", "ref", "critic"])
+def test_counts_below_one_are_refused_before_they_are_multiplied(head):
+    flags = f"--{head}_num_nodes -1 --{head}_num_gpus_per_node -4"
+    with pytest.raises(ConfigError, match=f"--{head}_num_nodes = '-1': must be at least 1"):
+        translate(PPO + flags, name="there", template_file="there.jinja")
+
+
 def test_rollouts_are_prompts_times_samples_and_are_split_into_optimizer_steps(tmp_path):
     config, _ = translated(GRPO_09, tmp_path)
     assert config.ppo
