@@ -70,6 +70,14 @@ def test_a_job_that_was_stopped_goes_back_into_the_queue_but_not_for_ever(tmp_pa
     )
 
 
+@pytest.mark.parametrize("given", ["never", "-1", "1.5"])
+def test_a_number_of_restarts_that_is_none_ends_the_job_before_it_begins(tmp_path, given):
+    assert main(["scaffold", "slurm", "--out", str(tmp_path)]) == 0
+    variables = {"PATH": os.environ["PATH"], "RLHF_RESTARTS": given}
+    said = subprocess.run(["bash", tmp_path / "rlhf.sbatch"], env=variables, capture_output=True, text=True)
+    assert (said.returncode, said.stderr.partition(";")[0]) == (2, f"RLHF_RESTARTS = {given}: must be a whole number")
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.services
