@@ -98,7 +98,8 @@ def moment(text: str) -> str:
         if span is not None:
             then = datetime.now(UTC) - timedelta(**{_SPANS[span[2]]: int(span[1])})
         else:
-            then = datetime.fromisoformat(text).replace(tzinfo=UTC)
+            given = datetime.fromisoformat(text)
+            then = given.astimezone(UTC) if given.tzinfo else given.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
         remedy = "write 30d, 12h, 2w or 2030-01-31"
         raise ConfigError("--since", text, "is neither a time ago nor a date", remedy) from None

@@ -59,6 +59,13 @@ class Bucket:
             raise Unreachable(explain("store", shown(self.uri), rule, remedy)) from error
 
 
+def check_address(uri: str) -> None:
+    """Raise ConfigError for an address that is not `s3://bucket/folder`, `gs://` or `az://`."""
+    if uri.partition("://")[0] not in SCHEMES or not urlsplit(uri).netloc:
+        rule = f"is no bucket; known are {', '.join(f'{scheme}://' for scheme in SCHEMES)}"
+        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
+
+
 def open_bucket(uri: str) -> Bucket:
     """Return the client of the bucket that `s3://bucket/folder`, `gs://` or `az://` names. Raises ConfigError without obstore."""
     try:
@@ -66,9 +73,7 @@ def open_bucket(uri: str) -> Bucket:
     except ImportError:
         remedy = "pip install 'rlhf-lifecycle[s3]'"
         raise ConfigError("store", uri, "needs the package obstore, which is not installed", remedy) from None
-    if urlsplit(uri).scheme not in SCHEMES or not urlsplit(uri).netloc:
-        rule = f"is no bucket; known are {', '.join(f'{scheme}://' for scheme in SCHEMES)}"
-        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
+    check_address(uri)
     endpoint = next((os.environ[name] for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT") if name in os.environ), "")
     local = is_loopback(urlsplit(endpoint).hostname or "") if endpoint else False
     asked = "AWS_ALLOW_HTTP" in os.environ and os.environ["AWS_ALLOW_HTTP"].lower() in ("1", "true")

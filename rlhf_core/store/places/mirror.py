@@ -44,7 +44,15 @@ from rlhf_core.store.layout import (
     write_text,
 )
 from rlhf_core.store.places import Conflict, Unreachable, Versioned
-from rlhf_core.store.places.buckets import SCHEMES, Bucket, BucketObjects, BucketRecords, is_same, open_bucket, probe
+from rlhf_core.store.places.buckets import (
+    Bucket,
+    BucketObjects,
+    BucketRecords,
+    check_address,
+    is_same,
+    open_bucket,
+    probe,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -489,10 +497,14 @@ def files_of(manifest: Path) -> dict[str, tuple[int, str]]:
 def store_root(place: str) -> Path:
     """Return the folder of a store: the one that `place` names, or the one that mirrors the bucket `s3://...` here.
 
-    Raises ConfigError for a bucket that cannot be reached, or whose server has no conditional puts.
+    Raises ConfigError for an address that is no bucket's, and for a bucket that cannot be reached, or whose server has no
+    conditional puts.
     """
-    if place.partition("://")[0] not in SCHEMES:
+    if not place:
+        raise ConfigError("store", place, "is empty", "name a folder, or a bucket such as s3://BUCKET/FOLDER")
+    if "://" not in place:
         return Path(place).expanduser()
+    check_address(place)
     uri = place.rstrip("/")
     given = os.environ["RLHF_CACHE"] if "RLHF_CACHE" in os.environ else "~/.cache/rlhf"
     root = (Path(given).expanduser() / f"{uri.rpartition('/')[2]}-{sha256_text(uri)[:8]}").absolute()
@@ -539,6 +551,9 @@ def place_of(root: Path) -> str:
 def _cache_bytes() -> float:
     given = os.environ["RLHF_CACHE_GIB"] if "RLHF_CACHE_GIB" in os.environ else "500"
     try:
-        return float(given) * 2**30
+        gib = float(given)
     except ValueError:
-        raise ConfigError("RLHF_CACHE_GIB", given, "is not a number of GiB", "set it to 500, for example") from None
+        gib = 0.0
+    if not gib > 0:  # NaN, too, below which no size is
+        raise ConfigError("RLHF_CACHE_GIB", given, "must be a number of GiB above 0", "set it to 500, for example")
+    return gib * 2**30

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from pipelines.cli.accounts import moment
 from pipelines.cli.main import main
 from pipelines.execution.run import billed
 from pipelines.flows.profile import load_profile
@@ -40,6 +41,11 @@ def test_usage_sums_hours_times_cpus_and_gpus_by_user_and_project(store, capsys)
     assert (other["group"], other["results"], other["cpu_hours"]) == ({"user": "ben", "project": "-"}, 1, 0.0)
     assert main(["usage", *where, "--by", "day"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["2030-01-02", "3", "3.00", "4.00", "2.00"]
+
+
+@pytest.mark.parametrize("text", ["2030-01-02T00:30:00+01:00", "2030-01-01T23:30:00", "2030-01-01T23:30:00Z"])
+def test_a_time_with_an_offset_is_converted_to_utc(text):
+    assert moment(text) == "2030-01-01T23:30:00+00:00"
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,21 @@ def test_a_store_on_a_disk_has_no_mirror(tmp_path):
     assert ArtifactStore(tmp_path)._mirror is None and mirror.store_root(str(tmp_path)) == Path(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["", "ftp://x/y", "S3://x", "s3:///folder", "s3s://x"])
+def test_a_place_that_is_neither_folder_nor_bucket_is_refused_before_a_folder_of_that_name_is_made(place):
+    with pytest.raises(
+        ConfigError, match=rf"store = '{place}': (is empty; name a folder|is no bucket; known are s3://)"
+    ):
+        mirror.store_root(place)
+
+
+@pytest.mark.parametrize("given", ["", "much", "nan", "0", "-5"])
+def test_a_size_of_the_cache_that_is_none_is_refused(nodes, monkeypatch, given):
+    monkeypatch.setenv("RLHF_CACHE_GIB", given)
+    with pytest.raises(ConfigError, match=f"RLHF_CACHE_GIB = '{given}': must be a number of GiB above 0; set it to"):
+        nodes.store("ada")
+
+
 def test_a_step_asks_for_its_lease_once_a_second(nodes, monkeypatch):
     ada, asked = nodes.store("ada"), []
     with ada.lease(KEY) as lease:
