@@ -86,7 +86,7 @@ def as_json(one: Estimate) -> dict[str, Any]:
             for load in one.loads
         ],
         "roles": [
-            {"role": role.name, "parameters": role.parameters, "trained": role.trained_parameters}
+            {"role": role.label, "parameters": role.parameters, "trained": role.trained_parameters}
             | {
                 "resident": dict(memory.resident),
                 "moments": {name: dict(added) for name, added in memory.moments.items()},

@@ -14,7 +14,7 @@ from typing import Any
 from pipelines.execution.hardware import CONTEXT, CPU, MFU, PCIE, Hardware
 from pipelines.execution.plan import PlannedStage
 from pipelines.execution.stage_models import Phase, Shapes, Step, phases, step_of
-from rlhf_core.config.engines import RuntimeConfig, VllmSamplerConfig
+from rlhf_core.config.engines import RuntimeConfig, VllmSamplerConfig, VllmServerSamplerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.sizes import ModelShape
 from rlhf_core.store.artifacts import ArtifactStore
@@ -58,8 +58,8 @@ class Estimate:
     roles: tuple[tuple[Role, RankMemory], ...]
     seconds: Mapping[str, float]
     steps: int = 0
-    kv_tokens: float = 0.0
-    """Tokens that the KV cache of an engine holds."""
+    kv_tokens: float | None = None
+    """Tokens that the KV cache of an engine holds; None without one of fixed size."""
 
     @property
     def fits(self) -> bool:
@@ -89,10 +89,10 @@ def estimate(label: str, held: Sequence[Phase], step: Step | None, runtime: Runt
         for load in _loads(phase, runtime, on):
             if load.where not in loads or load.total - load.limit > loads[load.where].total - loads[load.where].limit:
                 loads[load.where] = load
-    roles = {role.name: role for phase in held for role in phase.roles}
+    roles = {role.label: role for phase in held for role in phase.roles}
     memories = tuple((role, _memory(role, runtime, on)) for role in roles.values())
     sampled = next((phase.sampled for phase in held if phase.sampled), None)
-    tokens = kv_tokens(sampled, runtime, on) if sampled else 0.0
+    tokens = kv_tokens(sampled, runtime, on) if sampled else None
     seconds = step_seconds(list(roles.values()), sampled, step, runtime, on) if step else {}
     return Estimate(label, tuple(loads.values()), memories, seconds, step.steps if step else 0, tokens)
 
@@ -107,11 +107,12 @@ def _memory(role: Role, runtime: RuntimeConfig, on: Hardware) -> RankMemory:
 
 def _loads(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> Iterator[Load]:
     """Yield the memory of each kind of GPU, and of a node."""
-    memories = {role.name: _memory(role, runtime, on) for role in phase.roles}
+    _check_kinds(phase, runtime, on)
+    memories = {role.label: _memory(role, runtime, on) for role in phase.roles}
     pools = {name: [one for one in phase.roles if runtime.pool_of(one.name) == name] for name in ("", *runtime.pools)}
     worst = {name: _worst(roles, memories) for name, roles in pools.items()}
     engine = engine_bytes(phase.sampled, runtime, on) if phase.sampled else {}
-    host = host_bytes(memories, runtime, on)
+    host = host_bytes(phase.roles, memories, runtime, on)
     if on.name == CPU:
         workers = {name: runtime.in_pool(name).train_workers for name in pools}
         ranks = {
@@ -124,7 +125,7 @@ def _loads(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> Iterator[Load]
     context = {"context": CONTEXT}
     trained, moment = worst.pop("")
     if trained and engine and runtime.shares_gpus:
-        own = {role.name: memories[role.name] for role in pools[""]}
+        own = {role.label: memories[role.label] for role in pools[""]}
         yield Load("shared GPU", on.memory, *_shared(trained, own, engine, moment, runtime))
     else:
         if trained:
@@ -137,19 +138,29 @@ def _loads(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> Iterator[Load]
     yield Load("node", on.host, host)
 
 
+def _check_kinds(phase: Phase, runtime: RuntimeConfig, on: Hardware) -> None:
+    """Raise ConfigError for models on CPUs beside others on GPUs, of which there is no description here."""
+    for key, held in (("gpus_per_train_worker", phase.roles), ("gpus_per_engine", phase.sampled)):
+        if held and on.name != CPU and not getattr(runtime, key):
+            rule = "computes on CPUs what --estimate knows on GPUs or on CPUs alone"
+            raise ConfigError(f"runtime.{key}", 0, rule, "give both GPUs or none, or leave --estimate out")
+
+
 def _worst(roles: Sequence[Role], memories: Mapping[str, RankMemory]) -> tuple[dict[str, float], str]:
     """Return the terms of the train worker's worst moment, and its name: each model is opened beside those before it."""
     worst: dict[str, float] = {}
     name = ""
     for number, role in enumerate(roles):
-        for moment, terms in memories[role.name].moments.items():
+        for moment, terms in memories[role.label].moments.items():
             if moment == "sync" and role.name == "value_model":
                 continue  # its weights stay where they are
             beside = roles[: number + 1] if moment == "open" else roles
-            kept = {f"{one.name} {term}": size for one in beside for term, size in memories[one.name].resident.items()}
+            kept = {
+                f"{one.label} {term}": size for one in beside for term, size in memories[one.label].resident.items()
+            }
             now = kept | {f"{moment} {term}": size for term, size in terms.items()}
             if sum(now.values()) > sum(worst.values()):
-                worst, name = now, f"{MOMENTS[moment]} the {role.name.replace('_', ' ')}"
+                worst, name = now, f"{MOMENTS[moment]} the {role.label.replace('_', ' ')}"
     return worst, name
 
 
@@ -179,13 +190,16 @@ def _shared(
 
 
 def engine_bytes(shape: ModelShape, runtime: RuntimeConfig, on: Hardware) -> dict[str, float]:
-    """Return the bytes of an engine on each of its GPUs; on CPUs those of all engines.
+    """Return the bytes of an engine on each of its GPUs; on CPUs those of all engines; {} for servers elsewhere.
 
     vLLM takes `gpu_memory_fraction` of the GPU for weights, graphs and KV cache together.
     """
     sampler = runtime.sampler
+    if isinstance(sampler, VllmServerSamplerConfig):
+        return {}
     if not isinstance(sampler, VllmSamplerConfig):
-        return {"engine weights": 4.0 * shape.parameters} if on.name == CPU else {}
+        context = {} if on.name == CPU else {"engine context": CONTEXT}
+        return context | {"engine weights": float(BYTES[sampler.dtype] * shape.parameters)}
     weights = float(BYTES[sampler.dtype] * shape.parameters) / sampler.tensor_parallel
     if on.name == CPU:
         engines = sampler.engines
@@ -199,22 +213,24 @@ def kv_token_bytes(shape: ModelShape, dtype: str) -> float:
     return 2.0 * shape.layers * shape.key_width * BYTES[dtype]
 
 
-def kv_tokens(shape: ModelShape, runtime: RuntimeConfig, on: Hardware) -> float:
-    """Return how many tokens the KV cache of one engine holds."""
+def kv_tokens(shape: ModelShape, runtime: RuntimeConfig, on: Hardware) -> float | None:
+    """Return how many tokens the KV cache of one engine holds, None for an engine without one of fixed size."""
     sampler = runtime.sampler
     if not isinstance(sampler, VllmSamplerConfig):
-        return math.inf
+        return None
     cache = engine_bytes(shape, runtime, on)["engine KV cache"]
     cache *= sampler.tensor_parallel if on.name != CPU else 1 / sampler.engines
     return cache / kv_token_bytes(shape, sampler.dtype)
 
 
-def host_bytes(memories: Mapping[str, RankMemory], runtime: RuntimeConfig, on: Hardware) -> dict[str, float]:
+def host_bytes(
+    roles: Sequence[Role], memories: Mapping[str, RankMemory], runtime: RuntimeConfig, on: Hardware
+) -> dict[str, float]:
     """Return the bytes of host memory of the fullest node: its ranks' offloaded states and copies.
 
     The files of models are mapped, and in the page cache of a node once, which gives them back when it is short.
     """
-    ranks = {name: min(runtime.of(name).train_workers, on.per_node) for name in memories}
+    ranks = {role.label: min(runtime.of(role.name).train_workers, on.per_node) for role in roles}
     kept = {
         f"{name} {term}": number * ranks[name]
         for name, memory in memories.items()
@@ -291,7 +307,8 @@ def sample_seconds(shape: ModelShape, step: Step, runtime: RuntimeConfig, on: Ha
     dtype = getattr(sampler, "dtype", "float32")
     engines, parallel = needs.engines, needs.tensor_parallel
     each = math.ceil(step.answers / engines)
-    most = kv_tokens(shape, runtime, on) / (step.prompt_tokens + step.answer_tokens)
+    held = kv_tokens(shape, runtime, on)
+    most = each if held is None else held / (step.prompt_tokens + step.answer_tokens)
     together = max(1.0, min(each, most, getattr(sampler, "max_num_seqs", None) or each))
     flops = on.flops * (MFU if on.name != CPU else 0.5 / engines)
     prompts = 2.0 * shape.active * each * step.prompt_tokens / (parallel * flops)
@@ -316,7 +333,7 @@ def refusal(
     """Return the error for the stage that exceeds a memory by most, with the settings that would mend it; None if all fit."""
     over = [(load.total / load.limit, one, load) for one in found for load in one.loads if not load.fits]
     if not over:
-        return _cache_error(found, planned, runtime)
+        return _cache_error(found, runtime, on)
     _, worst, load = max(over, key=lambda each: each[0])
 
     def fits(changed: RuntimeConfig) -> bool:
@@ -336,17 +353,15 @@ def refusal(
     return ConfigError("prepare_data.model", size, rule, "take a smaller model, or GPUs with more memory")
 
 
-def _cache_error(
-    found: Sequence[Estimate], planned: Sequence[PlannedStage], runtime: RuntimeConfig
-) -> ConfigError | None:
+def _cache_error(found: Sequence[Estimate], runtime: RuntimeConfig, on: Hardware) -> ConfigError | None:
     """Return the error for an engine whose KV cache does not hold one answer of full length."""
     longest = getattr(runtime.sampler, "max_model_len", 0)
     for one in found:
-        if 0 < one.kv_tokens < longest or (one.kv_tokens == 0 and any("engine" in load.where for load in one.loads)):
+        if one.kv_tokens is not None and one.kv_tokens < longest:
             rule = f"leaves {one.label} a KV cache of {one.kv_tokens:,.0f} tokens, less than one answer of {longest}"
-            fraction = getattr(runtime.sampler, "gpu_memory_fraction", 0)
-            key = "runtime.sampler.gpu_memory_fraction"
-            return ConfigError(key, fraction, rule, "raise it, or raise runtime.sampler.tensor_parallel")
+            name = "kv_cache_gib" if on.name == CPU else "gpu_memory_fraction"
+            remedy = "raise it" if on.name == CPU else "raise it, or raise runtime.sampler.tensor_parallel"
+            return ConfigError(f"runtime.sampler.{name}", getattr(runtime.sampler, name), rule, remedy)
     return None
 
 

@@ -1,6 +1,6 @@
 """Say which models each stage of a plan holds at the same time, as `rlhf_core.training.memory.Role`s; without torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ def _policy_optimization(
     answered = tokens if config.agent else _tokens(runtime, length) * answer // length
     roles: list[Role] = []
     if config.uses_values:
-        scoring = (ref for ref in _refs(spec.inputs.get("reward_models")) if not isinstance(ref, PolicyRef))
+        scoring = (ref for ref in _refs(spec.inputs.get("reward_models")).values() if not isinstance(ref, PolicyRef))
         start = spec.inputs.get("critic") or next(scoring, None) or spec.inputs["policy"]
         shape = shapes.of(start) if isinstance(start, ArtifactRef) else policy
         scalar = Role("value_model", shape.without_head(), True, tokens, lora=config.value.lora, logits=False)
@@ -185,16 +185,16 @@ def _distillation(
 
 def _teachers(spec: StageSpec, shapes: Shapes, tokens: int) -> Iterator[Role]:
     refs = _refs(spec.inputs.get("teachers")) or _refs(spec.inputs.get("teacher"))
-    for ref in refs:
-        yield Role("teacher", shapes.of(ref), False, tokens)
+    for name, ref in refs.items():
+        yield Role("teacher", shapes.of(ref), False, tokens, which=name if len(refs) > 1 else "")
 
 
 def _scorers(spec: StageSpec, shapes: Shapes, tokens: int) -> Iterator[Role]:
     refs = _refs(spec.inputs.get("reward_models")) or _refs(spec.inputs.get("reward_model"))
-    for ref in refs:
+    for name, ref in refs.items():
         judges = isinstance(ref, PolicyRef)
         shape = shapes.of(ref) if judges else shapes.of(ref).without_head()
-        yield Role("reward_model", shape, False, tokens, logits=judges)
+        yield Role("reward_model", shape, False, tokens, logits=judges, which=name if len(refs) > 1 else "")
 
 
 def _input(spec: StageSpec, name: str, shapes: Shapes) -> ModelShape:
@@ -203,10 +203,10 @@ def _input(spec: StageSpec, name: str, shapes: Shapes) -> ModelShape:
     return shapes.of(ref)
 
 
-def _refs(value: Any) -> Sequence[ArtifactRef]:
+def _refs(value: Any) -> Mapping[str, ArtifactRef]:
     if value is None:
-        return ()
-    return tuple(value.values()) if isinstance(value, Mapping) else (value,)
+        return {}
+    return value if isinstance(value, Mapping) else {"": value}
 
 
 def _tokens(runtime: RuntimeConfig, length: int) -> int:

@@ -45,6 +45,13 @@ class Role:
     """Tokens of a forward pass whose logits are computed; 0: all."""
     measures: int = 1
     """Forward passes over the answers of a step, outside of training."""
+    which: str = ""
+    """Which of several models with the same `name`."""
+
+    @property
+    def label(self) -> str:
+        """Return what names it among the models of a stage."""
+        return f"{self.name} {self.which}" if self.which else self.name
 
     @property
     def trained_parameters(self) -> int:

@@ -1,19 +1,23 @@
 """What `rlhf plan --estimate` predicts and refuses."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from pipelines.cli.main import main
-from pipelines.execution.estimate import estimates, kv_token_bytes, refusal
+from pipelines.execution.estimate import estimate, estimates, kv_token_bytes, refusal
 from pipelines.execution.hardware import HARDWARE, hardware_of
 from pipelines.execution.plan import plan
+from pipelines.execution.stage_models import Phase
 from pipelines.flows.profile import load_profile
-from rlhf_core.config.engines import InitModel
+from rlhf_core.config.engines import HFSamplerConfig, InitModel, LoraConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.sizes import shape_of_init
 from rlhf_core.store.artifacts import ArtifactStore
+from rlhf_core.training.memory import Role
 
+LARGE = shape_of_init(InitModel(vocab_size=300, hidden_size=4096, layers=36, heads=32, intermediate_size=14336))
 APART = ["runtime.trainer.offload_optimizer=false"]
 COLOCATED = [
     *APART,
@@ -40,6 +44,7 @@ REFUSED = {
         ["runtime.sampler.gpu_memory_fraction=0.2"],
         "raise it, or raise runtime.sampler.tensor_parallel",
     ),
+    "runtime.sampler.kv_cache_gib = 1e-05": ("tiny/full", ["runtime.sampler.kv_cache_gib=1e-5"], "raise it"),
     "runtime.trainer.micro_batch = 64": (
         "one_gpu/full",
         ["runtime.trainer.micro_batch=64", "runtime.trainer.gradient_checkpointing=true"],
@@ -58,10 +63,10 @@ REFUSED = {
 }
 
 
-def of(profile, changes, tmp_path, on="h100"):
+def of(profile, changes, tmp_path, on=""):
     config = load_profile(profile, changes)
     store = ArtifactStore(tmp_path)
-    planned, hardware = plan(config, store), HARDWARE[on]
+    planned, hardware = plan(config, store), hardware_of(on, config.runtime)
     given = config.runtime, hardware, config.prepare_data.max_prompt_tokens
     found = estimates(planned, store, *given)
     return {one.label: one for one in found}, refusal(found, planned, store, *given)
@@ -79,6 +84,40 @@ def test_what_does_not_fit_is_refused_with_the_key_that_mends_it(tmp_path, error
 def test_shipped_profiles_fit_their_gpus(tmp_path, profile, on):
     found, refused = of(profile, [], tmp_path, on)
     assert refused is None and all(one.fits for one in found.values())
+
+
+@pytest.mark.parametrize("key", ["gpus_per_train_worker", "gpus_per_engine"])
+def test_models_on_cpus_beside_others_on_gpus_are_not_estimated_as_on_gpus(tmp_path, key):
+    with pytest.raises(ConfigError, match=rf"runtime\.{key} = 0: .*give both GPUs or none, or leave --estimate out"):
+        of("one_node/full", [f"runtime.{key}=0"], tmp_path)
+
+
+def test_a_cache_without_room_beside_a_train_worker_is_refused():
+    # bfloat16 weights of 8B are 16 GB, and 0.1 of a shared GPU is 8 GB.
+    runtime = load_profile("one_gpu/full", ["runtime.sampler.gpu_memory_fraction=0.1"]).runtime
+    phase = Phase((Role("policy", LARGE, True, 2048, lora=LoraConfig(rank=8)),), sampled=LARGE)
+    made = estimate("ppo", [phase], None, runtime, HARDWARE["h100"])
+    assert made.fits and [load.where for load in made.loads] == ["shared GPU", "node"] and made.kv_tokens == 0
+    refused = refusal([made], [], ArtifactStore(Path()), runtime, HARDWARE["h100"], 1024)
+    assert str(refused).startswith("runtime.sampler.gpu_memory_fraction = 0.1: leaves ppo a KV cache of 0 tokens")
+
+
+def test_each_of_several_reward_models_has_its_weights():
+    runtime = load_profile("one_node/full").runtime
+    one, two = (Role("reward_model", LARGE, False, 2048, logits=False, which=which) for which in ("help", "harm"))
+    alone, both = (estimate("ppo", [Phase(roles)], None, runtime, HARDWARE["h100"]) for roles in ((one,), (one, two)))
+    # ZeRO 3 on four ranks: 2 P/4 bytes more
+    assert both.loads[0].total - alone.loads[0].total == pytest.approx(2 * LARGE.parameters / 4)
+    assert [role.label for role, _ in both.roles] == ["reward_model help", "reward_model harm"]
+
+
+@pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2)])
+def test_a_sampler_of_transformers_has_its_weights_and_no_cache(dtype, size):
+    given = load_profile("one_gpu/full").runtime
+    runtime = given.model_copy(update={"sampler": HFSamplerConfig(dtype=dtype)})
+    made = estimate("generate", [Phase(sampled=LARGE)], None, runtime, HARDWARE["h100"])
+    assert made.loads[0].where == "engine GPU" and made.loads[0].terms["engine weights"] == size * LARGE.parameters
+    assert made.kv_tokens is None
 
 
 def test_eight_ranks_that_share_their_gpus_with_sleeping_engines_need_no_offload(tmp_path):
