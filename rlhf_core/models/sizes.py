@@ -95,17 +95,23 @@ def shape_of_init(model: InitModel) -> ModelShape:
 
 
 def shape_of(folder: Path) -> ModelShape:
-    """Return the shape of the model in `folder` by its `config.json`. Raises ConfigError if there is none."""
+    """Return the shape of the model in `folder` by its `config.json`. Raises ConfigError if there is none, or it describes no model."""
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigError("model.path", str(folder), "has no config.json", "give the folder of a model")
-    config = json.loads(file.read_text(encoding="utf-8"))
-    return _by_formula(config) if config.get("model_type") in BY_FORMULA else _on_meta(folder)
+    try:
+        config = dict(json.loads(file.read_text(encoding="utf-8")))
+        return _by_formula(config) if config.get("model_type") in BY_FORMULA else _on_meta(folder)
+    except (KeyError, TypeError, ValueError, ArithmeticError, OSError) as error:
+        rule = f"its config.json describes no model ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        raise ConfigError("model.path", str(folder), rule, "correct it, or give the folder of another model") from error
 
 
 def _by_formula(config: Mapping[str, Any]) -> ModelShape:
     family, hidden, layers = config["model_type"], config["hidden_size"], config["num_hidden_layers"]
     heads, inner, vocabulary = config["num_attention_heads"], config["intermediate_size"], config["vocab_size"]
+    if min(hidden, layers, heads, inner, vocabulary) < 1:
+        raise ValueError("sizes must be at least 1")
     width = config.get("head_dim") or hidden // heads
     queries, keys = heads * width, (config.get("num_key_value_heads") or heads) * width
     linears = tuple(

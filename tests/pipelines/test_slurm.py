@@ -49,14 +49,14 @@ def test_a_job_that_was_stopped_goes_back_into_the_queue_but_not_for_ever(tmp_pa
         "getent": "echo 10.77.0.1 STREAM",
         "srun": "exec sleep 600",
         "ray": """echo '"node_id"'""",
-        "rlhf": f"trap 'exit {code}' TERM; kill -USR1 $PPID; while :; do sleep 0.05; done",
+        "rlhf": f"echo $RLHF_GRACE_S > grace; trap 'exit {code}' TERM; kill -USR1 $PPID; while :; do sleep 0.05; done",
     }
     for name, body in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     assert main(["scaffold", "slurm", "--out", str(tmp_path)]) == 0
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "a", "SLURM_RESTART_COUNT": str(before)}
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RLHF_RESTARTS": "2", **job}
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RLHF_RESTARTS": "2", "RLHF_GRACE_S": "400", **job}
     with (tmp_path / "said").open("w") as said:
         child = subprocess.Popen(
             ["bash", "rlhf.sbatch"], cwd=tmp_path, env=variables, stderr=said, start_new_session=True
@@ -64,7 +64,7 @@ def test_a_job_that_was_stopped_goes_back_into_the_queue_but_not_for_ever(tmp_pa
     assert child.wait() == code
     os.killpg(child.pid, signal.SIGKILL)  # what Slurm ends with the job
     calls = (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
-    assert (calls == "requeue 7\n") == requeued
+    assert (calls == "requeue 7\n") == requeued and (tmp_path / "grace").read_text() == "400\n"
     assert ("RLHF_RESTARTS = 2: job 7 was started again so often" in (tmp_path / "said").read_text()) == (
         code == 130 and not requeued
     )

@@ -74,3 +74,19 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path = .*: has no config\.json; give the folder of a model"):
         shape_of(tmp_path)
     assert "gemma" not in BY_FORMULA
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{bad", "JSONDecodeError"),
+        ("[1]", "TypeError"),
+        ('{"model_type": "llama", "hidden_size": 64}', "KeyError: 'num_hidden_layers'"),
+        (json.dumps(SMALL | {"model_type": "llama", "num_hidden_layers": 0}), "sizes must be at least 1"),
+        ('{"model_type": "nosuch"}', "does not recognize this architecture"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_refused_with_the_reason(tmp_path, text, problem):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"model\.path = .*describes no model \(.*{problem}.*\); correct it"):
+        shape_of(tmp_path)
