@@ -30,7 +30,7 @@ from rlhf_core.store.places import Conflict, Unreachable, Versioned
 SCHEMES = ("s3", "gs", "az")
 _MARK, _DROPPED = "_put", "_dropped"
 _LARGE = 16 << 20  # bytes from which a file is sent in parts
-_PART = 8 << 20  # four are in memory at once; an object has at most 10,000
+_PART = 5 << 20  # the least that S3 takes; four are in memory at once, and an object has at most 10,000
 _ONE_LARGE = threading.Lock()
 """Held while a large file is sent, whose parts are sent at once: each is in memory."""
 _TRIES = 5
