@@ -87,7 +87,7 @@ def test_a_job_whose_time_is_up_is_queued_again_and_resumes(tmp_path):
     profile, two, plain, log = write_mini(tmp_path), tmp_path / "two", tmp_path / "plain", tmp_path / "job.out"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = {**os.environ, "PATH": path, "RLHF_HOME": str(tmp_path / "home")}
-    with two_nodes(tmp_path / "slurm") as slurm, shown_if_failed(log):
+    with two_nodes() as slurm, shown_if_failed(log):
         submit = ["sbatch", "--parsable", "--nodes=2", f"--output={log}", str(tmp_path / "rlhf.sbatch")]
         job = slurm.run(*submit, *words(profile, two), variables=variables).strip()
         soon(lambda: any(two.glob("attempts/*/work-1/ckpt/step-*")) or slurm.ended(job), within_s=600, every_s=0.3)

@@ -3,9 +3,11 @@
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -64,7 +66,8 @@ class Slurm:
 
     def ended(self, job: str) -> bool:
         """Return whether a job has ended and will not start again."""
-        return self.field(job, "JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        ended = self.field(job, "JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        return ended or self.field(job, "Reason") == "launch_failed_requeued_held"
 
     def _daemon(self, *words: str) -> None:
         with (self.folder / "daemons.out").open("ab") as log:
@@ -116,14 +119,21 @@ class Slurm:
 
 
 @contextmanager
-def two_nodes(folder: Path) -> Iterator[Slurm]:
-    """Yield a Slurm of two nodes; skip the test where it cannot run."""
+def two_nodes() -> Iterator[Slurm]:
+    """Yield a Slurm of two nodes; skip the test where it cannot run.
+
+    Its folder has a short name: sockets of jobs are in it, whose paths may have 107 characters.
+    """
     missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
     if missing or os.geteuid() != 0:
         pytest.skip(f"needs root and Debian's slurm-wlm, munge, iproute2 and util-linux; missing: {missing or 'root'}")
-    slurm = Slurm(folder)
-    try:
-        slurm.start()
-        yield slurm
-    finally:
-        slurm.stop()
+    with TemporaryDirectory(prefix="slurm-") as folder:
+        slurm = Slurm(Path(folder))
+        try:
+            slurm.start()
+            yield slurm
+        except BaseException:
+            sys.stdout.write((slurm.folder / "daemons.out").read_text(errors="replace"))
+            raise
+        finally:
+            slurm.stop()
