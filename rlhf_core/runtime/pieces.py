@@ -164,9 +164,7 @@ class _Pickler(pickle.Pickler):
     def _of_held(self, column: Column[Any]) -> tuple[Any, ...]:
         source = column.source
         if type(source) is Place:
-            piece, kind, start, end, ones = source
-            at = self._numbers.get(id(piece))  # most columns of a value are in a few pieces
-            return _place, (self._at(piece) if at is None else at, kind, start, end, ones)
+            return _place, (self._at(source.piece), *source[1:])
         return (Column.elsewhere, (source,)) if source else column.__reduce__()
 
     def _of_column(self, column: Column[Any]) -> tuple[Any, ...]:
