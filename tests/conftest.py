@@ -25,6 +25,23 @@ settings.register_profile("no deadline", deadline=None)  # the machine may be bu
 settings.load_profile("no deadline")
 
 
+class _Failures:
+    """Prints a failure when it happens: a run that is cut off prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._terminal = config.get_terminal_writer()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.line(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Print failures of all workers at once."""
+    if session.config.pluginmanager.hasplugin("dsession"):
+        session.config.pluginmanager.register(_Failures(session.config))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is slow, and start with the files that take longest, and new ones, so that no worker ends alone."""
     seconds = json.loads(SECONDS.read_text(encoding="utf-8"))

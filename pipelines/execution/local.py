@@ -143,7 +143,7 @@ class LocalExecutor:
         owner = living_owner(leases, key)
         if owner is None:
             return None
-        self.context.listener.started(spec.label, Decision("ATTACH", f"{owner} is computing it", key, None))
+        self.context.listener.started(spec.label, Decision("ATTACH", owner.claim, key, None))
         while living_owner(leases, key) is not None:
             time.sleep(ATTACH_POLL_S)
         return find_result(self.context, spec)

@@ -87,7 +87,7 @@ def decide(
             return hit(target, record)
         owner = living_owner(store.layout.leases, target.key)
         if owner is not None:
-            return Decision("ATTACH", f"{owner} is computing it", target.key, None)
+            return Decision("ATTACH", owner.claim, target.key, None)
     return decide_work(store, spec, target, force=force)
 
 

@@ -75,7 +75,7 @@ def execute(
     attached: list[Decision] = []
 
     def attach(owner: Owner) -> None:
-        attached.append(reported(Decision("ATTACH", f"{owner} is computing it", target.key, None)))
+        attached.append(reported(Decision("ATTACH", owner.claim, target.key, None)))
 
     with naming_disk_errors(store.root), store.lease(target.key, on_wait=attach) as lease:
         found = None if force else _take(store, spec, target)

@@ -53,6 +53,13 @@ class Owner:
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
+    @property
+    def claim(self) -> str:
+        """Return what others wait for. The process of another machine or container may have ended: nobody here sees it."""
+        if _is_local(self):
+            return f"{self} is computing it"
+        return f"{self} is computing it; should that have ended, its lease is taken over {TTL_SECONDS:.0f} s after its last sign"
+
 
 _OWNER = TypeAdapter(Owner)
 
@@ -218,7 +225,7 @@ def _acquire(folder: Path, key: str, on_wait: Callable[[Owner], None] | None) ->
             return Lease(folder, key, ours, waited)
         if not waited:
             waited = True
-            logger.info("lease %s: waiting for %s, which is computing it", key[:12], holder)
+            logger.info("lease %s: %s", key[:12], holder.claim)
             if on_wait is not None:
                 on_wait(holder)
         time.sleep(POLL_SECONDS)

@@ -1,5 +1,7 @@
 import importlib
 import json
+import os
+import socket
 import sys
 import threading
 import time
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from rlhf_core.processes.identity import user_name
+from rlhf_core.processes.identity import here, user_name
 from rlhf_core.secrets.redaction import ErrorWithoutSecrets, know
 from rlhf_core.stage import context
 from rlhf_core.stage import decision as deciding
@@ -21,6 +23,7 @@ from rlhf_core.store import records
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.attempts import history
 from rlhf_core.store.layout import remove_tree, write_json
+from rlhf_core.store.leases import lease_file
 from tests.support import toy_stage
 from tests.support.toy_stage import Inner, ToyConfig, run_toy, stage_key, toy_spec
 
@@ -140,7 +143,12 @@ def test_a_key_under_computation_is_attached_to(store):
     key = decide(store, toy_spec()).key
     with store.lease(key):
         action, reason = _said(store, toy_spec())
-    assert action == "ATTACH" and reason.startswith("process ") and reason.endswith(" is computing it")
+        assert action == "ATTACH" and reason == f"process {os.getpid()} on {socket.gethostname()} is computing it"
+        lease = lease_file(store.layout.leases, key)
+        lease.write_text(lease.read_text().replace(here()[2], "that of another container"))
+        assert _said(store, toy_spec())[1].endswith(
+            "is computing it; should that have ended, its lease is taken over 120 s after its last sign"
+        )
 
 
 def test_a_hit_takes_milliseconds(store):
