@@ -23,6 +23,7 @@ from typing import Any
 PROMPT = 256
 RANKS = 2
 VOCABULARY = 150_000
+IDLE, IDLE_S = "an idle driver, in the same time", 5.0
 Figures = dict[str, tuple[float, float]]  # microseconds and bytes a token of each part
 
 
@@ -42,20 +43,21 @@ def anonymous() -> int:
 
 
 class Clock:
-    """CPU seconds of this process and bytes that it holds, without shared memory, since the last part."""
+    """CPU seconds of this process since the last part, or the bytes that it holds, without shared memory."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, measured: str) -> None:
         self._tokens = tokens
-        self.parts: Figures = {}
-        self._first = anonymous()
-        self._last = time.process_time()
+        self._read = {"seconds": time.process_time, "bytes": anonymous}[measured]
+        self.parts: dict[str, float] = {}
+        self.began = time.monotonic()
+        self._first = self._last = self._read()
 
     def ended(self, part: str) -> None:
-        """Note a part: microseconds a token for it, and bytes a token held after it."""
-        spent = time.process_time() - self._last
-        held = anonymous() - self._first
-        self.parts[part] = (spent / self._tokens * 1e6, held / self._tokens)
-        self._last = time.process_time()
+        """Note a part: seconds a token for it, or bytes a token held after it."""
+        now = self._read()
+        seconds = self._read is time.process_time
+        self.parts[part] = (now - (self._last if seconds else self._first)) / self._tokens
+        self._last = now
 
 
 def unpacked(samples: Any) -> Any:
@@ -152,19 +154,31 @@ def walk(answers: int, tokens: int) -> Figures:
         groups[-1].call("any", "pid")
     sampler = RaySampler(groups[0], transfer="", tensor_parallel=1)
     trainer = RayTrainer(groups[1], "policy", "lease", transfer="")
-    for size in ((16, 64), (64, 8192), (answers, tokens)):  # the first step of a kind imports
+
+    def walked(*size: Any) -> Clock:
         with tempfile.TemporaryDirectory() as folder:  # removing it takes 2 ns a token
-            parts = step(Path(folder), sampler, trainer, apart, *size)
+            return step(Path(folder), sampler, trainer, apart, *size)
+
+    for size in ((16, 64), (64, 8192)):  # the first step of a kind imports
+        walked(*size, "seconds")
+    held = walked(answers, tokens, "bytes").parts
+    clock = walked(answers, tokens, "seconds")  # a step of its own, since a look at the memory slows what follows
+    took = time.monotonic() - clock.began
+    clock.ended("")
+    time.sleep(IDLE_S)
+    clock.ended(IDLE)
     ray.shutdown()
-    return parts
+    del clock.parts[""]
+    clock.parts[IDLE] *= took / IDLE_S
+    return {part: (1e6 * seconds, held.get(part, 0.0)) for part, seconds in clock.parts.items()}
 
 
 def _here(function: Any, *arguments: Any, **keywords: Any) -> Any:
     return function(*arguments, **keywords)
 
 
-def step(folder: Path, sampler: Any, trainer: Any, apart: Any, answers: int, tokens: int) -> Figures:
-    """Make a step as `stages/ppo.py` does, with its log in `folder`; return its figures."""
+def step(folder: Path, sampler: Any, trainer: Any, apart: Any, answers: int, tokens: int, measured: str) -> Clock:
+    """Make a step as `stages/ppo.py` does, with its log in `folder`; return the clock with what is measured of its parts."""
     import numpy as np
 
     from rlhf_core.config.engines import SamplingConfig
@@ -178,18 +192,15 @@ def step(folder: Path, sampler: Any, trainer: Any, apart: Any, answers: int, tok
     prompts = [Prompt(str(at), (Message("user", "q"),), "", "") for at in range(len(asked))]  # of all its answers
     requests: Any = [SamplingRequest(asked[at // 8], at) for at in range(answers)]
     lengths = sum(int(np.random.default_rng(at).integers(tokens // 2, tokens + 1)) for at in range(answers))
-    clock = Clock(lengths)
+    clock = Clock(lengths, measured)
     completions = sampler.generate(requests, SamplingConfig(max_tokens=tokens))
-    rollouts = [
+    rollouts = shared(
         Rollout(prompts[at // 8], requests[at].prompt_ids, one, float(at % 3), {}) for at, one in enumerate(completions)
-    ]
+    )
     clock.ended("receive the answers")
     apart(RolloutLog(folder).write, 0, rollouts, {}, policy="p")
     clock.ended("write the log of rollouts")
-    if hasattr(made, "token_samples"):
-        samples: Any = made.token_samples(rollouts, apart)
-    else:
-        samples = tuple(map(made.token_sample, rollouts))  # type: ignore[attr-defined]
+    samples = sampled(rollouts, apart)
     clock.ended("rows to measure")
     old, ref = (trainer.logprobs(samples, temperature=1.0) for _ in range(2))
     values = trainer.values(samples)
@@ -201,7 +212,29 @@ def step(folder: Path, sampler: Any, trainer: Any, apart: Any, answers: int, tok
     clock.ended("count, deal and send them, each once")
     whole = sum(len(one.token_ids) for one in samples)
     assert read == [6.0 * whole, 4.0 * whole]
-    return clock.parts
+    return clock
+
+
+def shared(rollouts: Any) -> Any:
+    """Return the rollouts of a step."""
+    try:
+        from rlhf_core.rows import Shared
+    except ImportError:  # a revision that pickles them for each worker
+        return list(rollouts)
+    return Shared(rollouts)
+
+
+def sampled(rollouts: Any, apart: Any) -> Any:
+    """Return the samples to measure."""
+    from rlhf_core import types
+    from rlhf_core.training import experience
+
+    if hasattr(types, "token_samples"):
+        return apart(types.token_samples, rollouts)
+    before: Any = experience
+    if hasattr(before, "token_samples"):
+        return before.token_samples(rollouts, apart)
+    return tuple(map(before.token_sample, rollouts))
 
 
 def policy_objective(kind: Any) -> Any:
@@ -256,10 +289,12 @@ def main() -> int:
     )
     print("| part |" + "".join(f" us, {name} | bytes held, {name} |" for name in sides))
     print("|---|" + "--:|--:|" * len(sides))
+    idle = {name: side.pop(IDLE) for name, side in sides.items()}
     for part in sides["now"]:
-        print(f"| {part} |" + "".join(f" {side[part][0]:.3f} | {side[part][1]:.0f} |" for side in sides.values()))
+        print(f"| {part} |" + "".join(f" {side[part][0]:.4f} | {side[part][1]:.0f} |" for side in sides.values()))
     whole = [(sum(us for us, _ in side.values()), max(held for _, held in side.values())) for side in sides.values()]
-    print("| in all (most held) |" + "".join(f" {us:.3f} | {held:.0f} |" for us, held in whole))
+    print("| in all (most held) |" + "".join(f" {us:.4f} | {held:.0f} |" for us, held in whole))
+    print(f"| {IDLE} |" + "".join(f" {us:.4f} | |" for us, _ in idle.values()))
     return 0
 
 

@@ -35,18 +35,17 @@ from rlhf_core.config.engines import (
     TrainerConfig,
     VllmSamplerConfig,
 )
-from rlhf_core.interfaces import ModelSpec, Sampler, here
+from rlhf_core.interfaces import ModelSpec, Sampler
 from rlhf_core.runtime.samplers import open_sampler
 from rlhf_core.training.experience import (
     Experience,
     estimate_advantages,
     policy_samples,
     sampled_logprobs,
-    token_samples,
 )
 from rlhf_core.training.objectives.base import PolicyObjective
 from rlhf_core.training.trainer import LocalTrainer
-from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest, derive_seed, ids
+from rlhf_core.types import Message, Prompt, Rollout, SamplingRequest, derive_seed, ids, token_samples
 
 KL_COEF = 0.04
 STOPS = range(500, 512)
@@ -172,7 +171,7 @@ def grpo_step(job: dict[str, Any]) -> Callable[[], dict[str, float]]:
         sampler.load_weights(policy.weights(), version=made)
         rollouts = roll_out(sampler, job, made)
         made += 1
-        samples = token_samples(rollouts, here)
+        samples = token_samples(rollouts)
         old = sampled_logprobs(rollouts) if trusting else policy.logprobs(samples, temperature=1.0)
         experience = Experience(
             tuple(rollouts), samples, tuple(old), tuple(reference.logprobs(samples, temperature=1.0)), ()

@@ -140,6 +140,12 @@ class Rows(Sequence[S]):
         return Rows(self.type, {name: each.take(rows) for name, each in self.columns.items()})
 
 
+class Shared(tuple[S, ...]):
+    """Values that workers get one after the other: they are pickled once, see `rlhf_core.runtime.pieces.packed`."""
+
+    packed: Any = None
+
+
 def chosen(rows: Sequence[S], places: Sequence[int]) -> Sequence[S]:
     """Return the rows at some places, in this order, without making those that are held."""
     return rows.take(places) if isinstance(rows, (Rows, Columns)) else [rows[at] for at in places]

@@ -239,13 +239,9 @@ class Completion:
         >>> Completion((5, 6, 7), (-0.1, 0.0, -0.2), "", "stop", 0, 1, (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))).action_mask
         (1, 0, 1)
         """
-        return sampled(self.token_ids, self.spans)
-
-
-def sampled(token_ids: Column[int], spans: Sequence[ActionSpan]) -> Column[int]:
-    """Return `Completion.action_mask` of these tokens; of all of them without spans."""
-    runs = Runs("B", len(token_ids), tuple((span.start, span.end) for span in spans) or ((0, len(token_ids)),))
-    return Column.elsewhere(runs) if token_ids.held else mask(runs.read())
+        length = len(self.token_ids)
+        runs = Runs("B", length, tuple((span.start, span.end) for span in self.spans) or ((0, length),))
+        return Column.elsewhere(runs) if self.token_ids.held else mask(runs.read())
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +303,18 @@ class TokenSample:
     def until_trained(self) -> Column[int]:
         """Return the tokens up to the last trained one, where a sampled answer ends too: templates add more."""
         return self.token_ids[: len(self.loss_mask) - self.loss_mask[::-1].index(1)]
+
+
+def token_samples(answers: Sequence[Generation | Rollout]) -> list[TokenSample]:
+    """Return prompts and completions as one sequence each, with a mask of the tokens that the policy sampled."""
+    return [
+        TokenSample(
+            joined(one.prompt_ids, made.token_ids),
+            joined(zeros("B", len(one.prompt_ids), beside=made.token_ids), made.action_mask),
+        )
+        for one in answers
+        for made in (one.completion,)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,13 +42,7 @@ from rlhf_core.stage.context import StageContext
 from rlhf_core.store.checkpoints import Checkpoint
 from rlhf_core.training.adamw import scheduled_rate
 from rlhf_core.training.batching import averaged
-from rlhf_core.training.experience import (
-    Experience,
-    Lesson,
-    rows_to_train,
-    sampled_logprobs,
-    token_samples,
-)
+from rlhf_core.training.experience import Experience, Lesson, rows_to_train, sampled_logprobs
 from rlhf_core.training.exports import Exports
 from rlhf_core.training.moving_reference import AdaptersOff, MovingReference
 from rlhf_core.training.objectives.base import PolicyObjective, Scaled, SftObjective, ValueObjective
@@ -66,6 +60,7 @@ from rlhf_core.types import (
     ValueSample,
     derive_seed,
     floats,
+    token_samples,
 )
 from rlhf_core.user_code.dependencies import UserFunction
 
@@ -354,7 +349,7 @@ def sampling_metrics(parts: Parts, step: int, drawn: Drawn, rollouts: Sequence[R
     )
 
 
-def with_baseline(parts: Parts, step: int, rollouts: list[Rollout]) -> tuple[list[Rollout], tuple[float, ...]]:
+def with_baseline(parts: Parts, step: int, rollouts: Sequence[Rollout]) -> tuple[Sequence[Rollout], tuple[float, ...]]:
     """Return the rollouts that have the baseline of their estimator, and the greedy rewards of one that compares with them."""
     config, models, failed = parts.config, parts.models, parts.context.failed
     if config.estimator is None or not config.estimator.asks_greedy:
@@ -368,7 +363,7 @@ def with_baseline(parts: Parts, step: int, rollouts: list[Rollout]) -> tuple[lis
 def measure(parts: Parts, rollouts: Sequence[Rollout]) -> Experience:
     """Return the rollouts with log pi_old, log pi_ref and the value of every token, all from before the update."""
     config, models = parts.config, parts.models
-    samples = token_samples(rollouts, parts.context.runtime.apart)
+    samples = parts.context.runtime.apart(token_samples, rollouts)
     temperature = config.sampling.temperature
     bypass = config.correction.pi_old == "sampler"
     lessons = lessons_of(config.distill, models.teachers, rollouts, samples, temperature) if config.distill else ()

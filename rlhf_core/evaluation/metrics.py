@@ -16,7 +16,7 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.evaluation.intervals import LEVEL
 from rlhf_core.interfaces import ModelSpec
 from rlhf_core.stage.context import StageContext
-from rlhf_core.types import Generation, PolicyRef, TokenSample, mask
+from rlhf_core.types import Generation, PolicyRef, token_samples
 
 
 class ReliabilityBin(NamedTuple):
@@ -134,7 +134,7 @@ def log_ratios(
             temperature = sampling[name].temperature
             for start in range(0, len(items) if _comparable(sampling[name]) else 0, KL_BATCH):
                 piece = items[start : start + KL_BATCH]
-                logprobs = trainer.logprobs([_as_sample(item) for item in piece], temperature=temperature)
+                logprobs = trainer.logprobs(token_samples(piece), temperature=temperature)
                 values += [_log_ratio(item, row) for item, row in zip(piece, logprobs, strict=True)]
                 text = f"log-probabilities of the answers of {name} under the reference"
                 context.progress(done + len(values), total, text)
@@ -145,11 +145,6 @@ def log_ratios(
 
 def _comparable(sampling: SamplingConfig) -> bool:
     return sampling.temperature > 0 and not sampling.reshapes
-
-
-def _as_sample(generation: Generation) -> TokenSample:
-    prompt, answer = generation.prompt_ids, generation.completion
-    return TokenSample(prompt + answer.token_ids, mask(bytes(len(prompt))) + answer.action_mask)
 
 
 def _log_ratio(generation: Generation, ref_logprobs: Sequence[float]) -> float:

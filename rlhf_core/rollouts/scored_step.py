@@ -31,6 +31,7 @@ from rlhf_core.rollouts.answers import (
     episode_metrics,
 )
 from rlhf_core.rollouts.prompts import BandOrder
+from rlhf_core.rows import Shared
 from rlhf_core.store.failures import Counts
 from rlhf_core.types import Column, Completion, Generation, Prompt, Rollout, SamplingRequest
 
@@ -178,15 +179,15 @@ class StepScorer:
     """How undecided groups are replaced; None scores the answers as they are."""
     apart: Apart = here
 
-    def __call__(self, step: int, drawn: Drawn) -> list[Rollout]:
+    def __call__(self, step: int, drawn: Drawn) -> Sequence[Rollout]:
         """Return the rollouts of the groups in which every one is valid. RewardError if there is no such group."""
         self.scorer.at_step(step)
         kept = self.log.read(step, policy=drawn.policy)
         if kept is not None:
             self.scorer.restore(kept.scorer)
-            return valid_groups(kept.rollouts, group_size=self.group_size)
+            return valid_groups(Shared(kept.rollouts), group_size=self.group_size)
         answers = drawn.generations
-        rollouts = self.scorer(answers) if self.dynamic is None else self.dynamic(step, answers)
+        rollouts = Shared(self.scorer(answers) if self.dynamic is None else self.dynamic(step, answers))
         valid = valid_groups(rollouts, group_size=self.group_size)  # first: a step without any is not kept
         self.note_failed(step + 1, self.scorer.failed())  # before they are kept: a kill would lose the note
         self.apart(self.log.write, step, rollouts, self.scorer.state(), policy=drawn.policy, pool=drawn.pool)
@@ -194,22 +195,23 @@ class StepScorer:
         return valid
 
 
-def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> list[Rollout]:
+def valid_groups(rollouts: Sequence[Rollout], *, group_size: int) -> Sequence[Rollout]:
     """Return the groups of `group_size` consecutive rollouts in which every one is valid.
 
     A group that lost a member would be compared with another baseline; the log has the first reason. RewardError if no group
     is left.
     """
-    groups = [rollouts[start : start + group_size] for start in range(0, len(rollouts), group_size)]
-    kept = [rollout for group in groups if not any(one.invalid for one in group) for rollout in group]
     invalid = [one for one in rollouts if one.invalid]
-    if invalid and not kept:
-        where = f"rewards[prompt {invalid[0].prompt.id}]"
-        raise RewardError(where, invalid[0].invalid, "every group of the step has an invalid rollout", "fix it")
-    if invalid:
-        first, lost = invalid[0], len(rollouts) - len(kept)
-        text = "%d of %d rollouts are invalid, %d are left out with them; the first, of prompt %s: %s"
-        logger.warning(text, len(invalid), len(rollouts), lost - len(invalid), first.prompt.id, first.invalid)
+    if not invalid:
+        return rollouts
+    groups = [rollouts[start : start + group_size] for start in range(0, len(rollouts), group_size)]
+    kept = Shared(rollout for group in groups if not any(one.invalid for one in group) for rollout in group)
+    first, lost = invalid[0], len(rollouts) - len(kept)
+    if not kept:
+        where = f"rewards[prompt {first.prompt.id}]"
+        raise RewardError(where, first.invalid, "every group of the step has an invalid rollout", "fix it")
+    text = "%d of %d rollouts are invalid, %d are left out with them; the first, of prompt %s: %s"
+    logger.warning(text, len(invalid), len(rollouts), lost - len(invalid), first.prompt.id, first.invalid)
     return kept
 
 
@@ -270,7 +272,7 @@ def with_greedy_rewards(
     step: int,
     group_size: int,
     note_failed: Callable[[int, Counts], None],
-) -> tuple[list[Rollout], tuple[float, ...]]:
+) -> tuple[Sequence[Rollout], tuple[float, ...]]:
     """Return the rollouts that have a baseline, and for each one the reward of the likeliest answer to its prompt.
 
     The policy that `engine` holds answers each prompt's tokens once, and the answer is scored for each prompt that has

@@ -7,21 +7,22 @@ the piece, if it is on their node, or copy it there once.
 
 import io
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from copyreg import dispatch_table
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from operator import attrgetter
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.columns import Column
 from rlhf_core.errors import WorkerLostError, explain
-from rlhf_core.rows import Columns, Piece, Place, Rows
+from rlhf_core.rows import Columns, Piece, Place, Rows, Shared
 from rlhf_core.runtime.ray_settings import ray
 from rlhf_core.store.places.place import Place as Folder
 
@@ -84,40 +85,38 @@ def _list(kind: str, pieces: tuple[Piece, ...], places: NDArray[np.int64]) -> li
     return list(Columns(kind, pieces, places))
 
 
+def _shared(value: bytes, places: tuple[int, ...]) -> Any:
+    pieces = _pieces.get()
+    return opened(Packed(value, tuple(pieces[at] for at in places)))
+
+
 def _rows(kind: type[T], columns: dict[str, Sequence[Column[Any]]]) -> list[T]:
     return [kind(*each) for each in zip(*columns.values(), strict=True)]
 
 
-class _Reducers(dict[type, Any]):
-    """Functions that pickle values of a type; those of dataclasses are three times as fast as their own."""
+class _Table(NamedTuple):
+    """A list of dataclasses or tuples, as the values of each field: a pickle of each takes three times as long."""
 
-    def __missing__(self, kind: type) -> Any:
-        if not is_dataclass(kind) or "__slots__" not in kind.__dict__:
-            raise KeyError(kind)
-        names = _names(kind)
-        if len(names) < 2:  # `attrgetter` returns no tuple then
-            raise KeyError(kind)
-        values = attrgetter(*names)
-        self[kind] = lambda value: (_filled, (kind, values(value)))
-        return self[kind]
+    kind: type
+    fields: list[Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _listed, (self.kind, self.fields)
 
 
-def _filled(kind: type, values: tuple[Any, ...]) -> Any:
-    made: Any = object.__new__(kind)
-    for put, value in zip(_setters(kind), values, strict=True):
-        put(made, value)
+def _listed(kind: type, values: list[Sequence[Any]]) -> list[Any]:
+    if kind is tuple:
+        return list(zip(*values, strict=True))
+    made: list[Any] = [object.__new__(kind) for _ in values[0]]
+    for name, each in zip(_names(kind), values, strict=True):
+        deque(map(getattr(kind, name).__set__, made, each), maxlen=0)  # the classes may be frozen
     return made
 
 
 @cache
-def _setters(kind: type) -> tuple[Callable[[Any, Any], None], ...]:
-    """Return the functions that set the fields of a frozen dataclass with slots."""
-    return tuple(getattr(kind, name).__set__ for name in _names(kind))
-
-
-@cache
 def _names(kind: type) -> tuple[str, ...]:
-    return tuple(one.name for one in fields(kind))
+    """Return the fields of a dataclass with slots; () of other types."""
+    return tuple(one.name for one in fields(kind)) if is_dataclass(kind) and "__slots__" in kind.__dict__ else ()
 
 
 class _Pickler(pickle.Pickler):
@@ -126,13 +125,15 @@ class _Pickler(pickle.Pickler):
     def __init__(self, *, leaves: bool) -> None:
         self._file = io.BytesIO()
         super().__init__(self._file, protocol=5)
-        self.dispatch_table = _Reducers(dispatch_table)
+        self.leaves = leaves
+        self.dispatch_table = dict(dispatch_table)
         self.dispatch_table[Column] = self._of_column if leaves else self._of_held
         self.dispatch_table[RayPiece] = lambda piece: (_piece, (self._at(piece),))
         # A worker looks at all of them, and more than once; the driver does not.
         make_rows, make_columns = (Rows, Columns) if leaves else (_rows, _list)
         self.dispatch_table[Rows] = lambda rows: (make_rows, (rows.type, rows.columns))
         self.dispatch_table[Columns] = lambda columns: (make_columns, (columns.kind, columns.pieces, columns.places))
+        self.dispatch_table[Shared] = self._of_shared
         self.size = 0
         self.columns: list[memoryview] = []
         self.pieces: list[Piece] = []
@@ -142,7 +143,7 @@ class _Pickler(pickle.Pickler):
     def pickled(self, value: Any) -> bytes:
         """Return the pickle of a value; what is in it is freed with this pickler, and does not wait for the collector of cycles."""
         try:
-            self.dump(value)
+            self.dump(_arranged(value, self))
         finally:
             del self.dispatch_table  # its functions refer to this pickler
         return self._file.getvalue()
@@ -166,6 +167,11 @@ class _Pickler(pickle.Pickler):
         if type(source) is Place:
             return _place, (self._at(source.piece), *source[1:])
         return (Column.elsewhere, (source,)) if source else column.__reduce__()
+
+    def _of_shared(self, values: Shared[Any]) -> tuple[Any, ...]:
+        if values.packed is None:
+            values.packed = packed(list(values))
+        return _shared, (values.packed.value, tuple(map(self._at, values.packed.pieces)))
 
     def _of_column(self, column: Column[Any]) -> tuple[Any, ...]:
         if column.held:
@@ -194,7 +200,7 @@ def opened(value: Any, *own: Piece) -> Any:
 def leave(value: Any, at_least: int) -> tuple[Any, NDArray[np.uint8] | None]:
     """Return `value` for the driver and the piece with its columns; itself and None if they have fewer bytes than that."""
     pickler = _Pickler(leaves=True)
-    pickled = pickler.pickled(_in_arrays(value, pickler))
+    pickled = pickler.pickled(value)
     if pickler.size < at_least and not pickler.pieces:
         return value, None
     piece = np.zeros(pickler.size, np.uint8)
@@ -215,41 +221,49 @@ class _Own:
         raise NotImplementedError
 
 
-def _in_arrays(value: Any, pickler: _Pickler) -> Any:
-    """Return `value` with lists of columns, and of samples that have nothing else, as `Columns` and `Rows`."""
+def _arranged(value: Any, pickler: _Pickler) -> Any:
+    """Return `value` with lists of columns as `Columns`, and lists of dataclasses or tuples as one list of each field."""
     if type(value) is tuple:
-        return tuple(_in_arrays(one, pickler) for one in value)
-    if not isinstance(value, list) or not value:
+        return tuple(_arranged(one, pickler) for one in value)
+    if type(value) is not list or not value:
         return value
-    first, kinds = value[0], {type(one) for one in value}
-    if kinds == {Column}:
+    kind: type = type(value[0])
+    if any(type(one) is not kind for one in value):
+        return value
+    if kind is Column:
         return _columns(value, pickler) if len({one.kind for one in value}) == 1 else value
-    if (
-        len(kinds) > 1
-        or not is_dataclass(first)
-        or not all(type(getattr(first, one.name)) is Column for one in fields(first))
-    ):
+    if len(set(map(id, value))) < len(value):  # they are pickled once
         return value
-    names = [one.name for one in fields(first)]
-    return Rows(type(first), {name: _columns([getattr(one, name) for one in value], pickler) for name in names})
+    if kind is tuple and len({len(one) for one in value}) == 1:
+        return (
+            _Table(kind, [_arranged(list(each), pickler) for each in zip(*value, strict=True)]) if value[0] else value
+        )
+    names = _names(kind)
+    made = [_arranged([getattr(one, name) for one in value], pickler) for name in names]
+    if pickler.leaves and made and all(type(each) is Columns for each in made):
+        return Rows(kind, dict(zip(names, made, strict=True)))
+    return _Table(kind, made) if made else value
 
 
-def _columns(columns: list[Column[Any]], pickler: _Pickler) -> Columns:
-    """Return the columns in the piece that is being made, or in those where they are already."""
+def _columns(columns: list[Column[Any]], pickler: _Pickler) -> Any:
+    """Return the columns where they are already, or in the piece that is being made; as they are if there is none."""
     pieces: dict[int, Piece] = {}
     places = []
     for column in columns:
         source = column.source
-        if type(source) is not Place:
-            piece: Piece = _OWN
-            places.append((id(piece), *pickler.add(column.data), column.count(1) if column.kind == "B" else 0))
+        if type(source) is Place:
+            piece, start, end, ones = source.piece, source.start, source.end, source.ones
+        elif pickler.leaves:
+            piece, ones = _OWN, column.count(1) if column.kind == "B" else 0
+            start, end = pickler.add(column.data)
         else:
-            piece = source.piece
-            places.append((id(piece), source.start, source.end, source.ones))
+            return columns
         pieces[id(piece)] = piece
+        places.append((id(piece), start, end, ones))
     numbers = {key: at for at, key in enumerate(pieces)}
-    table = np.array([(numbers[key], *rest) for key, *rest in places], np.int64).reshape(-1, 4).T
-    return Columns(columns[0].kind, tuple(pieces.values()), np.ascontiguousarray(table))
+    table = np.fromiter(chain.from_iterable(places), np.int64, 4 * len(places)).reshape(-1, 4).T.copy()
+    table[0] = [numbers[key] for key, *_ in places]
+    return Columns(columns[0].kind, tuple(pieces.values()), table)
 
 
 _OWN = _Own()

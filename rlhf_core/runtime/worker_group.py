@@ -212,32 +212,28 @@ class WorkerGroup:
         """Return the results of calls, by rank: of all, or of those that are there when `enough` are."""
         ranks = {ref: rank for rank, ref in refs.items()}
         deadline = min((self._begun.get(ref, time.monotonic()) for ref in ranks), default=0.0) + self._timeout_s
-        done: list[Any] = []
+        found: dict[int, Any] = {}
         waiting = list(ranks)
-        while len(done) < (enough or len(ranks)):
+        while len(found) < (enough or len(ranks)):
             # One result at a time, so that a failed rank is seen while the others wait for it in a collective.
             left = deadline - time.monotonic()
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(LOOK_EVERY_S, left)))
             if ready:
-                self._check(role, method, refs, ranks[ready[0]])
-                done += ready
+                rank = ranks[ready[0]]
+                found[rank] = self._taken(ready[0], self._checked(role, method, refs, rank))
                 continue
             self._check_ray(role, method)
             if left <= 0:
                 raise self._too_late(role, method, ranks[waiting[0]])
-        try:
-            results = ray.get(done, timeout=max(LOOK_EVERY_S, deadline - time.monotonic()))
-        except ray.exceptions.RayError as error:  # the result itself was lost in transit
-            raise self._died(role, method, 0, error) from error
-        found = {ranks[ref]: self._taken(ref, result) for ref, result in zip(done, results, strict=True)}
         return dict(sorted(found.items()))
 
     def _taken(self, ref: Any, result: Any) -> Any:
         return opened(result, RayPiece(self._pieces.pop(ref))) if ref in self._pieces else result
 
-    def _check(self, role: str, method: str, refs: Mapping[int, Any], rank: int) -> None:
+    def _checked(self, role: str, method: str, refs: Mapping[int, Any], rank: int) -> Any:
+        """Return the result of a call that has ended, or raise what it has raised. The result may be lost on its way."""
         try:
-            ray.get(refs[rank], timeout=self._timeout_s)
+            return ray.get(refs[rank], timeout=self._timeout_s)
         except ray.exceptions.RayTaskError as error:
             with contextlib.suppress(ray.exceptions.RayError):  # or Ray prints the error again, of the second result
                 ray.get(self._pieces.pop(refs[rank], []), timeout=self._timeout_s)

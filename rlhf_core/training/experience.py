@@ -28,10 +28,9 @@ from rlhf_core.algorithms.policy.clip import PolicyMethod
 from rlhf_core.algorithms.token_math import Mismatch, explained_variance, k1, masked_count, schulman_k3, whitened
 from rlhf_core.config.policy import Advantage, KLCredit, KLInReward, PPOConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.interfaces import Apart, Metrics
+from rlhf_core.interfaces import Metrics
 from rlhf_core.rows import Columns
 from rlhf_core.types import (
-    ActionSpan,
     Column,
     PolicySample,
     Rollout,
@@ -39,7 +38,6 @@ from rlhf_core.types import (
     ValueSample,
     floats,
     joined,
-    sampled,
     zeros,
 )
 from rlhf_core.user_code.dependencies import UserFunction
@@ -92,27 +90,6 @@ class Advantages:
     advantages_BT: Tensor
     returns_BT: Tensor
     metrics: Metrics
-
-
-def token_samples(rollouts: Sequence[Rollout], apart: Apart) -> Sequence[TokenSample]:
-    """Return prompts and completions as one sequence each, with a mask of the tokens that the policy sampled."""
-    completions = [one.completion for one in rollouts]
-    return apart(
-        sequences,
-        [one.prompt_ids for one in rollouts],
-        [one.token_ids for one in completions],
-        [one.spans for one in completions],
-    )
-
-
-def sequences(
-    prompts: Sequence[Column[int]], completions: Sequence[Column[int]], spans: Sequence[Sequence[ActionSpan]]
-) -> list[TokenSample]:
-    """Return the samples of prompts and completions, of which the policy sampled `spans` (see `Completion`)."""
-    return [
-        TokenSample(joined(prompt, tokens), joined(zeros("B", len(prompt), beside=tokens), sampled(tokens, each)))
-        for prompt, tokens, each in zip(prompts, completions, spans, strict=True)
-    ]
 
 
 def completion_tensor(rows: Sequence[Column[Any]], experience: Experience) -> Tensor:

@@ -11,10 +11,10 @@ import pytest
 
 from rlhf_core.columns import Column, Runs
 from rlhf_core.errors import WorkerLostError
-from rlhf_core.rows import Columns, Rows, chosen, held_lengths, holds, ones
+from rlhf_core.rows import Columns, Rows, Shared, chosen, held_lengths, holds, ones
 from rlhf_core.runtime.pieces import Packed, RayPiece, leave, opened, packed
 from rlhf_core.runtime.ray_settings import ray
-from rlhf_core.types import Completion, TokenSample, floats, ids, joined, mask
+from rlhf_core.types import Completion, Prompt, Rollout, TokenSample, floats, ids, joined, mask
 
 SAMPLES = [TokenSample(range(at, at + 3 + at), (0, *[1] * (2 + at))) for at in range(5)]
 COMPLETIONS = [Completion((at, 7), (-0.5, -at / 8), f"text {at}", "stop", 0, at) for at in range(3)]
@@ -68,10 +68,26 @@ def test_other_values_keep_their_columns_elsewhere_and_refer_to_pieces_that_they
     assert [one.loss_mask for one in arrived(again)] == [(0, 1)] * 3
 
 
+def test_what_several_workers_get_is_pickled_once_and_finds_its_pieces_beside_those_of_others():
+    prompt, other = Prompt("p", (), "", ""), left([ids((8, 9))])
+    made = [Rollout(prompt, ids((1,)), one, 0.5, {}) for one in left(COMPLETIONS)]
+    rollouts = Shared(made)
+    assert opened(packed((rollouts,))) == (made,)
+    first = rollouts.packed
+    again = opened(packed((other, rollouts, left(SAMPLES))))
+    assert again == ([ids((8, 9))], made, SAMPLES) and rollouts.packed is first
+    assert again[1][0].prompt is again[1][2].prompt, "a prompt is there once, however many answers it has"
+
+
 @pytest.mark.parametrize(
     "value",
     [
         [],
+        [(1, COMPLETIONS[0]), (2, COMPLETIONS[1])],
+        [(1,), (1, 2)],
+        [(), ()],
+        [Single(7), Single(8)],
+        COMPLETIONS[:1] * 2,
         [1.5],
         [Single(7)],
         [TokenSample((1, 2), (0, 1)), 7],

@@ -17,7 +17,6 @@ from rlhf_core.algorithms.advantage.token import GAEAdvantage, ReinforcePPAdvant
 from rlhf_core.algorithms.policy.clip import ClipCovLoss, ClipLoss
 from rlhf_core.config.policy import PPOConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.interfaces import here
 from rlhf_core.training.experience import (
     Experience,
     Lesson,
@@ -27,14 +26,13 @@ from rlhf_core.training.experience import (
     policy_samples,
     rows_to_train,
     token_rewards,
-    token_samples,
     trained_on,
     value_samples,
     with_lessons,
     with_loss_choice,
     without_truncated,
 )
-from rlhf_core.types import ActionSpan, Completion, Message, Prompt, Rollout
+from rlhf_core.types import ActionSpan, Completion, Message, Prompt, Rollout, token_samples
 
 PROMPT = Prompt(id="p", messages=(Message("user", "hi"),), label="", source="test")
 
@@ -46,7 +44,7 @@ def rollout(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], reward: flo
 
 
 def experience(*rollouts: Rollout, old: float, ref: float, value: float) -> Experience:
-    samples = token_samples(rollouts, here)
+    samples = token_samples(rollouts)
 
     def rows(number: float) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(number * mask for mask in sample.loss_mask) for sample in samples)
@@ -58,7 +56,7 @@ GAE = GAEAdvantage(gae_lambda=1.0, whiten=False)
 
 
 def test_a_rollout_becomes_one_sequence_whose_actions_are_the_completion():
-    (sample,) = token_samples([rollout((1, 2), (3, 4, 5), 1.0)], here)
+    (sample,) = token_samples([rollout((1, 2), (3, 4, 5), 1.0)])
     assert sample.token_ids == (1, 2, 3, 4, 5)
     assert sample.loss_mask == (0, 0, 1, 1, 1)
 
@@ -66,7 +64,7 @@ def test_a_rollout_becomes_one_sequence_whose_actions_are_the_completion():
 def test_an_environments_tokens_are_no_actions_and_the_score_stands_on_the_last_action():
     spans = (ActionSpan(0, 1, 0), ActionSpan(2, 3, 0))
     completion = Completion((3, 4, 5, 6), (-0.5, 0.0, -0.5, 0.0), "text", "stop", 0, 1, spans)
-    (made,) = token_samples([Rollout(PROMPT, (1, 2), completion, 2.0, {})], here)
+    (made,) = token_samples([Rollout(PROMPT, (1, 2), completion, 2.0, {})])
     assert made.loss_mask == (0, 0, 1, 0, 1, 0)
     rewards_BT = token_rewards(torch.tensor([2.0]), torch.ones(1, 4), torch.tensor([[1, 0, 1, 0]]), kl_coef=0.1)
     assert rewards_BT.tolist() == [pytest.approx([-0.1, 0.0, 1.9, 0.0])]
@@ -362,7 +360,7 @@ def uneven_step() -> Experience:
         row = [(-torch.rand(len(made[-1].prompt_ids) + length, generator=dice)).tolist() for _ in range(3)]
         numbers.append(row)
     old, ref, values = zip(*numbers, strict=True)
-    return Experience(tuple(made), token_samples(made, here), old, ref, values)
+    return Experience(tuple(made), token_samples(made), old, ref, values)
 
 
 IN_BLOCKS = {

@@ -17,7 +17,7 @@ from rlhf_core.algorithms.preference.dpo import HingeLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
 from rlhf_core.config.engines import LoraConfig, OptimizerConfig, TrainerConfig
 from rlhf_core.errors import ArtifactError, ConfigError, TrainingError
-from rlhf_core.interfaces import ModelSpec, here
+from rlhf_core.interfaces import ModelSpec
 from rlhf_core.models.loading import load_model
 from rlhf_core.models.lora import weights_digest
 from rlhf_core.store import checkpoints
@@ -29,13 +29,12 @@ from rlhf_core.training.experience import (
     Lesson,
     estimate_advantages,
     policy_samples,
-    token_samples,
     with_lessons,
 )
 from rlhf_core.training.objectives.base import BradleyTerryObjective, PolicyObjective, SftObjective, ValueObjective
 from rlhf_core.training.objectives.preference import PairObjective
 from rlhf_core.training.trainer import LocalTrainer, WeightAverage, average_of, check_updated, count_skipped
-from rlhf_core.types import Completion, PolicySample, Prompt, RewardPair, Rollout, TokenSample
+from rlhf_core.types import Completion, PolicySample, Prompt, RewardPair, Rollout, TokenSample, token_samples
 from tests.rlhf_core.training.conftest import TINY
 from tests.support.tolerances import near, of_model, of_training
 
@@ -99,7 +98,7 @@ def test_the_gradient_of_teachers_is_that_of_the_reverse_kl(policy_spec, optimiz
         for prompt in prompts
         for token in tokens
     )
-    samples = token_samples(rollouts, here)
+    samples = token_samples(rollouts)
     old, taught = (tuple(one.logprobs(samples, temperature=0.7)) for one in (student, teacher))
     made = Experience(rollouts, samples, old, (), (), (Lesson("teacher", 1.0, taught),))
     alone = estimate_advantages(made, estimator=None, group_size=1, kl_coef=0.0)
