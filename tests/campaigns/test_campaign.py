@@ -16,7 +16,7 @@ from campaigns.durability import checks
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = 10
+KILLS = 5
 
 
 @dataclass(frozen=True)
