@@ -241,8 +241,9 @@ def _parsed(path: str, name: str) -> tuple[str, list[str]]:
     if known is None or known[0] != identity:
         tree = parse_source(Path(path).read_bytes(), path)
         package = name if Path(path).name == "__init__.py" else name.rpartition(".")[0]
-        imports = imported_names(tree, package)
-        if any(isinstance(node, ast.Name) and node.id == "__path__" for node in ast.walk(tree)):
+        nodes = list(ast.walk(tree))
+        imports = imported_names(nodes, package)
+        if any(isinstance(node, ast.Name) and node.id == "__path__" for node in nodes):
             imports.add(package + ALL_MODULES)
         known = [identity, sha256_text(_syntax(tree)), sorted(imports)]
         PARSED[f"{name} {path}"] = known
@@ -264,8 +265,9 @@ def _syntax(node: ast.AST) -> str:
     `ast.dump` is not used because its output changes between Python versions.
     """
     parts = [type(node).__name__]
-    for field, value in ast.iter_fields(node):
-        if field in ("type_comment", "kind", "ctx") or value is None or value == []:
+    for field in node._fields:
+        value = getattr(node, field, None)
+        if value is None or value == [] or field in ("type_comment", "kind", "ctx"):
             continue
         if isinstance(value, ast.AST):
             parts.append(f"{field}={_syntax(value)}")
@@ -282,10 +284,10 @@ def _is_text(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def imported_names(tree: ast.Module, package: str) -> set[str]:
-    """Return the name of every module that the tree may import, and of the packages that contain them."""
+def imported_names(nodes: Iterable[ast.AST], package: str) -> set[str]:
+    """Return the name of every module that the nodes of a tree may import, and of the packages that contain them."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -277,7 +277,7 @@ def _analysed(path: Path, name: str, content: bytes) -> Source:
         # Written for another Python: a file that cannot be parsed counts with all its bytes.
         return Source(hashlib.sha256(content).hexdigest(), content, (), (), None, ())
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    imports = tuple(sorted(imported_names(tree, package) - {""}))
+    imports = tuple(sorted(imported_names(ast.walk(tree), package) - {""}))
     names = frozenset(top_level_names(tree))
     return Source(digest, content, imports, _declared(tree, path), names, tuple(functions_of(tree)))
 
