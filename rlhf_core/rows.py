@@ -145,6 +145,9 @@ class Shared(tuple[S, ...]):
 
     packed: Any = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shared, (list(self),)
+
 
 def chosen(rows: Sequence[S], places: Sequence[int]) -> Sequence[S]:
     """Return the rows at some places, in this order, without making those that are held."""

@@ -292,7 +292,7 @@ def with_greedy_rewards(
     for name, one in greedy.items():
         if one.invalid:
             logger.warning("step %d: prompt %s has no greedy answer with a reward (%s)", step, name[0], one.invalid)
-    marked = [_based(one, greedy[one.prompt.id, one.prompt_ids]) for one in rollouts]
+    marked = Shared(_based(one, greedy[one.prompt.id, one.prompt_ids]) for one in rollouts)
     kept = valid_groups(marked, group_size=group_size)
     return kept, tuple(greedy[one.prompt.id, one.prompt_ids].reward for one in kept)
 

@@ -115,8 +115,16 @@ def _listed(kind: type, values: list[Sequence[Any]]) -> list[Any]:
 
 @cache
 def _names(kind: type) -> tuple[str, ...]:
-    """Return the fields of a dataclass with slots; () of other types."""
-    return tuple(one.name for one in fields(kind)) if is_dataclass(kind) and "__slots__" in kind.__dict__ else ()
+    """Return the fields of a frozen dataclass with slots; () of other types, and of those that have a pickle of their own."""
+    if not is_dataclass(kind) or getattr(getattr(kind, "__getstate__", None), "__module__", "") != "dataclasses":
+        return ()
+    own = any(getattr(kind, name) is not getattr(object, name) for name in ("__new__", "__reduce__", "__reduce_ex__"))
+    return () if own else tuple(one.name for one in fields(kind))
+
+
+def _takes(kind: type, names: tuple[str, ...]) -> bool:
+    """Return whether a dataclass is made of the values of its fields one after the other."""
+    return getattr(kind, "__match_args__", ()) == names
 
 
 class _Pickler(pickle.Pickler):
@@ -138,6 +146,7 @@ class _Pickler(pickle.Pickler):
         self.columns: list[memoryview] = []
         self.pieces: list[Piece] = []
         self._numbers: dict[int, int] = {}
+        self._added: dict[int, tuple[int, int, int]] = {}
         self._own = 1 if leaves else 0
 
     def pickled(self, value: Any) -> bytes:
@@ -155,12 +164,14 @@ class _Pickler(pickle.Pickler):
             self.pieces.append(piece)
         return self._numbers[id(piece)]
 
-    def add(self, data: memoryview) -> tuple[int, int]:
-        """Add the numbers of a column to the piece; return its place there."""
-        start = self.size
-        self.columns.append(data)
-        self.size += -(-data.nbytes // ALIGNED) * ALIGNED
-        return start, start + data.nbytes
+    def add(self, column: Column[Any]) -> tuple[int, int, int]:
+        """Add the numbers of a column to the piece, once; return its place there and its ones."""
+        if id(column) not in self._added:
+            data, start = column.data, self.size
+            self.columns.append(data)
+            self.size += -(-data.nbytes // ALIGNED) * ALIGNED
+            self._added[id(column)] = start, start + data.nbytes, column.count(1) if column.kind == "B" else 0
+        return self._added[id(column)]
 
     def _of_held(self, column: Column[Any]) -> tuple[Any, ...]:
         source = column.source
@@ -176,8 +187,7 @@ class _Pickler(pickle.Pickler):
     def _of_column(self, column: Column[Any]) -> tuple[Any, ...]:
         if column.held:
             return self._of_held(column)
-        ones = column.count(1) if column.kind == "B" else 0
-        return _place, (0, column.kind, *self.add(column.data), ones)
+        return _place, (0, column.kind, *self.add(column))
 
 
 def packed(value: Any) -> Any:
@@ -240,7 +250,7 @@ def _arranged(value: Any, pickler: _Pickler) -> Any:
         )
     names = _names(kind)
     made = [_arranged([getattr(one, name) for one in value], pickler) for name in names]
-    if pickler.leaves and made and all(type(each) is Columns for each in made):
+    if pickler.leaves and made and all(type(each) is Columns for each in made) and _takes(kind, names):
         return Rows(kind, dict(zip(names, made, strict=True)))
     return _Table(kind, made) if made else value
 
@@ -254,8 +264,8 @@ def _columns(columns: list[Column[Any]], pickler: _Pickler) -> Any:
         if type(source) is Place:
             piece, start, end, ones = source.piece, source.start, source.end, source.ones
         elif pickler.leaves:
-            piece, ones = _OWN, column.count(1) if column.kind == "B" else 0
-            start, end = pickler.add(column.data)
+            piece = _OWN
+            start, end, ones = pickler.add(column)
         else:
             return columns
         pieces[id(piece)] = piece

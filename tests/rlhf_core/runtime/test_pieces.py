@@ -3,7 +3,7 @@
 import gc
 import pickle
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from rlhf_core.errors import WorkerLostError
 from rlhf_core.rows import Columns, Rows, Shared, chosen, held_lengths, holds, ones
 from rlhf_core.runtime.pieces import Packed, RayPiece, leave, opened, packed
 from rlhf_core.runtime.ray_settings import ray
-from rlhf_core.types import Completion, Prompt, Rollout, TokenSample, floats, ids, joined, mask
+from rlhf_core.types import Completion, Prompt, Rollout, SamplingRequest, TokenSample, floats, ids, joined, mask
 
 SAMPLES = [TokenSample(range(at, at + 3 + at), (0, *[1] * (2 + at))) for at in range(5)]
 COMPLETIONS = [Completion((at, 7), (-0.5, -at / 8), f"text {at}", "stop", 0, at) for at in range(3)]
@@ -22,6 +22,30 @@ COMPLETIONS = [Completion((at, 7), (-0.5, -at / 8), f"text {at}", "stop", 0, at)
 
 @dataclass(frozen=True, slots=True)
 class Single:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Doubling:
+    number: int
+
+    def __reduce__(self) -> Any:
+        return Doubling, (2 * self.number,)
+
+
+@dataclass(slots=True)
+class Linked:
+    next: Any = None
+    never: int = field(init=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    tokens: Column[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Exception):
     number: int
 
 
@@ -76,13 +100,32 @@ def test_what_several_workers_get_is_pickled_once_and_finds_its_pieces_beside_th
     first = rollouts.packed
     again = opened(packed((other, rollouts, left(SAMPLES))))
     assert again == ([ids((8, 9))], made, SAMPLES) and rollouts.packed is first
+    assert pickle.loads(pickle.dumps(rollouts)).packed is None, "whoever knows nothing of pieces gets the numbers, once"
     assert again[1][0].prompt is again[1][2].prompt, "a prompt is there once, however many answers it has"
+
+
+def test_a_class_with_a_pickle_of_its_own_keeps_it():
+    first, second = Linked(), Linked()
+    first.next, second.next = second, first
+    for way in (left, lambda value: opened(packed(value))):
+        assert way([Doubling(1), Doubling(2)]) == [Doubling(2), Doubling(4)]
+        assert [one.number for one in way([Failed(1), Failed(2)])] == [1, 2]
+        again = way([first, second])
+        assert again[0].next is again[1] and again[1].next is again[0]
+
+
+def test_a_column_of_several_values_is_left_once():
+    shared = ids(range(1000))
+    requests = [SamplingRequest(shared, seed) for seed in range(8)]
+    _, array = leave(requests, at_least=0)
+    assert array is not None and array.nbytes == 4000 and left(requests) == requests
 
 
 @pytest.mark.parametrize(
     "value",
     [
         [],
+        [Named(tokens=ids((1,))), Named(tokens=ids((2, 3)))],
         [(1, COMPLETIONS[0]), (2, COMPLETIONS[1])],
         [(1,), (1, 2)],
         [(), ()],
