@@ -12,7 +12,7 @@ from pipelines.flows.run_rules import ProjectConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.store import audit
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
-from rlhf_core.store.maintenance import KEEP_DAYS
+from rlhf_core.store.maintenance import KEEP_DAYS, check_days
 from rlhf_core.store.places.mirror import store_root
 from rlhf_core.store.sharing import share
 from rlhf_core.types import ArtifactRef
@@ -25,6 +25,8 @@ def store(options: argparse.Namespace) -> None:
 
 def look_after(store: ArtifactStore, options: argparse.Namespace, console: Console) -> None:
     """Verify or share the store, pin or unpin an artifact, or remove unused ones."""
+    if options.store_verb == "gc":
+        check_days(KEEP_DAYS if options.keep_days is None else options.keep_days)
     if options.store_verb in ("verify", "gc") and is_empty(store.layout, console):
         return
     if options.store_verb == "verify":
@@ -56,11 +58,10 @@ def transfer(store: ArtifactStore, options: argparse.Namespace, console: Console
     """Copy an artifact with its record to another store (`push`), or from there (`pull`)."""
     other = ArtifactStore(store_root(options.other))
     source, target = (store, other) if options.store_verb == "push" else (other, store)
-    ref = find_artifact(source, ArtifactRef, options.target)
-    record = next((one for one in source.records() if ref in (one.handle, *parts(one.handle))), None)
-    if record is None:
-        rule = f"is a folder outside the store {source.root}"
-        raise ConfigError("artifact", options.target, rule, "name a stage or a digest, as `rlhf store ls` lists them")
+    if not source.root.is_dir():
+        raise ConfigError("store", str(source.root), "does not exist", "name a store that has the artifact")
+    ref = find_artifact(source, ArtifactRef, options.target, outside=False)
+    record = next(one for one in source.records() if ref in (one.handle, *parts(one.handle)))
     source.path(record.handle)  # fetched, if it lies in a bucket
     is_new = target.adopt(record, source.layout.object(object_digest(record.handle)))
     said = "copied" if is_new else "has a result of this key already"

@@ -25,11 +25,11 @@ class Opponents:
         return self.previous if self.current.digest == policy.digest else self.current
 
 
-def find_artifact(store: ArtifactStore, kind: type[R], name: str, *, given: str = "") -> R:
+def find_artifact(store: ArtifactStore, kind: type[R], name: str, *, given: str = "", outside: bool = True) -> R:
     """Return the newest artifact with this name: `sft`, `prepare_data.base`, `3fa9c1d2`, or a folder's path.
 
     A label that was made several times means what that stage last made or found. Raises ArtifactError if no artifact of
-    `kind` has the name; it shows the name that was `given` for this one.
+    `kind` has the name; it shows the name that was `given` for this one. Only if `outside`, paths of folders are names.
     """
     label, _, part = name.partition(".")
     latest = store.latest(label)
@@ -46,7 +46,7 @@ def find_artifact(store: ArtifactStore, kind: type[R], name: str, *, given: str 
                 store.used(record.key)
                 return found
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if outside and name and folder.is_dir():
         return store.external(kind, folder)
     names = {
         f"{record.label}.{field}" if field else record.label
@@ -56,7 +56,7 @@ def find_artifact(store: ArtifactStore, kind: type[R], name: str, *, given: str 
     }
     remedy = nearest(name, sorted(names)) if names else "the store has none: run `rlhf run tiny/full` first"
     other = next((record for record in store.records() if name in (record.label, record.handle.digest)), None)
-    rule = f"is neither label nor digest of {title(kind)}, nor the path of a folder"
+    rule = f"is neither label nor digest of {title(kind)}{', nor the path of a folder' if outside else ''}"
     if other is not None:
         rule = f"is {title(type(other.handle))}, and must be {title(kind)}"
     raise ArtifactError(kind_of(kind), given or name, rule, remedy)

@@ -103,10 +103,16 @@ class BudgetConfig(Config):
 class ProjectConfig(Config):
     """What the runs of a profile belong to, in a store and on servers that several projects share."""
 
-    name: str = Field("", pattern=r"^[\w.-]*$")
+    name: str = Field("", pattern=r"^[\w.-]*$", max_length=100)
     """Name of the project: on records, as the tag `project:NAME` in Prefect, and before the name of the experiment in MLflow."""
     keep_days: float | None = Field(None, ge=0)
     """Days for which `rlhf store gc --profile` keeps unused results of this project; 30 if empty. Results of other projects stay."""
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ProjectConfig:
+        if self.keep_days is not None and not self.name:
+            raise ValueError(f"keep_days = {self.keep_days:g}: is of no project; add name, or give --keep-days to gc")
+        return self
 
     @property
     def tags(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ A run that waits for people may wait for longer than unused results are kept. So
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -111,13 +112,17 @@ def _wait_path(layout: StoreLayout, run: str) -> Path:
 
 # ---------------------------------------------------------------- pins
 
+_WHOLE = re.compile("[0-9a-f]{64}")
+"""A digest or a key; the beginning of one would be a folder of objects."""
+
 
 def pin(layout: StoreLayout, target: str, note: str) -> None:
     """Protect the object or record that `target` (a digest, a key or a uri) names from `gc`."""
     name = object_of(target)
     with alone(layout.leases):  # `gc` removes nothing meanwhile
-        if not (layout.holds(name) or layout.key(name).is_file()):
-            raise ArtifactError("pin", target, "is neither an object nor a key of this store", "see `rlhf store ls`")
+        if not _WHOLE.fullmatch(name) or not (layout.holds(name) or layout.key(name).is_file()):
+            rule, remedy = "is neither an object nor a key of this store", "see the digests of `rlhf store ls --json`"
+            raise ArtifactError("pin", target, rule, remedy)
         write_pin(layout, name, note)
 
 
@@ -282,8 +287,7 @@ def collect(
     held until all is decided and out of the way: nothing that another process begins to use meanwhile is removed. With a
     `project`, records of others are roots; attempts and quarantine, which have no project, stay.
     """
-    if not keep_days >= 0:
-        raise ArtifactError("keep_days", keep_days, "must be 0 or more", "to keep everything, do not run gc")
+    check_days(keep_days)
     with alone(layout.leases) if layout.root.is_dir() and not dry_run else nullcontext():
         now = time.time() if dry_run or not layout.root.is_dir() else disk_time(layout.leases)
         records, unreadable = scan()
@@ -309,6 +313,12 @@ def collect(
                 logger.warning("store: %s", error)
     kept = () if held_back else tuple(_kept(layout, records, roots, horizon))
     return GcReport(tuple(items), dry_run, held_back, kept)
+
+
+def check_days(keep_days: float) -> None:
+    """Raise ArtifactError if results cannot be kept for so many days; NaN is less than nothing."""
+    if not keep_days >= 0:
+        raise ArtifactError("keep_days", keep_days, "must be 0 or more", "to keep everything, do not run gc")
 
 
 def _out_of_the_way(layout: StoreLayout, items: Sequence[GcItem]) -> list[Path]:

@@ -45,6 +45,7 @@ from rlhf_core.store.layout import (
 )
 from rlhf_core.store.places import Conflict, Unreachable, Versioned
 from rlhf_core.store.places.buckets import (
+    SCHEMES,
     Bucket,
     BucketObjects,
     BucketRecords,
@@ -502,7 +503,7 @@ def store_root(place: str) -> Path:
     """
     if not place:
         raise ConfigError("store", place, "is empty", "name a folder, or a bucket such as s3://BUCKET/FOLDER")
-    if "://" not in place:
+    if "://" not in place and place.partition(":/")[0].lower() not in SCHEMES:
         return Path(place).expanduser()
     check_address(place)
     uri = place.rstrip("/")

@@ -115,8 +115,10 @@ def test_gc_keeps_what_was_used_recently_and_what_is_pinned(store):
 
 
 def test_only_what_is_there_can_be_pinned_or_unpinned(store):
-    with pytest.raises(ArtifactError, match="is neither an object nor a key"):
-        store.pin("abcd")
+    ref = commit_text(store, "1")
+    for name in ("abcd", "", ref.digest[:2], f"../{store.root.name}"):
+        with pytest.raises(ArtifactError, match=r"is neither an object nor a key .* `rlhf store ls --json`"):
+            store.pin(name)
     with pytest.raises(ArtifactError, match="is not pinned"):
         store.unpin("abcd")
 

@@ -226,7 +226,7 @@ def test_a_store_on_a_disk_has_no_mirror(tmp_path):
     assert ArtifactStore(tmp_path)._mirror is None and mirror.store_root(str(tmp_path)) == Path(tmp_path)
 
 
-@pytest.mark.parametrize("place", ["", "ftp://x/y", "S3://x", "s3:///folder", "s3s://x"])
+@pytest.mark.parametrize("place", ["", "ftp://x/y", "S3://x", "s3:///folder", "s3s://x", "s3:/x/y", "GS:/x"])
 def test_a_place_that_is_neither_folder_nor_bucket_is_refused_before_a_folder_of_that_name_is_made(place):
     with pytest.raises(
         ConfigError, match=rf"store = '{place}': (is empty; name a folder|is no bucket; known are s3://)"
