@@ -38,6 +38,8 @@ def usage(options: argparse.Namespace) -> None:
     for name in by:
         if name not in FIELDS:
             raise ConfigError("--by", name, f"is none of {', '.join(FIELDS)}", nearest(name, FIELDS))
+    if len(set(by)) < len(by):
+        raise ConfigError("--by", options.by, "names a field twice", "name each once")
     since = moment(options.since)
     rows = used([one for one in ArtifactStore(store_folder(options)).records() if one.started >= since], by)
     if options.json:
@@ -93,7 +95,7 @@ def moment(text: str) -> str:
     >>> moment("2030-01-02")
     '2030-01-02T00:00:00+00:00'
     """
-    span = re.fullmatch(r"(\d{1,6})([hdw])", text)
+    span = re.fullmatch("([0-9]{1,6})([hdw])", text)
     try:
         if span is not None:
             then = datetime.now(UTC) - timedelta(**{_SPANS[span[2]]: int(span[1])})

@@ -43,15 +43,15 @@ def print_line(console: Console, text: str) -> None:
     console.print(plain(text), highlight=False, markup=False, soft_wrap=True)
 
 
-def plain(text: str) -> str:
-    """Return a text in which signs that do not print are replaced; tabs and ends of lines stay.
+def plain(text: str, *, also: str = "\t\n") -> str:
+    """Return a text in which signs that do not print are replaced; those in `also`, tabs and ends of lines, stay.
 
     >>> plain("a\\x1b[31mb")
     'a�[31mb'
     """
     if text.isprintable():  # nearly always, and of a list there are ten thousand lines
         return text
-    return "".join(sign if sign.isprintable() or sign in "\t\n" else "\N{REPLACEMENT CHARACTER}" for sign in text)
+    return "".join(sign if sign.isprintable() or sign in also else "\N{REPLACEMENT CHARACTER}" for sign in text)
 
 
 def short(text: str, longest: int) -> str:

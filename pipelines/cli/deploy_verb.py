@@ -64,10 +64,10 @@ def deploy(options: argparse.Namespace) -> None:
 
 def worker(options: argparse.Namespace) -> None:
     """Run what is scheduled in a work pool, until this process is stopped."""
-    home = Home.here().make()
-    check_server(home, "worker")
     if options.runs_at_once < 1:
         raise ConfigError("--runs-at-once", options.runs_at_once, "must be >= 1", "1 lets each run have all GPUs")
+    home = Home.here().make()
+    check_server(home, "worker")
     with some_prefect(home):
         # Prefect reads its settings when it is imported, and `some_prefect` has just made them.
         from pipelines.prefect_flows.work_pools import serve

@@ -52,6 +52,8 @@ GROUPS = {
 """Headings of `rlhf --help`, and the commands below each."""
 COLUMN_HELP = "label of the prompt (label=TEXT), or a field of it, in JSON or as text; may be repeated"
 PROFILE_HELP = "TOML file, or name of a shipped profile (tiny/full)"
+EMPTY_TEXTS = ("prompt", "note")
+"""Options whose empty value is what they are without one."""
 STORE_HELP = "artifact store, a folder or s3://bucket/folder; default: the store of the {}"
 
 VERBS = {
@@ -224,6 +226,14 @@ class _Parser(argparse.ArgumentParser):
             misspelled = unknown[0].startswith("-") and nearest(unknown[0].partition("=")[0], options)
             self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {misspelled}" if misspelled else ""))
         return found, unknown
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Refuse an empty word, as of a variable that is not set, where no word would mean what is usual."""
+        is_usual = action.default == "" and action.dest not in EMPTY_TEXTS
+        if arg_strings == [""] and (is_usual or (action.required and action.option_strings)):
+            way = "give it a value" if action.required else "leave it out, or give it a value"
+            raise argparse.ArgumentError(action, f"is empty; {way}")
+        return super()._get_values(action, arg_strings)  # type: ignore[misc]
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:

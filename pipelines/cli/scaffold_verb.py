@@ -1,6 +1,7 @@
 """Write the files with which another place runs profiles: `rlhf scaffold`."""
 
 import argparse
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,4 +66,4 @@ def scaffold(options: argparse.Namespace) -> None:
     except OSError as error:
         raise ConfigError("--out", options.out, f"cannot be written: {error}", "choose another folder") from None
     print_line(console, f"{folder}: {', '.join(path.name for path in texts)}")
-    print_line(console, f"next: {place.next.replace('FOLDER', str(folder))}")
+    print_line(console, f"next: {place.next.replace('FOLDER', shlex.quote(str(folder)))}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipelines.cli.common import console, key_metric, print_json, print_line, short, store_folder
+from pipelines.cli.common import console, key_metric, plain, print_json, print_line, short, store_folder
 from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
 from rlhf_core.store import index
@@ -115,7 +115,7 @@ def print_columns(heading: Sequence[str], rows: Sequence[Sequence[str]], console
     """Print a table as plain lines."""
     widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
     lines = (" ".join(map(str.ljust, row, widths)).rstrip() for row in (heading, *rows))
-    console.file.write("".join(f"{line}\n" for line in lines))
+    console.file.write("".join(f"{plain(line, also='')}\n" for line in lines))
 
 
 def is_empty(layout: StoreLayout, console: Console) -> bool:

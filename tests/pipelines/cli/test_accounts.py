@@ -50,11 +50,22 @@ def test_a_time_with_an_offset_is_converted_to_utc(text):
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
-    [("--by", "usr", "--by = 'usr': is none of user, project"), ("--since", "soon", "--since = 'soon': is neither")],
+    [
+        ("--by", "usr", "--by = 'usr': is none of user, project"),
+        ("--by", "day,user,day", "--by = 'day,user,day': names a field twice"),
+        ("--since", "soon", "--since = 'soon': is neither"),
+        ("--since", "\N{ARABIC-INDIC DIGIT THREE}d", "--since = '\N{ARABIC-INDIC DIGIT THREE}d': is neither"),
+    ],
 )
 def test_a_group_or_a_time_that_there_is_not_is_refused(store, capsys, option, value, message):
     assert main(["usage", "--store", str(store.root), option, value]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_name_in_a_store_that_others_write_controls_no_terminal_and_no_line(store, capsys):
+    commit_text(store, "1", user="eve\x1b[31m\nroot", started="2030-01-02T10:00:00.000+00:00")
+    assert main(["usage", "--store", str(store.root), "--since", "2030-01-01"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["eve�[31m�root", "-", "1", "0.00", "0.00", "0.00"]
 
 
 def test_audit_lists_pins_collections_and_decisions_with_who_and_why(store, capsys):
@@ -77,6 +88,10 @@ def test_audit_lists_pins_collections_and_decisions_with_who_and_why(store, caps
 
 def test_a_project_names_the_experiment_the_tag_and_the_record_and_no_key(tmp_path):
     plain = load_profile(write_mini(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"keep_days = 0: is of no project; add name"
+    ):  # or all projects' results would go
+        ProjectConfig(keep_days=0)
     named = plain.model_copy(update={"project": ProjectConfig(name="bot")})
     assert (plain.experiment, named.experiment) == (plain.name, f"bot/{plain.name}")
     assert (plain.project.tags, named.project.tags) == ((), ("project:bot",))

@@ -1,5 +1,7 @@
 """Files for other places: written once, and never over others."""
 
+import shlex
+
 import pytest
 
 from pipelines.cli.main import main
@@ -8,11 +10,11 @@ from pipelines.cli.scaffold_verb import PLACES, TEMPLATES
 
 @pytest.mark.parametrize("place", [path.name for path in TEMPLATES.iterdir()])
 def test_the_files_of_a_place_are_written_and_no_others_are_replaced(place, tmp_path, capsys):
-    out = tmp_path / "files" / "here"
+    out = tmp_path / "my files" / "here"
     for _ in range(2):  # the same files again are no change
         assert main(["scaffold", place, "--out", str(out)]) == 0
         assert {path.name for path in out.iterdir()} == {*PLACES[place].files, *PLACES[place].pins}
-    assert str(out) in capsys.readouterr().out.splitlines()[-1], "the next command names the folder"
+    assert shlex.quote(str(out)) in capsys.readouterr().out.splitlines()[-1], "the next command names the folder"
     changed = out / PLACES[place].files[-1]
     changed.write_text("mine")
     assert main(["scaffold", place, "--out", str(out)]) == 2
