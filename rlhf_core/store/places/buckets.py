@@ -29,6 +29,8 @@ from rlhf_core.store.places import Conflict, Unreachable, Versioned
 
 SCHEMES = ("s3", "gs", "az")
 _MARK, _DROPPED = "_put", "_dropped"
+_NOT_IN_ADDRESSES = "?#%:\\"
+_LONGEST_FOLDER = 200  # bytes: the folder that mirrors it has this name and a digest
 _LARGE = 16 << 20  # bytes from which a file is sent in parts
 _PART = 5 << 20  # the least that S3 takes; four are in memory at once, and an object has at most 10,000
 _ONE_LARGE = threading.Lock()
@@ -60,9 +62,19 @@ class Bucket:
 
 
 def check_address(uri: str) -> None:
-    """Raise ConfigError for an address that is not `s3://bucket/folder`, `gs://` or `az://`."""
+    """Raise ConfigError for an address that is not `s3://bucket/folder`, `gs://` or `az://`, or that has two spellings."""
     if uri.partition("://")[0] not in SCHEMES or not urlsplit(uri).netloc:
         rule = f"is no bucket; known are {', '.join(f'{scheme}://' for scheme in SCHEMES)}"
+        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
+    bucket, *folders = uri.rstrip("/").partition("://")[2].split("/")
+    if "@" in bucket:
+        rule = "has credentials, which belong into the environment"
+        raise ConfigError("store", f"...@{uri.rpartition('@')[2]}", rule, "write s3://BUCKET/FOLDER")
+    if found := next((sign for sign in _NOT_IN_ADDRESSES if sign in uri.partition("://")[2]), ""):
+        rule = f"has {found!r}, so it may mean another bucket or folder than it names"
+        raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
+    if bad := [one for one in folders if one in ("", ".", "..") or len(one.encode()) > _LONGEST_FOLDER]:
+        rule = f"has a folder {bad[0]!r}; one must have 1 to {_LONGEST_FOLDER} bytes, and be neither . nor .."
         raise ConfigError("store", uri, rule, "write s3://BUCKET/FOLDER")
 
 

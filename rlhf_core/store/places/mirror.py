@@ -508,7 +508,11 @@ def store_root(place: str) -> Path:
     check_address(place)
     uri = place.rstrip("/")
     given = os.environ["RLHF_CACHE"] if "RLHF_CACHE" in os.environ else "~/.cache/rlhf"
+    if not given:
+        raise ConfigError("RLHF_CACHE", given, "is empty", "name a folder, or unset it for ~/.cache/rlhf")
     root = (Path(given).expanduser() / f"{uri.rpartition('/')[2]}-{sha256_text(uri)[:8]}").absolute()
+    if file := next((path for path in root.parents if path.is_file()), None):
+        raise ConfigError("RLHF_CACHE", given, f"{file} is a file", "name a folder, or unset it for ~/.cache/rlhf")
     if not (root / MARKER).exists():
         probe(open_bucket(uri))
         write_text(root / MARKER, json.dumps({"mirrors": uri, "schema": 1}, indent=1), durable=True)

@@ -234,6 +234,32 @@ def test_a_place_that_is_neither_folder_nor_bucket_is_refused_before_a_folder_of
         mirror.store_root(place)
 
 
+@pytest.mark.parametrize(
+    ("place", "rule"),
+    [
+        ("s3://team/x?region=y", "has '?', so it may mean another"),
+        ("s3://team/x#y", "has '#'"),
+        ("s3://team/%2e%2e/x", "has '%'"),
+        ("s3://team:80/x", "has ':'"),
+        ("s3://key:secret@team/x", "has credentials"),
+        ("s3://team/../x", "has a folder '..'"),
+        ("s3://team/a//b", "has a folder ''"),
+        (f"s3://team/{'x' * 201}", "1 to 200 bytes"),
+    ],
+)
+def test_an_address_that_a_client_would_read_as_another_is_refused(place, rule):
+    with pytest.raises(ConfigError) as refused:
+        mirror.store_root(place)
+    assert rule in str(refused.value) and "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("given", "rule"), [("", "is empty"), (__file__, "test_mirror.py is a file")])
+def test_a_cache_that_is_no_folder_is_refused(nodes, monkeypatch, given, rule):
+    monkeypatch.setenv("RLHF_CACHE", given)
+    with pytest.raises(ConfigError, match=rf"RLHF_CACHE = '{given}': .*{rule}; name a folder, or unset it"):
+        mirror.store_root(URI)
+
+
 @pytest.mark.parametrize("given", ["", "much", "nan", "0", "-5"])
 def test_a_size_of_the_cache_that_is_none_is_refused(nodes, monkeypatch, given):
     monkeypatch.setenv("RLHF_CACHE_GIB", given)
