@@ -117,12 +117,13 @@ class Handler(BaseHTTPRequestHandler):
     def _listed(self) -> str:
         prefix = self._query.get("prefix", [""])[0]
         above = f"{self._path.rstrip('/')}/"
-        found = sorted(path.removeprefix(above) for path in _objects if path.startswith(above + prefix))
+        with _lock:
+            found = {path.removeprefix(above): one for path, one in _objects.items() if path.startswith(above + prefix)}
         at = "2026-01-01T00:00:00.000Z"
         rows = (
-            f"<Contents><Key>{escape(key)}</Key><LastModified>{at}</LastModified><Size>{_objects[above + key][1]}</Size>"
-            f"<ETag>{escape(_tag(_objects[above + key]))}</ETag></Contents>"
-            for key in found
+            f"<Contents><Key>{escape(key)}</Key><LastModified>{at}</LastModified><Size>{known[1]}</Size>"
+            f"<ETag>{escape(_tag(known))}</ETag></Contents>"
+            for key, known in sorted(found.items())
         )
         return f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(rows)}</ListBucketResult>"
 
@@ -130,6 +131,8 @@ class Handler(BaseHTTPRequestHandler):
         block = memoryview(bytearray(BLOCK))
         while size:
             read = self.rfile.readinto(block[: min(size, BLOCK)])  # type: ignore[attr-defined]
+            if not read:
+                raise ConnectionError("the client has ended in the middle of a part")
             self.link.passes(read)
             size -= read
 
@@ -155,6 +158,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--rate", type=float, default=100.0, help="MB a second of the link")
     options = parser.parse_args()
+    if not options.rate > 0:
+        parser.error(f"--rate {options.rate}: must be above 0")
     Handler.link = Link(options.rate * 1e6)
     ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()
 

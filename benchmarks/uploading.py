@@ -42,8 +42,9 @@ LOOK_SECONDS = 0.01
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", help="a bucket; without it, one on this machine")
-    parser.add_argument("--link", type=float, metavar="MB/s", help="a bucket behind a link of this rate")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--store", help="a bucket; without it, one on this machine")
+    where.add_argument("--link", type=float, metavar="MB/s", help="a bucket behind a link of this rate")
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=max(1, torch.get_num_threads() - 1), help="of the training")
     parser.add_argument("--steps", type=int, default=CASE.steps, help="before and after each upload")
@@ -52,7 +53,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["RLHF_CACHE"] = str(folder / "cache")
-        if options.link:
+        if options.link is not None:
             os.environ.update(environment(stack.enter_context(_sink(options.link))))
         elif options.store is None:
             os.environ.update(environment(stack.enter_context(running("seaweedfs", folder))))
