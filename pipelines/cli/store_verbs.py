@@ -13,8 +13,8 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.store import audit
 from rlhf_core.store.artifacts import ArtifactStore, object_digest
 from rlhf_core.store.maintenance import KEEP_DAYS, check_days
-from rlhf_core.store.places.mirror import store_root
-from rlhf_core.store.sharing import share
+from rlhf_core.store.places.mirror import mirror_of, store_root
+from rlhf_core.store.sharing import reaching, share
 from rlhf_core.types import ArtifactRef
 
 
@@ -43,6 +43,9 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
     elif options.store_verb in ("push", "pull"):
         transfer(store, options, console)
     elif options.store_verb == "share":
+        if mirror := mirror_of(store.root):
+            raise ConfigError("store", mirror.bucket.uri, "is a bucket", "give people access to it where it is served")
+        reaching(store.root, options.group)  # before a folder is made
         store.create()
         share(store.root, options.group)
         print_line(console, f"shared {store.root} with the group {options.group}")
@@ -65,6 +68,8 @@ def transfer(store: ArtifactStore, options: argparse.Namespace, console: Console
     source.path(record.handle)  # fetched, if it lies in a bucket
     is_new = target.adopt(record, source.layout.object(object_digest(record.handle)))
     said = "copied" if is_new else "has a result of this key already"
+    if (there := target.record(record.key)) is not None and there.handle.digest != record.handle.digest:
+        said += f", which is another, {there.handle.digest[:12]}, and stays"
     print_line(console, f"{record.label} {record.handle.digest[:12]}: {said}")
 
 

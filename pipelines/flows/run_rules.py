@@ -123,7 +123,7 @@ class ProjectConfig(Config):
 class DeploymentsConfig(Config):
     """What runs on one Prefect server share."""
 
-    limits: dict[str, Annotated[int, Field(ge=1)]] = {}
+    limits: dict[str, Annotated[int, Field(ge=1, le=10_000)]] = {}
     """Stage, such as `ppo` -> in how many runs at a time it is computed; further ones wait. On the server these are the
     concurrency limits `stage:ppo`. Results that exist are reused without waiting."""
     priority: Literal["high", "default"] = "default"

@@ -21,26 +21,31 @@ _OF_ALL = stat.S_IRWXG
 def share(root: Path, group: str) -> None:
     """Give a store to a group. New files of all users follow. Repeat it after copying files into the store.
 
-    Raises ArtifactError if there is no such group, if its members cannot reach the folder, or if this user may not
-    change what others made.
+    Raises ArtifactError as `reaching` does, or if this user may not change what others made.
     """
-    try:
-        number = grp.getgrnam(group).gr_gid
-    except KeyError:
-        raise ArtifactError("group", group, "there is no such group", "see `getent group`") from None
-    root = root.resolve()
-    for above in root.parents:
-        found = above.stat()
-        entered = found.st_mode & (stat.S_IXGRP if found.st_gid == number else stat.S_IXOTH)
-        if not entered:
-            remedy = "choose a folder that they can reach, and name it as `store` in the profile"
-            raise ArtifactError("store", str(root), f"members of {group} cannot enter {above}", remedy)
+    number, root = reaching(root, group), root.resolve()
     try:
         for path in _all_in(root):
             _give(path, number)
     except PermissionError as error:
         rule = f"only the owner of {error.filename} may give it to a group that they belong to"
         raise ArtifactError("store", str(root), rule, "let its owner do it, or root") from None
+
+
+def reaching(root: Path, group: str) -> int:
+    """Return the number of a group; raise ArtifactError if there is none, or if its members cannot reach a store in `root`."""
+    try:
+        number = grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ArtifactError("group", group, "there is no such group", "see `getent group`") from None
+    root = root.resolve()
+    for above in filter(Path.exists, root.parents):
+        found = above.stat()
+        entered = found.st_mode & (stat.S_IXGRP if found.st_gid == number else stat.S_IXOTH)
+        if not entered:
+            remedy = "choose a folder that they can reach, and name it as `store` in the profile"
+            raise ArtifactError("store", str(root), f"members of {group} cannot enter {above}", remedy)
+    return number
 
 
 def is_shared(folder: Path) -> bool:

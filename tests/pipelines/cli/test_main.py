@@ -81,6 +81,7 @@ def test_output_that_is_not_read_or_cannot_be_written_ends_the_command_as_other_
             f"store = '{Path.cwd() / 'away'}': does not exist; name a store",
         ),
         (["store", "ls", "--store", f"{__file__}/x"], f"store = '{__file__}/x': is below the file {__file__}; "),
+        (["store", "share", "--group", "nobody's"], 'group = "nobody\'s": there is no such group; '),
         (["worker", "--pool", "gpus", "--runs-at-once", "0"], "--runs-at-once = 0: must be >= 1; "),
         (["diff", "a", "b"], "diff = 'a': is no profile, no label or digest of an artifact, no folder"),
     ],
@@ -89,6 +90,7 @@ def test_what_is_refused_takes_one_line_and_status_2(here, capsys, arguments, li
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(line) and error.count("\n") == 1
+    assert not (here / "home" / "store").exists(), "nothing was done"
 
 
 def test_plan_prints_a_line_per_stage(here, capsys):
