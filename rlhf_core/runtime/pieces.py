@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from copyreg import dispatch_table
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -102,6 +102,21 @@ class _Table(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _listed, (self.kind, self.fields)
+
+
+class _Parts(NamedTuple):
+    """A list of tuples of different lengths, as the values of all of them: the spans of episodes, for one."""
+
+    lengths: list[int]
+    values: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _parted, (self.lengths, self.values)
+
+
+def _parted(lengths: list[int], values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    each = iter(values)
+    return [tuple(islice(each, length)) for length in lengths]
 
 
 def _listed(kind: type, values: list[Sequence[Any]]) -> list[Any]:
@@ -242,17 +257,27 @@ def _arranged(value: Any, pickler: _Pickler) -> Any:
         return value
     if kind is Column:
         return _columns(value, pickler) if len({one.kind for one in value}) == 1 else value
-    if len(set(map(id, value))) < len(value):  # they are pickled once
-        return value
-    if kind is tuple and len({len(one) for one in value}) == 1:
-        return (
-            _Table(kind, [_arranged(list(each), pickler) for each in zip(*value, strict=True)]) if value[0] else value
-        )
+    if kind is tuple:
+        return _arranged_tuples(value, pickler)
     names = _names(kind)
+    if not names or len(set(map(id, value))) < len(value):  # what occurs twice is pickled once
+        return value
     made = [_arranged([getattr(one, name) for one in value], pickler) for name in names]
-    if pickler.leaves and made and all(type(each) is Columns for each in made) and _takes(kind, names):
+    if pickler.leaves and all(type(each) is Columns for each in made) and _takes(kind, names):
         return Rows(kind, dict(zip(names, made, strict=True)))
-    return _Table(kind, made) if made else value
+    return _Table(kind, made)
+
+
+def _arranged_tuples(value: list[tuple[Any, ...]], pickler: _Pickler) -> Any:
+    """Return a list of tuples as one list of each field; as one of all values, if they have other lengths."""
+    filled, lengths = [one for one in value if one], list(map(len, value))
+    if not filled or len(set(map(id, filled))) < len(filled):
+        return value
+    if len(set(lengths)) == 1:
+        return _Table(tuple, [_arranged(list(each), pickler) for each in zip(*value, strict=True)])
+    values = list(chain.from_iterable(value))
+    made = _arranged(values, pickler)
+    return value if made is values else _Parts(lengths, made)
 
 
 def _columns(columns: list[Column[Any]], pickler: _Pickler) -> Any:

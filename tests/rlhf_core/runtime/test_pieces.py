@@ -128,6 +128,7 @@ def test_a_column_of_several_values_is_left_once():
         [Named(tokens=ids((1,))), Named(tokens=ids((2, 3)))],
         [(1, COMPLETIONS[0]), (2, COMPLETIONS[1])],
         [(1,), (1, 2)],
+        [(), (Single(1),), (), (Single(2), Single(3))],
         [(), ()],
         [Single(7), Single(8)],
         COMPLETIONS[:1] * 2,
