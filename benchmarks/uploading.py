@@ -130,7 +130,8 @@ def _cpu_seconds(work: Callable[[], object]) -> float:
 
 def _of_client() -> float:
     """Return the CPU seconds of the threads in which the client of the bucket sends."""
-    clients = {int(one.parent.name) for one in Path("/proc/self/task").glob("*/comm") if "tokio" in one.read_text()}
+    names = Path("/proc/self/task").glob("*/comm")
+    clients = {int(one.parent.name) for one in names if "tokio" in one.read_text(encoding="utf-8")}
     return sum(one.user_time + one.system_time for one in psutil.Process().threads() if one.id in clients)
 
 
