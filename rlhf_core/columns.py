@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeVar, overload
 
 N = TypeVar("N", int, float)
@@ -60,6 +62,14 @@ class Column(Sequence[N]):
         """Return a column whose numbers are at `source` until somebody looks at them."""
         made: Column[N] = cls.__new__(cls)
         made._data, made.source = None, source
+        return made
+
+    @classmethod
+    def all_elsewhere(cls, sources: Sequence[Source]) -> list[Column[N]]:
+        """Return a column for each of many sources, without a call of Python for each."""
+        made: list[Any] = list(map(object.__new__, repeat(cls, len(sources))))
+        for name, values in (("_data", repeat(None)), ("source", sources)):
+            deque(map(getattr(cls, name).__set__, made, values), maxlen=0)
         return made
 
     @property

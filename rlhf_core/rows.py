@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
@@ -72,8 +73,9 @@ class Columns(Sequence[Column[Any]]):
         return Column.elsewhere(Place(self.pieces[which], self.kind, start, end, ones))
 
     def __iter__(self) -> Iterator[Column[Any]]:
-        for which, start, end, ones in self.places.T.tolist():
-            yield Column.elsewhere(Place(self.pieces[which], self.kind, start, end, ones))
+        which, *bounds = self.places.tolist()
+        each = zip(map(self.pieces.__getitem__, which), repeat(self.kind), *bounds)
+        return iter(Column.all_elsewhere(list(map(Place._make, each))))
 
     def take(self, rows: Sequence[int]) -> Columns:
         """Return some of the rows, in this order, with the pieces that they lie in."""

@@ -14,7 +14,8 @@ from contextvars import ContextVar
 from copyreg import dispatch_table
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from itertools import chain, islice
+from itertools import chain, count, islice, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -122,7 +123,7 @@ def _parted(lengths: list[int], values: Sequence[Any]) -> list[tuple[Any, ...]]:
 def _listed(kind: type, values: list[Sequence[Any]]) -> list[Any]:
     if kind is tuple:
         return list(zip(*values, strict=True))
-    made: list[Any] = [object.__new__(kind) for _ in values[0]]
+    made: list[Any] = list(map(object.__new__, repeat(kind, len(values[0]))))
     for name, each in zip(_names(kind), values, strict=True):
         deque(map(getattr(kind, name).__set__, made, each), maxlen=0)  # the classes may be frozen
     return made
@@ -253,16 +254,16 @@ def _arranged(value: Any, pickler: _Pickler) -> Any:
     if type(value) is not list or not value:
         return value
     kind: type = type(value[0])
-    if any(type(one) is not kind for one in value):
+    if set(map(type, value)) != {kind}:
         return value
     if kind is Column:
-        return _columns(value, pickler) if len({one.kind for one in value}) == 1 else value
+        return _columns(value, pickler)
     if kind is tuple:
         return _arranged_tuples(value, pickler)
     names = _names(kind)
     if not names or len(set(map(id, value))) < len(value):  # what occurs twice is pickled once
         return value
-    made = [_arranged([getattr(one, name) for one in value], pickler) for name in names]
+    made = [_arranged(list(map(attrgetter(name), value)), pickler) for name in names]
     if pickler.leaves and all(type(each) is Columns for each in made) and _takes(kind, names):
         return Rows(kind, dict(zip(names, made, strict=True)))
     return _Table(kind, made)
@@ -282,23 +283,20 @@ def _arranged_tuples(value: list[tuple[Any, ...]], pickler: _Pickler) -> Any:
 
 def _columns(columns: list[Column[Any]], pickler: _Pickler) -> Any:
     """Return the columns where they are already, or in the piece that is being made; as they are if there is none."""
-    pieces: dict[int, Piece] = {}
-    places = []
-    for column in columns:
-        source = column.source
-        if type(source) is Place:
-            piece, start, end, ones = source.piece, source.start, source.end, source.ones
-        elif pickler.leaves:
-            piece = _OWN
-            start, end, ones = pickler.add(column)
-        else:
+    places: list[Any] = [one.source for one in columns]
+    if set(map(type, places)) != {Place}:
+        if not pickler.leaves:
             return columns
-        pieces[id(piece)] = piece
-        places.append((id(piece), start, end, ones))
-    numbers = {key: at for at, key in enumerate(pieces)}
-    table = np.fromiter(chain.from_iterable(places), np.int64, 4 * len(places)).reshape(-1, 4).T.copy()
-    table[0] = [numbers[key] for key, *_ in places]
-    return Columns(columns[0].kind, tuple(pieces.values()), table)
+        for at, column in enumerate(columns):
+            if type(places[at]) is not Place:
+                places[at] = Place(_OWN, column.kind, *pickler.add(column))
+    pieces, kinds, *bounds = zip(*places, strict=True)
+    if len(set(kinds)) > 1:
+        return columns
+    used = dict(zip(map(id, pieces), pieces, strict=True))
+    numbers = dict(zip(used, count()))
+    which = [numbers[id(piece)] for piece in pieces]
+    return Columns(kinds[0], tuple(used.values()), np.array([which, *bounds], np.int64))
 
 
 _OWN = _Own()
