@@ -227,7 +227,7 @@ def _left_out(config: AgentConfig, labels: Labels, named: str) -> Outcome:
         left = watch.left()
     broken = rollouts[0]
     invalid = math.isnan(broken.reward) and named in broken.invalid
-    kept = valid_groups(rollouts, group_size=GROUP) == rollouts[GROUP:]
+    kept = list(valid_groups(rollouts, group_size=GROUP)) == rollouts[GROUP:]
     if invalid and _right(rollouts[1:]) and kept and failed == 0.25 and again and not left:
         return Outcome("left out", noticed, took, broken.invalid)
     rewards = [one.reward for one in rollouts]

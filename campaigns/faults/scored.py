@@ -103,7 +103,7 @@ def left_out(
         left = watch.left()
     reason = rollouts[0].invalid
     invalid = all(math.isnan(one.reward) and named in one.invalid for one in rollouts[:lost])
-    groups_left = valid_groups(rollouts, group_size=GROUP) == rollouts[GROUP:]
+    groups_left = list(valid_groups(rollouts, group_size=GROUP)) == rollouts[GROUP:]
     share_is_right = share == (lost / len(answers) if counted else 0.0)
     if invalid and right(rollouts[lost:], value) and groups_left and share_is_right and again and not left:
         return Outcome("left out", noticed, recovered, reason)

@@ -50,6 +50,16 @@ value = {}
 type = "reward_model"
 """
 STORE = "s3://rlhf/team"
+READS = """
+import json, sys
+from rlhf_core.store.layout import folder_bytes, mounted
+from rlhf_core.store.places.mirror import store_root
+
+mirror = mounted(store_root(sys.argv[1]))
+mirror.fetch(sys.argv[2])
+print(json.dumps(["cached", {path.name: folder_bytes(path) for path in mirror.layout.objects.glob("*/*")}]))
+"""
+"""Reads an object as a stage does, and prints what is in the cache of the node then."""
 
 
 @dataclass
@@ -86,6 +96,15 @@ class Bed:
             ada.start_ray(folder / "ray0.log", "--head", f"--port={RAY_PORT}", "--include-dashboard=false"),
             nodes[1].start_ray(folder / "ray1.log", f"--address={ada.address}:{RAY_PORT}"),
         ]
+
+    def reads(self, node: Node, digest: str, **environment: str) -> dict[str, int]:
+        """Return digest and bytes of each object in the cache of a node after it has read one."""
+        log = self.folder / f"reads-{digest}.log"
+        log.unlink(missing_ok=True)
+        run = Run(node.start([sys.executable, "-c", READS, STORE, digest], log, **environment), log)
+        assert run.process.wait(200) == 0, log.read_text()
+        found: dict[str, int] = run.said("cached")[0][0]
+        return found
 
     def run(self, node: Node, name: str, place: str = STORE, **environment: str) -> Run:
         log = self.folder / f"{name}.log"
@@ -143,3 +162,11 @@ def test_whatever_dies_the_bits_are_those_of_one_machine_with_a_disk(bed):
     again = bed.run(ada, "again")
     assert again.digests() == expected
     assert {action for _, action in again.said("finished")} == {"HIT"}
+
+    kept = [bed.reads(ada, digest) for digest in expected.values()][-1]
+    assert kept.keys() >= set(expected.values())
+    least = max(kept.values())
+    for digest in expected.values():
+        cached = bed.reads(ada, digest, RLHF_CACHE_GIB=f"{(least + 1) / 2**30:.15f}")
+        assert digest in cached and sum(cached.values()) <= least + 1 < sum(kept.values())
+        assert cached[digest] == kept[digest], "what was evicted is fetched again, whole"
