@@ -59,7 +59,7 @@ def with_greedy(
         group_size=group_size,
         note_failed=lambda step, counts: noted.append(counts),
     )
-    return kept, rewards, noted
+    return list(kept), rewards, noted
 
 
 def test_each_prompt_is_answered_once_and_each_rollout_gets_its_own():
