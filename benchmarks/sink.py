@@ -2,8 +2,7 @@
 
     python -m benchmarks.sink --port 9000 --rate 50
 
-Small objects are kept in memory, with the conditions of S3 on writes. The server takes 0.3 CPU seconds a GB, where one on
-this machine that keeps what it gets takes ten.
+Small objects are kept in memory, with the conditions of S3 on writes.
 """
 
 import argparse
