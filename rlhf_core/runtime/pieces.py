@@ -91,10 +91,6 @@ def _shared(value: bytes, places: tuple[int, ...]) -> Any:
     return opened(Packed(value, tuple(pieces[at] for at in places)))
 
 
-def _rows(kind: type[T], columns: dict[str, Sequence[Column[Any]]]) -> list[T]:
-    return [kind(*each) for each in zip(*columns.values(), strict=True)]
-
-
 class _Table(NamedTuple):
     """A list of dataclasses or tuples, as the values of each field: a pickle of each takes three times as long."""
 
@@ -154,8 +150,10 @@ class _Pickler(pickle.Pickler):
         self.dispatch_table[Column] = self._of_column if leaves else self._of_held
         self.dispatch_table[RayPiece] = lambda piece: (_piece, (self._at(piece),))
         # A worker looks at all of them, and more than once; the driver does not.
-        make_rows, make_columns = (Rows, Columns) if leaves else (_rows, _list)
-        self.dispatch_table[Rows] = lambda rows: (make_rows, (rows.type, rows.columns))
+        make_columns = Columns if leaves else _list
+        self.dispatch_table[Rows] = lambda rows: (
+            (Rows, (rows.type, rows.columns)) if leaves else (_listed, (rows.type, [*rows.columns.values()]))
+        )
         self.dispatch_table[Columns] = lambda columns: (make_columns, (columns.kind, columns.pieces, columns.places))
         self.dispatch_table[Shared] = self._of_shared
         self.size = 0
