@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
+from itertools import chain
 from operator import add
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, assert_never
 
@@ -26,6 +27,7 @@ else:
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 4.9e8: far outside every clip range, and its square still fits fp32
 WHITEN_EPS = 1e-8  # variance added before the root: equal values are whitened to 0, not to NaN
+PART = 2**18  # places whose sums are made at once: a dozen tensors of them stay in the cache of a processor
 
 
 @cache
@@ -56,6 +58,12 @@ def masked_count(mask_BL: Tensor) -> Tensor:
     At least 1, so that an empty mask gives a loss of 0 and not a NaN.
     """
     return (mask_BL != 0).sum().clamp(min=1)
+
+
+def in_parts(*tensors_BL: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield some rows of all tensors at a time, for sums over many: `PART` places, or one row."""
+    rows = max(1, PART // max(1, tensors_BL[0].shape[1]))
+    return zip(*(x_BL.split(rows) for x_BL in tensors_BL))
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -300,7 +308,12 @@ class Mismatch:
         if not bool(selected_BL.any()):
             rule = f"loss_mask of shape {tuple(loss_mask_BL.shape)} selects no token"
             raise DataError(f"{rule}; drop empty completions first")
-        old_N, rollout_N = old_logprobs_BL[selected_BL].double(), rollout_logprobs_BL[selected_BL].double()
+        parts = in_parts(old_logprobs_BL, rollout_logprobs_BL, selected_BL)
+        each = ((old_BL[on_BL].double(), mu_BL[on_BL].double()) for old_BL, mu_BL, on_BL in parts)
+        return reduce(add, (cls._of_tokens(*pair) for pair in each if len(pair[0])))
+
+    @classmethod
+    def _of_tokens(cls, old_N: Tensor, rollout_N: Tensor) -> Mismatch:
         log_q_N = bounded(old_N - rollout_N)
         q_N, p_N, mu_N = log_q_N.exp(), old_N.exp(), rollout_N.exp()
         return cls(
@@ -438,10 +451,11 @@ def explained_variance(blocks: Iterable[tuple[Tensor, Tensor, Tensor]]) -> float
     `blocks` are values, returns and masks [B, L]. 0.0 when the returns do not vary: there is nothing to explain.
     """
     returns, residual = Moments(), Moments()
-    for values_BL, returns_BL, mask_BL in blocks:
-        returns_N = returns_BL[mask_BL != 0].double()
+    for values_BL, returns_BL, mask_BL in chain.from_iterable(in_parts(*block) for block in blocks):
+        selected_BL = mask_BL != 0
+        returns_N = returns_BL[selected_BL].double()
         returns += Moments.of(returns_N)
-        residual += Moments.of(returns_N - values_BL[mask_BL != 0].double())
+        residual += Moments.of(returns_N - values_BL[selected_BL].double())
     return 0.0 if returns.squares == 0 else 1 - residual.squares / returns.squares
 
 

@@ -82,8 +82,21 @@ def _place(at: int, kind: str, start: int, end: int, ones: int) -> Column[Any]:
     return Column.elsewhere(Place(_pieces.get()[at], kind, start, end, ones))
 
 
-def _list(kind: str, pieces: tuple[Piece, ...], places: NDArray[np.int64]) -> list[Column[Any]]:
-    return list(Columns(kind, pieces, places))
+def _small(columns: Columns) -> tuple[Any, ...]:
+    """Return what columns are made of, with places of few bytes: Ray sends a call of up to 100 KB without its object store."""
+    which, start, end, ones = columns.places
+    rows = [one if one.any() else one[:1] for one in (which, ones)]
+    small = [one.astype(np.min_scalar_type(one.max(initial=0))) for one in (*rows, start, end - start)]
+    return columns.kind, columns.pieces, small
+
+
+def _held(kind: str, pieces: tuple[Piece, ...], small: list[NDArray[Any]]) -> Columns:
+    which, ones, start, length = np.array(np.broadcast_arrays(*small), np.int64)
+    return Columns(kind, pieces, np.array([which, start, start + length, ones]))
+
+
+def _list(kind: str, pieces: tuple[Piece, ...], small: list[NDArray[Any]]) -> list[Column[Any]]:
+    return list(_held(kind, pieces, small))
 
 
 def _shared(value: bytes, places: tuple[int, ...]) -> Any:
@@ -150,11 +163,11 @@ class _Pickler(pickle.Pickler):
         self.dispatch_table[Column] = self._of_column if leaves else self._of_held
         self.dispatch_table[RayPiece] = lambda piece: (_piece, (self._at(piece),))
         # A worker looks at all of them, and more than once; the driver does not.
-        make_columns = Columns if leaves else _list
+        make_columns = _held if leaves else _list
         self.dispatch_table[Rows] = lambda rows: (
             (Rows, (rows.type, rows.columns)) if leaves else (_listed, (rows.type, [*rows.columns.values()]))
         )
-        self.dispatch_table[Columns] = lambda columns: (make_columns, (columns.kind, columns.pieces, columns.places))
+        self.dispatch_table[Columns] = lambda columns: (make_columns, _small(columns))
         self.dispatch_table[Shared] = self._of_shared
         self.size = 0
         self.columns: list[memoryview] = []
