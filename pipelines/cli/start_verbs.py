@@ -20,7 +20,7 @@ SCHEMA_FILE = "profile.schema.json"
 
 def init(options: argparse.Namespace) -> None:
     """Make a folder with a profile, a reward function, twenty rows and a README; raise ConfigError if it is in use."""
-    folder = Path(options.name)
+    folder = Path(options.name).expanduser()
     name = folder.name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         rule = "the last part must begin with a letter or digit and have only these, '.', '_' and '-'"
