@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import threading
 import time
@@ -29,6 +30,7 @@ from rlhf_core.store.places import Conflict, Unreachable, Versioned
 
 SCHEMES = ("s3", "gs", "az")
 _MARK, _DROPPED = "_put", "_dropped"
+_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
 _NOT_IN_ADDRESSES = "?#%:\\"
 _LONGEST_FOLDER = 200  # bytes: the folder that mirrors it has this name and a digest
 _LARGE = 16 << 20  # bytes from which a file is sent in parts
@@ -86,11 +88,29 @@ def open_bucket(uri: str) -> Bucket:
         remedy = "pip install 'rlhf-lifecycle[s3]'"
         raise ConfigError("store", uri, "needs the package obstore, which is not installed", remedy) from None
     check_address(uri)
-    endpoint = next((os.environ[name] for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT") if name in os.environ), "")
-    local = is_loopback(urlsplit(endpoint).hostname or "") if endpoint else False
+    for name in [name for name, value in os.environ.items() if name.startswith(_VARIABLES) and not value.strip()]:
+        del os.environ[name]  # as the providers' own tools read it; an empty key would take the place of a role
+    host = _endpoint_host()
+    local = bool(host) and is_loopback(host)
     asked = "AWS_ALLOW_HTTP" in os.environ and os.environ["AWS_ALLOW_HTTP"].lower() in ("1", "true")
     options: Any = {"allow_http": True} if local or asked else {}
     return Bucket(uri, from_url(uri, client_options=options))
+
+
+def _endpoint_host() -> str:
+    """Return the host of an S3 that is not Amazon's, or "". Raises ConfigError for what is no address: the client would panic."""
+    name = next((name for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT") if name in os.environ), "")
+    if not name:
+        return ""
+    endpoint = os.environ[name]
+    try:
+        parts = urlsplit(endpoint)
+        port_may_be = parts.port is None or parts.port > 0
+    except ValueError:  # as of http://[::1 or a port that is no number
+        port_may_be = False
+    if not port_may_be or not re.fullmatch(r"https?://[^\s/@]+(/\S*)?", endpoint):
+        raise ConfigError(name, shown(endpoint), "is no address of a server", "write http://HOST:PORT or https://HOST")
+    return parts.hostname or ""
 
 
 # ---------------------------------------------------------------- records

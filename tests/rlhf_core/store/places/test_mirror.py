@@ -1,4 +1,5 @@
 import json
+import os
 import stat
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,6 +259,26 @@ def test_a_cache_that_is_no_folder_is_refused(nodes, monkeypatch, given, rule):
     monkeypatch.setenv("RLHF_CACHE", given)
     with pytest.raises(ConfigError, match=rf"RLHF_CACHE = '{given}': .*{rule}; name a folder, or unset it"):
         mirror.store_root(URI)
+
+
+@pytest.mark.parametrize(
+    "given", ["127.0.0.1:9000", "http://", "http://x:y", "http://[::1", "http://x ", "http://k:secret@x"]
+)
+def test_an_endpoint_that_is_no_address_is_refused_before_the_client_panics(monkeypatch, given):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", given)
+    with pytest.raises(
+        ConfigError, match=r"AWS_ENDPOINT_URL = .*: is no address of a server; write http://"
+    ) as refused:
+        open_bucket(URI)
+    assert "secret" not in str(refused.value)
+
+
+def test_an_empty_variable_of_a_bucket_is_unset_for_the_client_which_would_sign_with_it(monkeypatch):
+    monkeypatch.setenv("AWS_REGION", "somewhere")
+    for name in (empty := {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"}):
+        monkeypatch.setenv(name, "")
+    open_bucket(URI)
+    assert not empty & set(os.environ) and os.environ["AWS_REGION"] == "somewhere"
 
 
 @pytest.mark.parametrize("given", ["", "much", "nan", "0", "-5"])
