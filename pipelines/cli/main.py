@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -52,8 +53,8 @@ GROUPS = {
 """Headings of `rlhf --help`, and the commands below each."""
 COLUMN_HELP = "label of the prompt (label=TEXT), or a field of it, in JSON or as text; may be repeated"
 PROFILE_HELP = "TOML file, or name of a shipped profile (tiny/full)"
-EMPTY_TEXTS = ("prompt", "note")
-"""Options whose empty value is what they are without one."""
+TEXTS = ("prompt", "note")
+"""Options whose value is a text: an empty one is what they are without it, and `~` is a sign like others."""
 STORE_HELP = "artifact store, a folder or s3://bucket/folder; default: the store of the {}"
 
 VERBS = {
@@ -228,11 +229,16 @@ class _Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Refuse an empty word, as of a variable that is not set, where no word would mean what is usual."""
-        is_usual = action.default == "" and action.dest not in EMPTY_TEXTS
+        """Refuse an empty word, as of a variable that is not set, where no word would mean what is usual.
+
+        In `--out=~/x` shells leave the home folder to the program.
+        """
+        is_usual = action.default == "" and action.dest not in TEXTS
         if arg_strings == [""] and (is_usual or (action.required and action.option_strings)):
             way = "give it a value" if action.required else "leave it out, or give it a value"
             raise argparse.ArgumentError(action, f"is empty; {way}")
+        if action.option_strings and action.dest not in TEXTS:
+            arg_strings = [str(Path(word).expanduser()) if word.startswith("~/") else word for word in arg_strings]
         return super()._get_values(action, arg_strings)  # type: ignore[misc]
 
     def _check_value(self, action: argparse.Action, value: object) -> None:

@@ -35,14 +35,14 @@ PLACES: Mapping[str, Place] = {
     "slurm": Place(("rlhf.sbatch",), "sbatch --nodes 2 FOLDER/rlhf.sbatch tiny/full"),
     "kubernetes": Place(
         ("raycluster.yaml", "rayjob.yaml", "kustomization.yaml", "rlhf.env", "prefect-job-template.json"),
-        "kubectl apply -k FOLDER",
+        "fill in rlhf.env and the image in kustomization.yaml, then: kubectl apply -k FOLDER",
     ),
     "server": Place(
         (
             *("rlhf-prefect.service", "rlhf-mlflow.service", "rlhf-worker.service", "Caddyfile"),
             *("server.env", "mlflow_auth.ini", "worker.env"),
         ),
-        "systemd-analyze verify FOLDER/*.service",
+        "install rlhf-lifecycle[server] into /opt/rlhf, then: systemd-analyze verify FOLDER/*.service",
     ),
 }
 
@@ -57,7 +57,7 @@ def scaffold(options: argparse.Namespace) -> None:
     texts = {folder / path.name: path.read_bytes() for path in sources}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        other = [path.name for path, text in texts.items() if path.exists() and path.read_bytes() != text]
+        other = [path.name for path, text in texts.items() if _is_other(path, text)]
         if other:
             rule = f"has {', '.join(other)} with other content"
             raise ConfigError("--out", options.out, rule, "choose another folder, or move it away")
@@ -66,4 +66,14 @@ def scaffold(options: argparse.Namespace) -> None:
     except OSError as error:
         raise ConfigError("--out", options.out, f"cannot be written: {error}", "choose another folder") from None
     print_line(console, f"{folder}: {', '.join(path.name for path in texts)}")
-    print_line(console, f"next: {place.next.replace('FOLDER', shlex.quote(str(folder)))}")
+    print_line(console, f"next: {place.next.replace('FOLDER', shlex.quote(_as_word(folder)))}")
+
+
+def _is_other(path: Path, text: bytes) -> bool:
+    """Return whether something else has the name of a file: other content, or a link, through which nothing is written."""
+    return path.is_symlink() or (path.exists() and path.read_bytes() != text)
+
+
+def _as_word(folder: Path) -> str:
+    """Return the path as a word that no command takes for an option."""
+    return f"./{folder}" if str(folder).startswith("-") else str(folder)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def init(options: argparse.Namespace) -> None:
         (folder / file).write_text(text, encoding="utf-8")
     (folder / SCHEMA_FILE).write_text(_schema_text(), encoding="utf-8")
     print_line(console, f"{folder}: {', '.join((*FILES, SCHEMA_FILE))}")
-    print_line(console, f"next: cd {folder} && rlhf run profile.toml")
+    print_line(console, f"next: cd {shlex.quote(str(folder))} && rlhf run profile.toml")
 
 
 def schema(options: argparse.Namespace) -> None:
