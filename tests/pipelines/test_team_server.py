@@ -112,7 +112,9 @@ def records(store: ArtifactStore) -> dict[str, KeyRecord]:
 def named_in_prefect(server: TeamServer, person: Person) -> None:
     name, _, word = person.exported["PREFECT_API_AUTH_STRING"].partition(":")
     url, verify = f"{server.prefect}/api/flow_runs/filter", server.trust()
-    runs = httpx.post(url, json={}, auth=(name, word), verify=verify, trust_env=False, timeout=60).json()
+    options: dict[str, Any] = {"auth": (name, word), "verify": verify, "trust_env": False, "timeout": 60}
+    assert "<html" in httpx.get(f"{server.prefect}/dashboard", follow_redirects=True, **options).text, "it has pages"
+    runs = httpx.post(url, json={}, **options).json()
     assert {tag for run in runs for tag in run["tags"]} >= {"user:ada", "user:ben", "project:bot"}
     assert {run["state_name"] for run in runs if "user:ada" in run["tags"]} == {"Completed"}
 
