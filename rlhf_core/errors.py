@@ -4,6 +4,7 @@ Each class is also the standard exception that it replaces, so callers may catch
 """
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -90,6 +91,16 @@ def nearest(name: str, names: Sequence[str], *, ending: str = "") -> str:
         return f"did you mean {near[0]}{ending}?"
     known = ", ".join(f"{one}{ending}" for one in sorted(names))
     return f"choose from {known}" if names else "check the spelling"
+
+
+def distrust(said: str) -> str:
+    """Return why a server's certificate is not trusted, from what a client of it said; "" if that is not its trouble.
+
+    >>> distrust("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired (_ssl.c:1006)")
+    'certificate has expired'
+    """
+    found = re.search(r"certificate verify failed(?:: ([^(\])'\"]+))?", said)
+    return (found[1] or "it cannot be verified").strip() if found else ""
 
 
 def readable(number: float, digits: int = 4) -> str:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pipelines.services.home import API_URL, AUTH, LOOPBACK, Home, client_environment, has_prefect_database, prefect_api
 from pipelines.services.running import ServiceError, answered, is_free, running
+from rlhf_core.errors import distrust
 from rlhf_core.secrets.redaction import shown, without_secrets
 
 
@@ -69,6 +70,9 @@ def connect_user_prefect(home: Home, api: str) -> None:
     if refused is not None:
         remedy = f"set {AUTH}=NAME:PASSWORD (PREFECT_API_KEY for Prefect Cloud) of a user whom it knows"
         raise ServiceError(f"PREFECT_API_URL = {shown(api)}: refuses this user ({refused[1]}); {remedy}")
+    if why := distrust(trouble):
+        remedy = "set PREFECT_API_SSL_CERT_FILE to the certificate of its authority"
+        raise ServiceError(f"PREFECT_API_URL = {shown(api)}: has a certificate that is not trusted ({why}); {remedy}")
     if trouble:
         remedy = "start it, or fix the address and the key; if it is unset (also with `prefect config unset`), rlhf starts a server"
         raise ServiceError(f"PREFECT_API_URL = {shown(api)}: does not answer ({trouble}); {remedy}")

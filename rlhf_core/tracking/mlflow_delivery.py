@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from rlhf_core.errors import distrust
 from rlhf_core.secrets.redaction import without_secrets
 from rlhf_core.tracking import redaction
 from rlhf_core.tracking.mlflow_client import experiment_id, get_run, import_mlflow, open_client, run_path
@@ -589,6 +590,8 @@ def _why_refused(error: Exception) -> str:
     if getattr(error, "error_code", "") in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
         remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, of a user who may write there"
         return f"refuses this user ({without_secrets(_first_line(error))}); {remedy}"
+    if why := distrust(str(error)):
+        return f"has a certificate that is not trusted ({why}); set REQUESTS_CA_BUNDLE to that of its authority"
     if isinstance(error, ModuleNotFoundError):
         return f"needs the package {error.name}; pip install 'rlhf-lifecycle[server]' has it, and those for PostgreSQL"
     return ""

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import certifi
 import httpx
 import pytest
 
@@ -45,11 +46,18 @@ def test_two_users_of_one_server_and_one_store_have_the_results_of_each_other(
     profile.write_text(f'store = "{store.root}"\n{profile.read_text()}')
     run = ["run", str(profile), "--until", "sft"]
 
-    with ThreadPoolExecutor() as both:
-        wrong = both.submit(ada.types, *run, PREFECT_API_AUTH_STRING="ada:guess")
-        wrong_too = both.submit(ben.types, *run, MLFLOW_TRACKING_PASSWORD="guess")
-    refused(wrong.result(), f"PREFECT_API_URL = {server.prefect}/api: refuses this user (401 Unauthorized); set ")
-    refused(wrong_too.result(), f"MLFLOW_TRACKING_URI = {server.mlflow}: refuses this user (")
+    at_prefect, at_mlflow = f"PREFECT_API_URL = {server.prefect}/api: ", f"MLFLOW_TRACKING_URI = {server.mlflow}: "
+    distrusted = "has a certificate that is not trusted ("
+    wrong = [
+        (ada, "PREFECT_API_AUTH_STRING", "ada:guess", f"{at_prefect}refuses this user (401 Unauthorized); set "),
+        (ben, "MLFLOW_TRACKING_PASSWORD", "guess", f"{at_mlflow}refuses this user ("),
+        (ada, "PREFECT_API_SSL_CERT_FILE", certifi.where(), f"{at_prefect}{distrusted}"),
+        (ben, "REQUESTS_CA_BUNDLE", certifi.where(), f"{at_mlflow}{distrusted}"),
+    ]
+    with ThreadPoolExecutor(2) as two:
+        ended = list(two.map(lambda one: one[0].types(*run, **{one[1]: one[2]}), wrong))
+    for done, (*_, reason) in zip(ended, wrong, strict=True):
+        refused(done, reason)
     assert not any(folder.exists() for folder in (store.layout.keys, store.layout.objects, store.layout.attempts))
 
     assert decisions(ada.did(*run)) == dict.fromkeys(STAGES, "RUN")
