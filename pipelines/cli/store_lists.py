@@ -18,7 +18,7 @@ from pipelines.services.home import Home
 from pipelines.services.run_notes import run_records
 from rlhf_core.store import index
 from rlhf_core.store.layout import StoreLayout, check_schema
-from rlhf_core.store.places.mirror import open_layout
+from rlhf_core.store.places.mirror import open_layout, place_of
 
 LONGEST_NAME, LONGEST_RESULT = 40, 60
 MOST_ASIDE = 10
@@ -128,7 +128,7 @@ def is_empty(layout: StoreLayout, console: Console) -> bool:
     ):
         return False
     state = "is empty" if layout.root.is_dir() else "does not exist yet"
-    print_line(console, f"the store {layout.root} {state}: fill it with `rlhf run tiny/full`")
+    print_line(console, f"the store {place_of(layout.root)} {state}: fill it with `rlhf run tiny/full`")
     return True
 
 

@@ -68,6 +68,13 @@ def test_a_name_in_a_store_that_others_write_controls_no_terminal_and_no_line(st
     assert capsys.readouterr().out.splitlines()[1].split() == ["eve�[31m�root", "-", "1", "0.00", "0.00", "0.00"]
 
 
+def test_a_time_without_results_and_deeds_is_said_with_the_store(store, capsys):
+    for command, said in (("usage", "has no results since "), ("audit", ", and no champion changed")):
+        assert main([command, "--store", str(store.root), "--since", "1h"]) == 0
+        [line] = capsys.readouterr().out.splitlines()
+        assert f"the store {store.root}" in line and said in line
+
+
 def test_audit_lists_pins_collections_and_decisions_with_who_and_why(store, capsys):
     ref, where = commit_text(store, "1"), ["--store", str(store.root)]
     asked = GateDecisions(store.layout).ask(Question(gate="quality", condition={}, digest="d1"), run="night", links={})
