@@ -59,7 +59,8 @@ def deploy(options: argparse.Namespace) -> None:
     print_line(console, f"rlhf-pipeline/{name}: {_change(digest[:DIGITS], before)}")
     print_line(console, f"update:  {command}")
     print_line(console, f"form:    {pages}/deployments/deployment/{found}/run")
-    print_line(console, f"run it:  {shlex.join(['prefect', 'deployment', 'run', f'rlhf-pipeline/{name}', '--watch'])}")
+    watch = [] if options.pool else ["--watch"]  # a proxy before the user's own server may refuse it: docs/cluster.md
+    print_line(console, f"run it:  {shlex.join(['prefect', 'deployment', 'run', f'rlhf-pipeline/{name}', *watch])}")
 
 
 def worker(options: argparse.Namespace) -> None:

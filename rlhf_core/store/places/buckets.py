@@ -1,6 +1,6 @@
 """Records and objects in a bucket: S3 and what speaks its language, Google Cloud Storage, Azure, through `obstore`.
 
-Credentials, region and endpoint come from the environment or the machine's role, as the providers' own tools read them:
+Credentials, region and endpoint come from the environment or the machine's role, under the names of the providers' own tools:
 `AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME`.
 
 A put is conditional (`If-None-Match`, `If-Match`, a generation). Each record has a random member, so that no two contents
