@@ -49,7 +49,7 @@ PLACES: Mapping[str, Place] = {
 
 def scaffold(options: argparse.Namespace) -> None:
     """Write the files of a place into a folder; raise ConfigError, before any is written, if one has other content."""
-    place, folder = PLACES[options.place], Path(options.out).expanduser()
+    place, folder = PLACES[options.place], Path(options.out)
     sources = [
         *(TEMPLATES / options.place / name for name in place.files),
         *(shipped("requirements") / name for name in place.pins),

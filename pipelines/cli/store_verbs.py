@@ -18,17 +18,17 @@ from rlhf_core.store.sharing import reaching, share
 from rlhf_core.types import ArtifactRef
 
 
-def store(options: argparse.Namespace) -> None:
+def store(options: argparse.Namespace) -> int:
     """Run `rlhf store VERB`, except for `ls`, which is a list."""
-    look_after(ArtifactStore(store_folder(options)), options, console)
+    return look_after(ArtifactStore(store_folder(options)), options, console)
 
 
-def look_after(store: ArtifactStore, options: argparse.Namespace, console: Console) -> None:
-    """Verify or share the store, pin or unpin an artifact, or remove unused ones."""
+def look_after(store: ArtifactStore, options: argparse.Namespace, console: Console) -> int:
+    """Verify or share the store, pin or unpin an artifact, or remove unused ones; return 1 if damage was found."""
     if options.store_verb == "gc":
         check_days(KEEP_DAYS if options.keep_days is None else options.keep_days)
     if options.store_verb in ("verify", "gc") and is_empty(store.layout, console):
-        return
+        return 0
     if options.store_verb == "verify":
         damage = store.verify()
         for found in damage:
@@ -36,7 +36,8 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
         said = f"{len(damage)} damaged, now in quarantine; the next run makes them again"
         console.print(said if damage else "no damage found", highlight=False)
         print_quarantine(store.layout, console)
-    elif options.store_verb == "pin":
+        return int(bool(damage))
+    if options.store_verb == "pin":
         store.pin(options.target, note=options.note)
         audit.note(store.layout, "pin", options.target, options.note)
         print_line(console, f"pinned {options.target}")
@@ -55,6 +56,7 @@ def look_after(store: ArtifactStore, options: argparse.Namespace, console: Conso
         print_line(console, f"unpinned {options.target}")
     else:
         _collect(store, options, console)
+    return 0
 
 
 def transfer(store: ArtifactStore, options: argparse.Namespace, console: Console) -> None:
