@@ -23,6 +23,7 @@ from typing import Any
 PROMPT = 256
 RANKS = 2
 VOCABULARY = 150_000
+KL = 0.05
 IDLE, IDLE_S = "an idle driver, in the same time", 5.0
 Figures = dict[str, tuple[float, float]]  # microseconds and bytes a token of each part
 
@@ -52,6 +53,10 @@ class Clock:
         self.began = time.monotonic()
         self._first = self._last = self._read()
 
+    def skip(self) -> None:
+        """Leave out what was done since the last part."""
+        self._last = self._read()
+
     def ended(self, part: str) -> None:
         """Note a part: seconds a token for it, or bytes a token held after it."""
         now = self._read()
@@ -71,12 +76,20 @@ def unpacked(samples: Any) -> Any:
 
 def rows_of(experience: Any) -> tuple[Any, Any]:
     """Return the rows of policy and value model."""
-    from rlhf_core.algorithms.advantage.token import GAEAdvantage
-    from rlhf_core.training.experience import estimate_advantages, policy_samples, value_samples
+    from rlhf_core.training import experience as made
+
+    if hasattr(made, "in_blocks"):
+        from rlhf_core.config.policy import PPOConfig
+
+        config = PPOConfig(samples_per_prompt=1, advantage={"type": "gae"}, kl={"in": "reward", "coef": KL})
+        weights = dict.fromkeys((one.prompt.source for one in experience.rollouts), 0.0)
+        settings: Any = {"function": None, "turn_weights": weights, "greedy": (), "kl_coef": KL, "seed": 0}
+        return made.rows_to_train(experience, config, **settings)[:2]
+    from rlhf_core.algorithms.advantage.token import GAEAdvantage  # a revision that computes a step as a whole
 
     estimator = GAEAdvantage(type="gae")
-    advantages = estimate_advantages(experience, estimator=estimator, group_size=1, kl_coef=0.05)
-    return policy_samples(experience, advantages), value_samples(experience, advantages)
+    advantages = made.estimate_advantages(experience, estimator=estimator, group_size=1, kl_coef=KL)
+    return made.policy_samples(experience, advantages), made.value_samples(experience, advantages)
 
 
 class Noise:
@@ -164,11 +177,10 @@ def walk(answers: int, tokens: int) -> Figures:
     held = walked(answers, tokens, "bytes").parts
     clock = walked(answers, tokens, "seconds")  # a step of its own, since a look at the memory slows what follows
     took = time.monotonic() - clock.began
-    clock.ended("")
+    clock.skip()
     time.sleep(IDLE_S)
     clock.ended(IDLE)
     ray.shutdown()
-    del clock.parts[""]
     clock.parts[IDLE] *= took / IDLE_S
     return {part: (1e6 * seconds, held.get(part, 0.0)) for part, seconds in clock.parts.items()}
 

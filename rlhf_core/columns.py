@@ -127,7 +127,8 @@ class Column(Sequence[N]):
         """Return how often a number occurs."""
         if self.source is not None and (counted := self.source.counted(value)) is not None:
             return counted
-        return self.data.tobytes().count(value) if self.data.format == "B" else self.tolist().count(value)
+        fast = self.data.format == "B" and value in (0, 1)
+        return self.data.tobytes().count(int(value)) if fast else self.tolist().count(value)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Column):

@@ -69,9 +69,11 @@ def test_a_column_is_the_tuple_of_its_numbers(draw, kind, held):
     assert [column + other, one + second, Column(kind, second) + one] == [one + other, one + other, other + one]
     part = draw.draw(some.slices(len(one)))
     assert (column[part], column[::-1], tuple(reversed(column))) == (one[part], one[::-1], one[::-1])
-    assert [(column.count(each), column.index(each), each in column) for each in one] == [
-        (one.count(each), one.index(each), True) for each in one
+    asked = [*one, 0.0, 1.0, 1.5, 300, "1"]
+    assert [(column.count(each), each in column) for each in asked] == [
+        (one.count(each), each in one) for each in asked
     ]
+    assert list(map(column.index, one)) == list(map(one.index, one))
     again = pickle.loads(pickle.dumps(column))
     assert (again, np.asarray(column.data).tolist(), np.asarray(again.data).dtype) == (one, list(one), np.dtype(kind))
     assert not np.asarray(column.data).flags.writeable

@@ -38,7 +38,7 @@ class GAEAdvantage(TokenAdvantage):
 
     def by_answer(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
         assert tokens.values is not None
-        advantages_BL = generalized(
+        advantages_BL = gae(
             tokens.rewards, tokens.values, tokens.loss_mask, gamma=self.gamma, gae_lambda=self.gae_lambda
         )
         return advantages_BL, advantages_BL + masked(tokens.values, tokens.loss_mask)
@@ -95,11 +95,11 @@ class ReMaxAdvantage(TokenAdvantage):
 
 def discounted_returns(rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> Tensor:
     """Return G_t = r_t + gamma G_{t+1} [B, L], 0 outside the mask: the advantage over values of 0."""
-    return generalized(rewards, rewards.new_zeros(rewards.shape), loss_mask, gamma=gamma, gae_lambda=1.0)
+    return gae(rewards, rewards.new_zeros(rewards.shape), loss_mask, gamma=gamma, gae_lambda=1.0)
 
 
-def generalized(rewards: Tensor, values: Tensor, loss_mask: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
-    """Return generalized advantages [B, L], 0 outside the mask; what lies between two actions is passed over."""
+def gae(rewards: Tensor, values: Tensor, loss_mask: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
+    """Return generalized advantage estimates [B, L], 0 outside the mask; what lies between two actions is passed over."""
     import numpy as np  # options are read without it
 
     given = masked(rewards, loss_mask), masked(values, loss_mask), loss_mask != 0
