@@ -8,7 +8,6 @@ has answered, while others go on being sampled.
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ from rlhf_core.config.engines import SamplingConfig
 from rlhf_core.data.chat import ChatTemplate
 from rlhf_core.interfaces import Sampler
 from rlhf_core.types import Column, Completion, Prompt, SamplingRequest, plain_text
-
-LOG = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.2
 """Seconds between two checks for hung processes while waiting."""
@@ -120,7 +117,6 @@ class _EpisodePool:
         self._rules = rules
         self._config = rules.limits
         self._by_ticket: dict[int, _Slot] = {}
-        self._warned = False
 
     @property
     def live(self) -> bool:
@@ -189,9 +185,6 @@ class _EpisodePool:
             return
         del self._by_ticket[slot.ticket]
         failure = plain_text(f"the environment failed {slot.failures} times: {reason}")
-        if not self._warned:  # the others of the step are in its log of rollouts
-            LOG.warning("an episode of prompt %s: %s", slot.episode.prompt.id, failure)
-            self._warned = True
         slot.result = slot.driver.result(failure)
 
     def _restart(self, slot: _Slot) -> None:

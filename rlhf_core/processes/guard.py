@@ -101,11 +101,14 @@ def _kill_descendants(pid: int) -> None:
 
 def _descendants(pid: int) -> list[int]:
     children: defaultdict[int, list[int]] = defaultdict(list)
-    for file in Path("/proc").glob("[0-9]*/stat"):
+    for name in (
+        entry.name for entry in os.scandir("/proc") if entry.name.isdigit()
+    ):  # a glob fails if one ends meanwhile
         with contextlib.suppress(OSError):  # the process has ended meanwhile
-            state, parent = file.read_bytes().rpartition(b")")[2].split()[:2]  # the process name may contain anything
+            stat = Path("/proc", name, "stat").read_bytes()
+            state, parent = stat.rpartition(b")")[2].split()[:2]  # the process name may contain anything
             if state not in (b"Z", b"X"):
-                children[int(parent)].append(int(file.parent.name))
+                children[int(parent)].append(int(name))
     found = [pid]
     for one in found:
         found += children[one]

@@ -1,15 +1,17 @@
 """A guarded process ends with its starter, and takes along all that it started."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from rlhf_core.processes.child import guarded, guarded_process
-from rlhf_core.processes.guard import kill_group
+from rlhf_core.processes.guard import _descendants, kill_group
 from rlhf_core.processes.identity import process_stat
 from tests.support.process_state import assert_gone
 
@@ -226,3 +228,13 @@ def test_a_program_that_is_not_there_is_named_among_its_errors():
 
     errors, status = asyncio.run(run())
     assert (status, errors) == (1, b"no-such-program: No such file or directory\n")
+
+
+def test_a_process_that_ends_while_it_is_looked_for_is_passed_over(monkeypatch):
+    def gone(self, **_):
+        raise ProcessLookupError(
+            errno.ESRCH, "No such process"
+        )  # of a folder in /proc whose process has just been reaped
+
+    monkeypatch.setattr(Path, "stat", gone)
+    assert os.getpid() in _descendants(os.getppid())
