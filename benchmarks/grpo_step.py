@@ -19,13 +19,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import tree_at
 from benchmarks.sides import Root, Side, Turn, root, share_of_even
-from benchmarks.train_step import REPEATS, ratio, tiny
+from benchmarks.train_step import REPEATS, ratio, roots, tiny
 from rlhf_core.algorithms.advantage.group import GRPOAdvantage
 from rlhf_core.algorithms.policy.clip import ClipLoss
 from rlhf_core.algorithms.token_math import CorrectionConfig
@@ -81,22 +79,16 @@ def main() -> int:
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     print("\n".join(lines), flush=True)
-    with tempfile.TemporaryDirectory() as place, tree_at(options.before) if options.before else nullcontext() as tree:
-        folder = Path(place)
-        own = [sys.executable, "-m", "benchmarks.grpo_step", "--root"]
-        roots = {"ours": Root(own, folder / "ours.log")}
-        if tree:
-            roots["before"] = Root(own, folder / "before.log", tree)
-            options.sides += [side.replace("ours", "before") for side in options.sides if side in SAMPLERS]
-        if options.trl_python:
-            roots["TRL"] = Root([options.trl_python, "-m", "benchmarks.trl_side"], folder / "trl.log")
+    if options.before:
+        options.sides += [side.replace("ours", "before") for side in options.sides if side in SAMPLERS]
+    own = ["benchmarks.grpo_step", "--root"]
+    with tempfile.TemporaryDirectory() as place, roots(own, Path(place), options) as known:
         for spread in options.lengths:
-            (folder / spread).mkdir()
-            for line in compare(options, spread, folder / spread, roots):
+            folder = Path(place) / spread
+            folder.mkdir()
+            for line in compare(options, spread, folder, known):
                 lines.append(f"| {spread} | {line} |")
                 print(lines[-1], flush=True)
-        for one in roots.values():
-            one.close()
     if options.markdown:
         options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0

@@ -20,7 +20,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +74,7 @@ def main() -> int:
         "|---|---|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     print("\n".join(lines), flush=True)
-    with tempfile.TemporaryDirectory() as place, roots(Path(place), options) as known:
+    with tempfile.TemporaryDirectory() as place, roots(["benchmarks.own_sides"], Path(place), options) as known:
         for model in options.models:
             size = tiny(Path(place) / "tiny") if model == "tiny" else smollm2(options.smollm2, Path(place) / "135M")
             for kind in options.kinds:
@@ -189,9 +189,9 @@ def compare(
 
 
 @contextmanager
-def roots(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Root]]:
-    """Yield the processes that our sides, those of before and TRL's are forked from."""
-    own = [sys.executable, "-m", "benchmarks.own_sides"]
+def roots(module: Sequence[str], folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Root]]:
+    """Yield the processes that our sides (of `module`), those of before and TRL's are forked from."""
+    own = [sys.executable, "-m", *module]
     with tree_at(options.before) if options.before else nullcontext() as tree:
         made = {"ours": Root(own, folder / "ours.log")}
         if tree:

@@ -101,14 +101,14 @@ def _kill_descendants(pid: int) -> None:
 
 def _descendants(pid: int) -> list[int]:
     children: defaultdict[int, list[int]] = defaultdict(list)
-    for name in (
-        entry.name for entry in os.scandir("/proc") if entry.name.isdigit()
-    ):  # a glob fails if one ends meanwhile
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
-            stat = Path("/proc", name, "stat").read_bytes()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # the process has ended meanwhile, of which a glob fails
+            stat = (folder / "stat").read_bytes()
             state, parent = stat.rpartition(b")")[2].split()[:2]  # the process name may contain anything
             if state not in (b"Z", b"X"):
-                children[int(parent)].append(int(name))
+                children[int(parent)].append(int(folder.name))
     found = [pid]
     for one in found:
         found += children[one]

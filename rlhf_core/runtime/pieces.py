@@ -85,14 +85,15 @@ def _place(at: int, kind: str, start: int, end: int, ones: int) -> Column[Any]:
 def _small(columns: Columns) -> tuple[Any, ...]:
     """Return what columns are made of, with places of few bytes: Ray sends a call of up to 100 KB without its object store."""
     which, start, end, ones = columns.places
-    rows = [one if one.any() else one[:1] for one in (which, ones)]
-    small = [one.astype(np.min_scalar_type(one.max(initial=0))) for one in (*rows, start, end - start)]
+    which, ones = (one if one.any() else one[:1] for one in (which, ones))
+    small = [one.astype(np.min_scalar_type(one.max(initial=0))) for one in (which, start, end - start, ones)]
     return columns.kind, columns.pieces, small
 
 
 def _held(kind: str, pieces: tuple[Piece, ...], small: list[NDArray[Any]]) -> Columns:
-    which, ones, start, length = np.array(np.broadcast_arrays(*small), np.int64)
-    return Columns(kind, pieces, np.array([which, start, start + length, ones]))
+    places = np.array(np.broadcast_arrays(*small), np.int64)
+    places[2] += places[1]
+    return Columns(kind, pieces, places)
 
 
 def _list(kind: str, pieces: tuple[Piece, ...], small: list[NDArray[Any]]) -> list[Column[Any]]:

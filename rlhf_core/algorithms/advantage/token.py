@@ -38,10 +38,9 @@ class GAEAdvantage(TokenAdvantage):
 
     def by_answer(self, tokens: TokenRewards) -> tuple[Tensor, Tensor]:
         assert tokens.values is not None
-        advantages_BL = gae(
-            tokens.rewards, tokens.values, tokens.loss_mask, gamma=self.gamma, gae_lambda=self.gae_lambda
-        )
-        return advantages_BL, advantages_BL + masked(tokens.values, tokens.loss_mask)
+        rewards_BL, values_BL = masked(tokens.rewards, tokens.loss_mask), masked(tokens.values, tokens.loss_mask)
+        advantages_BL = gae(rewards_BL, values_BL, tokens.loss_mask, gamma=self.gamma, gae_lambda=self.gae_lambda)
+        return advantages_BL, advantages_BL + values_BL
 
 
 class ReinforcePPAdvantage(TokenAdvantage):
@@ -95,14 +94,18 @@ class ReMaxAdvantage(TokenAdvantage):
 
 def discounted_returns(rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> Tensor:
     """Return G_t = r_t + gamma G_{t+1} [B, L], 0 outside the mask: the advantage over values of 0."""
-    return gae(rewards, rewards.new_zeros(rewards.shape), loss_mask, gamma=gamma, gae_lambda=1.0)
+    rewards_BL = masked(rewards, loss_mask)
+    return gae(rewards_BL, rewards_BL.new_zeros(rewards_BL.shape), loss_mask, gamma=gamma, gae_lambda=1.0)
 
 
 def gae(rewards: Tensor, values: Tensor, loss_mask: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
-    """Return generalized advantage estimates [B, L], 0 outside the mask; what lies between two actions is passed over."""
+    """Return generalized advantage estimates [B, L] of masked rewards and values, 0 outside the mask.
+
+    What lies between two actions is passed over.
+    """
     import numpy as np  # options are read without it
 
-    given = masked(rewards, loss_mask), masked(values, loss_mask), loss_mask != 0
+    given = rewards, values, loss_mask != 0
     # Steps in rows: a column of a long batch lies in as many places of memory as there are answers. In NumPy, whose
     # calls take a third of the time at these sizes.
     rewards_LB, values_LB, action_LB = (x_BL.t().contiguous().cpu().numpy() for x_BL in given)

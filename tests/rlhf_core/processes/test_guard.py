@@ -232,9 +232,7 @@ def test_a_program_that_is_not_there_is_named_among_its_errors():
 
 def test_a_process_that_ends_while_it_is_looked_for_is_passed_over(monkeypatch):
     def gone(self, **_):
-        raise ProcessLookupError(
-            errno.ESRCH, "No such process"
-        )  # of a folder in /proc whose process has just been reaped
+        raise ProcessLookupError(errno.ESRCH, "a folder in /proc whose process was just reaped")
 
     monkeypatch.setattr(Path, "stat", gone)
     assert os.getpid() in _descendants(os.getppid())
